@@ -107,7 +107,7 @@ def create_app(
         try:
             yield
         finally:
-            events.close()
+            events.close()  # otherwise the server would wait for open dashboards
             # close() waits for the scheduler's thread, which would block the event loop.
             await anyio.to_thread.run_sync(scheduler.close)
             launcher.close()

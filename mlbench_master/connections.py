@@ -92,7 +92,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._await_request()
         others = [other for other in self.connections if isinstance(other, Connection)]
-        others.remove(self)
+        others.remove(self)  # uvicorn has added it
         address = self._address
         neighbors = [other for other in others if other._address == address]
         if len(neighbors) >= MAX_PER_ADDRESS and not is_loopback(address):

@@ -68,6 +68,7 @@ class EventBus:
         with self._lock:
             self._chunks.extend(chunks)
             self._size += sum(map(len, chunks))
+            # The newest chunk stays, even if it alone is larger.
             while self._size > self._max_bytes and len(self._chunks) > 1:
                 self._size -= len(self._chunks.popleft())
                 self._first += 1

@@ -62,6 +62,7 @@ _MAX_VARIABLE = 131_072
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _RANK = re.compile(r"master|[0-9]{1,9}")
+# Fields of which an empty text is a value.
 _MAY_BE_EMPTY = ("value", "metadata")
 # Control characters, and those that nobody sees: marks that turn the direction of the text,
 # separators of lines, and characters without width. A name with them looks like another one.

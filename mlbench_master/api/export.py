@@ -52,6 +52,7 @@ LEFT_OUT_FILE = "left_out.txt"
 
 _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
+# As many ids as Store.points_with takes.
 _GROUPS_AT_ONCE = 500
 _OFFICIAL_RESULT = "official_result.txt"
 _LINES = "metrics.jsonl"

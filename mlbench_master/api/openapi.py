@@ -351,6 +351,7 @@ def set_description(app: FastAPI) -> None:
                         for status in ("401", "429"):
                             operation["responses"].pop(status)
                     _add_examples(method, path, operation)
+            # FastAPI adds them for the answers with 422.
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
             for model in schema["components"]["schemas"].values():

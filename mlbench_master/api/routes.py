@@ -456,11 +456,11 @@ def _attachment(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
-def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
+def _validated(model: type[Any], data: Any) -> Any:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise HTTPException(400, describe_error(error, prefix)) from None
+        raise HTTPException(400, describe_error(error)) from None
 
 
 def read_query(model: type[Any], request: Request, *lists: str) -> Any:

@@ -255,9 +255,11 @@ class NewMetric(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return the metric as the API shows it."""
         kind, _, owner = self.owner.partition(":")
+        run_id = int(owner) if kind == "run" else None
+        pod_name = owner if kind == "pod" else None
         return {
-            "run_id": int(owner) if kind == "run" else None,
-            "pod_name": owner if kind == "pod" else None,
+            "run_id": run_id,
+            "pod_name": pod_name,
             "name": self.name,
             "value": self.value,
             "date": format_date(self.date),

@@ -49,6 +49,7 @@ class MetricWriter:
         self._lock = threading.Lock()
         self._waiting: list[_Waiting] = []
         self._is_busy = False
+        # One thread, because SQLite allows one writer at a time.
         self._thread = ThreadPoolExecutor(1, "metrics")
 
     async def add(self, metrics: Sequence[NewMetric]) -> int:
@@ -92,6 +93,7 @@ class MetricWriter:
 
     def _next_group(self) -> list[_Waiting]:
         with self._lock:
+            # The first request is taken whatever its size.
             count, size = 0, 0
             while count < len(self._waiting) and (
                 count == 0 or size + len(self._waiting[count][0]) <= _MOST_METRICS

@@ -66,6 +66,7 @@ class Lease:
         seen_at = time.monotonic()
         while True:
             row = self._store.lease()
+            # A holder that is alive would have renewed it in this time.
             expired = seen is not None and time.monotonic() - seen_at > self._expires_s
             if row is None or self._is_dead(row) or (expired and row == seen):
                 if self._write(row):

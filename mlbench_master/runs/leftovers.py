@@ -64,7 +64,7 @@ def store_leftovers(spool: Path, store: Store) -> str:
             with contextlib.closing(_open(path, deadline)) as connection:
                 for lines in _batches(connection, deadline):
                     refused += _store(lines, store)
-        except SQLAlchemyError:
+        except SQLAlchemyError:  # of the master's database: the files stay for another attempt
             raise
         except Exception as error:  # a damaged file must not keep the run from ending
             problems.append(f"an unknown number in {path}, which cannot be read ({error})")

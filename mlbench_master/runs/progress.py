@@ -50,7 +50,7 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
     plan = RunPlan()
     if sent is not None:
         plan = RunPlan.read(sent.value)
-    # At the end, the goal has the same fields as the plan.
+    # The goal, which a run sends at its end, has these fields of the plan, too.
     source = run.goal_record or plan
     aim = source.model_dump(include=_AIM_FIELDS)
     if aim["metric"] is None:

@@ -263,6 +263,7 @@ class Scheduler:
     def _loop(self) -> None:
         last_error = ""
         while not self._closed:
+            # Before the poll, so that a change during it leads to another one.
             self._wake.clear()
             try:
                 # A master that was stopped for a while must not touch the runs of its successor.

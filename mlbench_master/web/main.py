@@ -52,6 +52,7 @@ def icon() -> RedirectResponse:
 def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
     """Return how much of each resource of the launcher the runs use."""
     cores = f"{sum(map(_cores, started)):g}"
+    # An engine with its own queue has no limit.
     if math.isfinite(launcher.capacity):
         cores += f" of {launcher.capacity:g}"
     resources = {"Cores": cores}

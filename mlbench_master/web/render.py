@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import re
@@ -23,6 +22,7 @@ __all__ = ["ago", "duration", "error_page", "moment", "number", "page", "render"
 _SECOND = 1_000_000
 # Seconds of each unit, the largest first.
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+# The attributes of pages that have a path, which the root path of a proxy precedes.
 _PATH_ATTRIBUTE = re.compile(r'\b(?:href|src|action|hx-get|data-post|data-delete|data-then)="(?=/)')
 _SIZES = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -114,9 +114,10 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.3f} s"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    (unit, name), (small, small_name) = next(
-        pair for pair in itertools.pairwise(_UNITS) if seconds >= pair[0][0]
-    )
+    index = 0
+    while seconds < _UNITS[index][0]:
+        index += 1
+    (unit, name), (small, small_name) = _UNITS[index : index + 2]
     text = f"{int(seconds) // unit} {name}"
     if rest := int(seconds % unit) // small:
         text += f" {rest} {small_name}"

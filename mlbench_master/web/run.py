@@ -35,6 +35,7 @@ from mlbench_master.web.workers import list_workers
 
 __all__ = ["router"]
 
+# A worker may send any number of metrics and values of any length, but a page must stay small.
 _LAST_LINES = 15
 _MOST_ROWS = 200
 _MOST_NAMES = 1000

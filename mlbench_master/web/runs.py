@@ -78,6 +78,7 @@ class View:
         if query.get("sort", "").removeprefix("-") in RUN_SORTS:
             view = replace(view, sort=query["sort"])
         number = query.get("page", "")
+        # int of thousands of digits is slow.
         if number.isascii() and number.isdecimal() and len(number) < 11:
             view = replace(view, page=min(max(int(number), 1), _MOST_PAGES))
         return view
