@@ -3,28 +3,30 @@
 The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even
 if MLPerf requires it. A submitter adds ``submission_org`` and ``submission_status``.
 
-===============================
-============================================================================ key
-value ===============================
-============================================================================
+===============================  ==================================================================
+key                              value
+===============================  ==================================================================
 ``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its
-data set,
-                                 ``_light`` with the light goal, ``_after_60s`` with the goal of a
-                                 fixed training time; or ``mlbench_`` and the program's name
+                                 data set, ``_light`` with the light goal, ``_after_60s`` with the
+                                 goal of a fixed training time; or ``mlbench_`` and the program's
+                                 name
 ``submission_division``          ``closed`` or ``open``, by the rules of MLBench
-``submission_platform``          Hosts, processor and GPUs ``cache_clear``                  False:
-MLBench clears no cache ``seed``, ``opt_name``           Seed and algorithm ``global_batch_size``,
-...       Hyper-parameters, see :func:`mlperf_lines` ``init_start``                   The run begins
-to record ``init_stop``, ``run_start``     The wall clock of the run starts ``block_start``,
-``block_stop``  Training between two validations ``epoch_start``, ``epoch_stop``  Training of an
-epoch, without its last validation; epochs count from 1 ``eval_start``, ``eval_stop``    A
-validation ``eval_accuracy``                The metric of the goal, in its own unit: accuracies are
-in percent ``tracked_stats``                ``throughput``: samples per second of all workers, over
-the whole run ``run_stop``                     ``success``: the goal is reached or, without a goal,
-the run has finished;
-                                 else ``aborted``. Nothing follows.
-===============================
-============================================================================
+``submission_platform``          Hosts, processor and GPUs
+``cache_clear``                  False: MLBench clears no cache
+``seed``, ``opt_name``           Seed and algorithm
+``global_batch_size``, ...       Hyper-parameters, see :func:`mlperf_lines`
+``init_start``                   The run begins to record
+``init_stop``, ``run_start``     The wall clock of the run starts
+``block_start``, ``block_stop``  Training between two validations
+``epoch_start``, ``epoch_stop``  Training of an epoch, without its last validation; epochs count
+                                 from 1
+``eval_start``, ``eval_stop``    A validation
+``eval_accuracy``                The metric of the goal, in its own unit: accuracies are in percent
+``tracked_stats``                ``throughput``: samples per second of all workers, over the whole
+                                 run
+``run_stop``                     ``success``: the goal is reached or, without a goal, the run has
+                                 finished; else ``aborted``. Nothing follows.
+===============================  ==================================================================
 
 The end of a validation is the time of its last record. It began earlier by the time of validation
 that the run counted, or, if that is not known, with the last record of training.

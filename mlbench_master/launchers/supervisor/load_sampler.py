@@ -7,20 +7,21 @@ imported; NVML is loaded if the driver of the GPUs has it.
 
 All figures of a worker belong to its process tree:
 
-==============
-=======================================================================================================
+==============  ==================================================================================
 cpu             Percent of one core since the last sample, with processes that started and ended in
-between. memory          Resident memory in bytes. Memory that processes of the tree share counts
-once for each of them. gpu             Percent of the time in which the worker's GPU was busy; of
-the whole GPU, whoever used it. gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
-network_in      Bytes per second that arrived, and network_out     bytes per second that left. A
-worker in its own network namespace has its own
+                between.
+memory          Resident memory in bytes. Memory that processes of the tree share counts once for
+                each of them.
+gpu             Percent of the time in which the worker's GPU was busy; of the whole GPU, whoever
+                used it.
+gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
+network_in      Bytes per second that arrived, and
+network_out     bytes per second that left. A worker in its own network namespace has its own
                 figures, without its loopback interface. Workers that share the network of the
                 machine have the figures of the whole machine, with the loopback interface, which
                 carries the traffic between local workers. The system counts no bytes of a single
                 process, so these figures are marked with ``"network": "machine"``.
-==============
-=======================================================================================================
+==============  ==================================================================================
 """
 
 from __future__ import annotations
