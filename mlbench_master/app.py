@@ -6,14 +6,13 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -34,7 +33,7 @@ from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.launchers import Launcher, LauncherError, make_launcher
 from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.scheduler import Scheduler
-from mlbench_master.security import Access, GuardMiddleware, make_private, wants_page
+from mlbench_master.security import Access, GuardMiddleware, make_private, refuse, wants_page
 from mlbench_master.web import make_pages
 from mlbench_master.web.login import add_login
 from mlbench_master.web.proxies import RootPathMiddleware, check_root_path
@@ -237,8 +236,7 @@ def _error(
     """Return an error as JSON, or as a page if somebody has opened a wrong address in a browser."""
     if wants_page(request.url.path, request.headers):
         return error_page(request, status, message, headers)
-    content = {"status": HTTPStatus(status).phrase, "message": message}
-    return JSONResponse(content, status_code=status, headers=headers)
+    return refuse(status, message, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -27,6 +27,7 @@ import secrets
 import threading
 import time
 from collections.abc import MutableMapping
+from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ __all__ = [
     "client_address",
     "make_private",
     "random_token",
+    "refuse",
     "wants_page",
 ]
 
@@ -327,14 +329,14 @@ class GuardMiddleware:
         # the body (request smuggling).
         if "content-length" in headers and "transfer-encoding" in headers:
             message = "Content-Length: must be left out with Transfer-Encoding"
-            return _refuse(400, "Bad Request", message, {"Connection": "close"})
+            return refuse(400, message, {"Connection": "close"})
         if self._access.token is None:
             if not _is_loopback_host(headers.get("host", "")):
                 message = (
                     "Host: a master without a token answers only to localhost; "
                     "start it with a token"
                 )
-                return _refuse(403, "Forbidden", message)
+                return refuse(403, message)
         elif "authorization" in headers:
             address = client_address(scope)
             limited = self._access.limits_tokens_of(address)
@@ -343,7 +345,7 @@ class GuardMiddleware:
                     "Authorization: too many wrong tokens came from this address; "
                     "try again in a minute"
                 )
-                return _refuse(429, "Too Many Requests", message, TOO_MANY_GUESSES)
+                return refuse(429, message, TOO_MANY_GUESSES)
             scheme, _, token = headers["authorization"].partition(" ")
             if scheme.lower() == "bearer" and self._access.accepts(token.strip()):
                 # A page of another site does not have the token, so the Origin does not matter.
@@ -362,7 +364,7 @@ class GuardMiddleware:
         origin = headers.get("origin")
         if scope["method"] in _SAFE_METHODS or origin is None or _same_origin(origin, headers):
             return None
-        return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
+        return refuse(403, f"Origin: {origin[:80]!r} may not write to this master")
 
 
 def client_address(scope: Scope) -> str:
@@ -378,7 +380,7 @@ def wants_page(path: str, headers: Headers) -> bool:
 
 def _unauthorized() -> JSONResponse:
     message = "Authorization: send the master's token as 'Bearer TOKEN'"
-    return _refuse(401, "Unauthorized", message, {"WWW-Authenticate": "Bearer"})
+    return refuse(401, message, {"WWW-Authenticate": "Bearer"})
 
 
 def _is_loopback_host(host: str) -> bool:
@@ -427,7 +429,13 @@ def _drop_oldest(items: MutableMapping[str, Any], most: int) -> None:
         del items[next(iter(items))]
 
 
-def _refuse(
-    status: int, phrase: str, message: str, headers: dict[str, str] | None = None
-) -> JSONResponse:
-    return JSONResponse({"status": phrase, "message": message}, status_code=status, headers=headers)
+def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return the answer of the API to a request that is refused.
+
+    Args:
+        status: The status of the answer.
+        message: The reason.
+        headers: The headers of the answer.
+    """
+    content = {"status": HTTPStatus(status).phrase, "message": message}
+    return JSONResponse(content, status_code=status, headers=headers)

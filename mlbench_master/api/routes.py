@@ -497,13 +497,10 @@ def results_of(run: Run, launcher: Launcher) -> Path | None:
 
 def _pod_or_404(store: Store, name: str) -> None:
     # PostgreSQL refuses NUL in a parameter.
-    if "\x00" not in name and len(name) <= 253:
-        run = store.run_named(name.rpartition("-worker-")[0])
-        # A worker that has not posted yet is a pod without metrics.
-        if run is not None and name in run.worker_names():
-            return
-        if store.metric_counts([pod_owner(name)]):
-            return
+    is_name = "\x00" not in name and len(name) <= 253
+    # A worker that has not posted yet is a pod without metrics.
+    if is_name and (store.run_of_worker(name) or store.metric_counts([pod_owner(name)])):
+        return
     message = f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run"
     raise HTTPException(404, message)
 

@@ -204,9 +204,13 @@ class Run(_Base):
         end = self.finished_at if isinstance(self.finished_at, int) else now
         return max(end - self.started_at, 0) / 1e6
 
+    def worker_name(self, rank: int) -> str:
+        """Return the name of the pod of a worker."""
+        return f"{self.name}-worker-{rank}"
+
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
-        return [f"{self.name}-worker-{rank}" for rank in range(self.worker_count)]
+        return list(map(self.worker_name, range(self.worker_count)))
 
 
 class Metric(_Base):
@@ -525,6 +529,17 @@ class Store:
         """Return the run with this name, or None."""
         with self._reading() as session:
             return session.scalar(sa.select(Run).where(Run.name == name))
+
+    def run_of_worker(self, name: str) -> Run | None:
+        """Return the run that has a worker of this name, or None."""
+        # PostgreSQL refuses NUL in a parameter.
+        if "\x00" in name:
+            return None
+        # The last separator: the name of a run may contain it, too.
+        run = self.run_named(name.rpartition("-worker-")[0])
+        if run is None or name not in run.worker_names():
+            return None
+        return run
 
     def runs(
         self,

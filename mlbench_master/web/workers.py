@@ -88,7 +88,7 @@ class Worker:
     @property
     def name(self) -> str:
         """Return the name of the worker's pod."""
-        return _pod_name(self.run, self.rank)
+        return self.run.worker_name(self.rank)
 
     @property
     def phase(self) -> str:
@@ -105,7 +105,7 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
         store: The database.
         places: Run and rank of each worker.
     """
-    owners = [pod_owner(_pod_name(run, rank)) for run, rank in places]
+    owners = [pod_owner(run.worker_name(rank)) for run, rank in places]
     latest = store.latest_entries(itertools.product(owners, LOAD_METRICS))
     workers = []
     for (run, rank), owner in zip(places, owners, strict=True):
@@ -121,15 +121,15 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
     return workers
 
 
-def _pod_name(run: Run, rank: int) -> str:
-    return f"{run.name}-worker-{rank}"
-
-
 @router.get("/workers/{name}/")
 def worker_page(
     name: str, request: Request, store: StorePart, launcher: LauncherPart
 ) -> HTMLResponse:
-    run, rank = _worker_or_404(store, name)
+    run = store.run_of_worker(name)
+    if run is None:
+        message = f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
+        raise HTTPException(404, message)
+    rank = run.worker_names().index(name)
     [worker] = list_workers(store, [(run, rank)])
     dates = [figure.point.date for figure in worker.figures if figure.point is not None]
     return page(
@@ -141,14 +141,3 @@ def worker_page(
         sampled_at=max(dates, default=None),
         log=log_view(run, launcher, LogsQuery(rank=str(rank))),
     )
-
-
-def _worker_or_404(store: Store, name: str) -> tuple[Run, int]:
-    # The last one: the name of a run may contain "-worker-", too.
-    run_name, _, rank = name.rpartition("-worker-")
-    # PostgreSQL refuses NUL in a parameter.
-    run = None if "\x00" in name else store.run_named(run_name)
-    if run is None or name not in run.worker_names():
-        message = f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
-        raise HTTPException(404, message)
-    return run, int(rank)
