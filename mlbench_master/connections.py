@@ -40,8 +40,7 @@ MAX_PER_ADDRESS = 128
 _MAX_CONNECTIONS = 1024
 # asyncio accepts this number of connections at once, before this module can count and refuse them.
 ACCEPTED_AT_ONCE = 64
-# The system holds this number of connections that were not accepted yet. Further ones would wait
-# a second.
+# The system holds this number of connections before they are accepted. Others wait a second.
 LISTEN_BACKLOG = 1024
 
 

@@ -9,8 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# The whole machine, with its runs and clients, may be suspended between two polls. This time does
-# not count.
+# The machine, with its runs and clients, may be suspended between two polls: not idle time.
 _LONGEST_STEP_S = 1.0
 
 

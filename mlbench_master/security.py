@@ -164,8 +164,7 @@ class Access:
         secret = _secret(folder)
         self.key = _derive(secret, "key")
         self.cookie = f"mlbench_session_{_derive(secret, 'cookie')[:12]}"
-        # Nobody can guess a random token. One that a user chose may be short, so guesses of it are
-        # limited.
+        # Guesses are limited for a token that a user chose, which may be short.
         self._is_random = token == _derive(secret, "token")
         self._path = folder / "sessions.json"
         self._lock = threading.Lock()
@@ -308,8 +307,7 @@ class GuardMiddleware:
         async def send_protected(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                # With every answer, errors included: a client must recognize also a master whose
-                # database fails.
+                # Also with errors: a client must recognize a master whose database fails.
                 proof = self._access.prove(Headers(scope=scope).get(NONCE_HEADER, ""), scope)
                 if proof is not None:
                     headers[PROOF_HEADER] = proof

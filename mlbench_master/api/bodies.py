@@ -30,8 +30,7 @@ MAX_RUN_BYTES = 2 * 2**20
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
-# A batch has 10,000 metrics of eight fields with metadata. A million small values need about
-# 100 MB.
+# A batch has 10,000 metrics of eight fields and metadata. A million values need about 100 MB.
 _MAX_VALUES = 1_000_000
 # Far more than metadata needs, and far less than the recursion that JSON's encoder can do.
 _MAX_DEPTH = 64

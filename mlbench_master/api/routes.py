@@ -268,8 +268,7 @@ def runs(request: Request, store: StorePart, scheduler: SchedulerPart) -> JSONRe
     query = read_query(RunsQuery, request, "state")
     page = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(page) == query.limit
-    # An id stays the right position when runs before it are deleted. Other orders have no such
-    # mark.
+    # An id stays the right position when runs before it are deleted; other orders have none.
     if query.sort == "id":
         headers = _link(request, follows, after=page[-1].id if page else 0, offset=None)
     else:

@@ -763,8 +763,7 @@ class Store:
                         _record_goal(session, metric)
                     session.commit()
         if len(self._loose) > _MOST_LOOSE:
-            # Metrics of runs that ended long ago, too. Those that go on are counted again from now
-            # on.
+            # Also metrics of runs that ended long ago. The others are counted again from now on.
             self._loose.clear()
         self._loose.update(counts)
         for owner, name in counts:
@@ -1097,8 +1096,8 @@ class Store:
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
         entry = aliased(Metric)
-        # DISTINCT would read all entries. Each step of this recursion finds the next name in the
-        # index metrics_by_name.
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in
+        # the index metrics_by_name.
         names = (
             sa.select(sa.func.min(Metric.name).label("name"))
             .where(Metric.owner == owner)

@@ -32,8 +32,7 @@ LOAD_MARK = "load "
 _MINUTE_US = 60 * 1_000_000
 _KEPT_US = 60 * _MINUTE_US
 _MEAN_US = 5 * _MINUTE_US
-# The supervisor keeps about 18,000 lines. A worker, which can write more, must not hold up the
-# master.
+# The supervisor keeps about 18,000 lines. A worker can write more, but must not delay the master.
 _MOST_PAGES = 20
 _LARGEST = 1e18
 _date = TypeAdapter(Date)

@@ -251,8 +251,7 @@ class MasterlessRuns:
         root = self._launcher.results(_job_id(run_id))
         if not root.is_dir():
             return None
-        # A command can start several programs. The dates of the raw lines show which one wrote
-        # last.
+        # Of several programs that a command started, the one that wrote last counts.
         dated = []
         for folder in find_folders(root):
             for path in read_lines(folder).paths:

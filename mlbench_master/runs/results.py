@@ -40,8 +40,8 @@ _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
 # A job has one result folder unless its command starts several programs. A worker can make any
 # number of folders.
 _MOST_FOLDERS = 100
-# Systems without these flags (Windows) cannot open a file by its name in an open folder either; see
-# ResultFolder.find.
+# Systems without these flags (Windows) cannot open a file by its name in an open folder either,
+# see ResultFolder.find.
 _AS_IT_IS = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)

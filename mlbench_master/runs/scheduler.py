@@ -360,8 +360,8 @@ class Scheduler:
             event = {"id": run.id, "name": run.name, "state": run.state, "reason": reason}
             self._events.publish("state", event)
         if run.metadata_dict().get("reason", "") != reason:
-            # A disk that is full for the log is often full for the database; the next poll tries
-            # again.
+            # A disk that is full for the log is often full for the database. The next poll
+            # tries again.
             with contextlib.suppress(SQLAlchemyError):
                 self._store.update_run(run.id, {"reason": reason}, only_in=("started",))
 
@@ -370,8 +370,7 @@ class Scheduler:
         job = make_job(run, self._launcher, self._worker_env, gpus)
         if run.id in self._stopping:
             return False
-        # Record the job before it starts: if the master dies in between, the next master looks for
-        # it.
+        # Before the start: if the master dies in between, the next master looks for the job.
         job_id = f"{self._launcher.name}-{run.id}"
         changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
         facts: dict[str, Any] = {"started_at_place": self._launcher.place}
@@ -418,8 +417,8 @@ class Scheduler:
         self._problems.pop(run.id, None)
         finished_at = now_us()
         if status.finished_at is not None:
-            # The workers may have ended long before, while no master ran. The clock may have been
-            # set since.
+            # The workers may have ended long before, while no master ran, and the clock may have
+            # been set since.
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
         changed = self._store.update_run(
             run.id, details, only_in=_OPEN, state=state, finished_at=finished_at

@@ -113,8 +113,7 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
         figures = []
         for metric in LOAD_METRICS:
             point = latest.get((owner, metric))
-            # A figure of an open run may still be measured; a GPU is there from the first sample
-            # on.
+            # An open run may still measure a figure; a GPU is in the first sample already.
             if point is not None or (is_open and "gpu" not in metric):
                 figures.append(Figure(metric, point))
         workers.append(Worker(run, rank, figures))
