@@ -380,6 +380,7 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
         ValueError: The launcher has fewer GPUs; the message names the fields and a remedy.
     """
     gpus = launcher.gpus
+    # None in a cluster, which assigns the GPUs itself.
     if gpus is None or num_workers <= len(gpus):
         return
     if not gpus:

@@ -249,7 +249,7 @@ class Scheduler:
     def _free_gpus(self, run: Run, lent: Collection[str]) -> tuple[str, ...] | None:
         """Return the GPUs that a run would get, or None if it has to wait for some."""
         gpus = self._launcher.gpus if run.gpu_enabled else None
-        if gpus is None:
+        if gpus is None:  # none are needed, or the cluster assigns them
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
         if len(free) < run.num_workers:

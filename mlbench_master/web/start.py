@@ -146,7 +146,7 @@ def _form_page(
 ) -> HTMLResponse:
     # Why a field cannot be used; empty if it can.
     reasons = {"no_gpu": "", "no_network": "", "no_bandwidth_limit": ""}
-    if launcher.gpus == ():
+    if launcher.gpus == ():  # not None, with which a cluster assigns them
         reasons["no_gpu"] = no_gpu(launcher)
     if not launcher.emulates_networks:
         reasons["no_network"] = no_network(launcher)
