@@ -98,15 +98,14 @@ class TimeToGoal:
         threshold: The value to reach; reaching it exactly counts.
         minimize: True if smaller values of the metric are better.
         description: Beginning of the result's text, in which ``{threshold}`` is replaced by the
-            number. ``reached in
-            ... seconds`` follows.
+            number. ``reached in ... seconds`` follows.
 
     Raises:
         TypeError: ``threshold`` is not a number.
         ValueError: ``threshold`` is not finite.
 
     Example:
-        >>> goal = TimeToGoal("val_global_Loss", 0.25, minimize=True, description="Validation Loss of {threshold}")
+        >>> goal = TimeToGoal("val_global_Loss", 0.25, True, "Validation Loss of {threshold}")
         >>> goal.is_reached(0.3), goal.is_reached(0.25)
         (False, True)
     """
@@ -166,7 +165,7 @@ class AccuracyAfterTime:
     validation.
 
     The clocks of workers differ, but all of them must stop after the same validation. The tasks'
-    option ``--goal-after`` makes them agree. In a script of your own with several workers, override
+    option ``--goal-after`` makes them agree. In your own script with several workers, override
     :meth:`is_over`.
 
     Attributes:
@@ -181,7 +180,7 @@ class AccuracyAfterTime:
         ValueError: ``budget_s`` is negative or not finite.
 
     Example:
-        >>> goal = AccuracyAfterTime(600, "val_global_Perplexity", True, "Validation Perplexity of {value}")
+        >>> goal = AccuracyAfterTime(600, "val_global_Perplexity", True, "Perplexity of {value}")
         >>> goal.is_over(599.9), goal.is_over(600.0)
         (False, True)
     """
@@ -214,9 +213,13 @@ class AccuracyAfterTime:
         if self.metric != f"val_global_{primary}" or tracker.minimize != self.minimize:
             return value
         best = float(tracker.best_metric_value)
-        is_better = value < best if self.minimize else value > best
         # Before the first value that is a number, the best one is infinite.
-        return value if is_better or not math.isfinite(best) else best
+        if not math.isfinite(best):
+            return value
+        # The best value comes first, because min and max keep the first of a number and a nan.
+        if self.minimize:
+            return min(best, value)
+        return max(best, value)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
@@ -238,22 +241,28 @@ class AccuracyAfterTime:
         return f"{description} after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result as data: metric, ``budget_s``, ``minimize`` and the times of :meth:`TimeToGoal.result`."""
+        """Return the result as data: metric, ``budget_s``, ``minimize`` and the times.
+
+        The times are those of :meth:`TimeToGoal.result`.
+        """
         goal = {"metric": self.metric, "budget_s": self.budget_s, "minimize": self.minimize}
         return {**goal, **_times(tracker)}
 
 
 def _times(tracker: TrackedTimes) -> dict[str, float]:
-    parts = ("train", *TRACKER_PHASES.values())
-    return {f"{part}_time_s": float(getattr(tracker, f"get_total_{part}_time")()) for part in parts}
+    times: dict[str, float] = {}
+    for phase in ("train", *TRACKER_PHASES.values()):
+        get_total_time = getattr(tracker, f"get_total_{phase}_time")
+        times[f"{phase}_time_s"] = float(get_total_time())
+    return times
 
 
 def _detailed_times(tracker: TrackedTimes) -> str:
     times = _times(tracker)
-    phases = TRACKER_PHASES.values()
-    return "".join(
-        f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in phases
-    )
+    text = ""
+    for phase in TRACKER_PHASES.values():
+        text += f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds"
+    return text
 
 
 def _check_finite(name: str, value: object) -> None:
@@ -264,7 +273,7 @@ def _check_finite(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number, not {value!r}")
 
 
-def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
+def _callable_as_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
     """Let a function that creates a goal also be called as the goal that it creates by default."""
 
     # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with
@@ -281,7 +290,7 @@ def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, Time
 
 
 def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
-    """Create the goal of task 1 or 2: the training time until the top-1 validation accuracy reaches a threshold.
+    """Create the goal of task 1 or 2: the training time until the accuracy reaches a threshold.
 
     Args:
         threshold: Accuracy in percent, from 0 to 100.
@@ -300,31 +309,31 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
     return TimeToGoal(ACCURACY, threshold, description="{threshold}% Top 1 Validation Accuracy")
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task1_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 1, image classification: 80 % top-1 accuracy."""
     return time_to_accuracy_goal(get_task("1a").goal_on(None))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task1_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 1, image classification: 70 % top-1 accuracy."""
     return time_to_accuracy_goal(get_task("1a").goal_on(None, light=True))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task2_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 2, logistic regression: 89 % accuracy."""
     return time_to_accuracy_goal(get_task("2a").goal_on(None))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task2_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 2, logistic regression: 80 % accuracy."""
     return time_to_accuracy_goal(get_task("2a").goal_on(None, light=True))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeToGoal:
     """Create the goal of task 3, language modeling: validation perplexity of at most ``threshold``.
 
@@ -339,7 +348,7 @@ def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeTo
     )
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
     """Create the goal of task 4, translation: corpus BLEU of at least ``threshold``.
 
@@ -354,7 +363,7 @@ def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
 
 
 def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
-    """Create the goal of a fixed training time, whose result is the best top-1 accuracy until its end.
+    """Create the goal of a fixed training time, whose result is the best top-1 accuracy in it.
 
     Args:
         seconds: Training time in seconds, without validation; the default is 2 hours.

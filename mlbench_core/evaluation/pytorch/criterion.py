@@ -1,4 +1,4 @@
-r"""Compute losses that torch does not have: with penalties on weights or activations, and with smoothed labels."""
+r"""Losses with penalties on weights or activations, and with smoothed labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "
 
 
 class _Penalized(nn.Module):
-    r"""A loss with a penalty :math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2`.
+    r"""A loss with a penalty on the weights of a model.
+
+    .. math:: \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
 
     Attributes:
         l1: Weight of the l1 norm.
@@ -31,14 +33,18 @@ class _Penalized(nn.Module):
             check_at_least(name, value, 0)
             if value > 0 and self.model is None:
                 raise ValueError(f"model must be given with {name}={value}, not None: pass model=")
-        # nn.Module would register the model as a submodule, and loss.parameters() would return its
-        # parameters.
-        setter = object.__setattr__ if name == "model" else nn.Module.__setattr__
-        setter(self, name, value)
+        if name == "model":
+            # nn.Module would register the model as a submodule, and loss.parameters() would return
+            # its parameters.
+            object.__setattr__(self, name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
 
     def _penalty(self) -> Tensor | float:
         penalty: Tensor | float = 0.0
-        for weight in self.model.parameters() if self.model is not None else ():
+        if self.model is None:
+            return penalty
+        for weight in self.model.parameters():
             # A norm whose factor is 0 is left out: 0 times an infinite norm would be nan.
             if self.l1 > 0:
                 penalty = penalty + self.l1 * weight.abs().sum()
@@ -96,8 +102,8 @@ class ActivationRegularization(nn.Module):
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 1.0) -> None:
         super().__init__()
-        for name, weight in (("alpha", alpha), ("beta", beta)):
-            check_at_least(name, weight, 0)
+        check_at_least("alpha", alpha, 0)
+        check_at_least("beta", beta, 0)
         self.alpha = alpha
         self.beta = beta
 
@@ -123,7 +129,7 @@ class ActivationRegularization(nn.Module):
 
 
 class BCELossRegularized(_Penalized, nn.BCELoss):
-    r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularized logistic regression.
+    r"""Binary cross-entropy with a penalty on the model's weights, for logistic regression.
 
     .. math::
         -\frac{1}{n} \sum_{i=1}^{n} \bigl[ y_i \log p_i + (1 - y_i) \log (1 - p_i) \bigr]
@@ -163,9 +169,11 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.constant_(model.weight, 2.0)
         >>> loss = BCELossRegularized(l1=0.5, l2=0.1, model=model)
-        >>> round(loss(torch.tensor([1.0]), torch.tensor([1.0])).item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
+        >>> value = loss(torch.tensor([1.0]), torch.tensor([1.0]))
+        >>> round(value.item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
         1.2
-        >>> BCELossRegularized(logits=True)(torch.tensor([30.0]), torch.tensor([0.0])).item()  # log(1 + e^30)
+        >>> loss = BCELossRegularized(logits=True)
+        >>> loss(torch.tensor([30.0]), torch.tensor([0.0])).item()  # log(1 + e^30)
         30.0
     """
 
@@ -271,9 +279,11 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
         errors = self.weight * F.mse_loss(input_, target, reduction="none")
         if self.reduction == "none":
             return errors + self._penalty()
-        # A weighted mean is divided by the sum of the weights, not by their number.
         total = errors.sum()
-        return (total / self.weight.sum() if self.reduction == "mean" else total) + self._penalty()
+        if self.reduction == "mean":
+            # A weighted mean is divided by the sum of the weights, not by their number.
+            total = total / self.weight.sum()
+        return total + self._penalty()
 
 
 class LabelSmoothing(nn.Module):
@@ -301,7 +311,8 @@ class LabelSmoothing(nn.Module):
     Example:
         >>> loss = LabelSmoothing(padding_idx=0, smoothing=0.1)
         >>> x = torch.zeros(3, 4)  # every class has probability 1/4
-        >>> round(loss(x, torch.tensor([1, 2, 0])).item() / 2, 4)  # log(4); the padded token is left out
+        >>> value = loss(x, torch.tensor([1, 2, 0]))  # the padded token is left out
+        >>> round(value.item() / 2, 4)  # log(4)
         1.3863
     """
 
@@ -335,9 +346,10 @@ class LabelSmoothing(nn.Module):
                 f"{tuple(x.shape)} and {tuple(target.shape)}"
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        compute_dtype = torch.promote_types(x.dtype, torch.float32)
-        loss = self._fused if self.fast_xentropy else self._plain
-        return loss(x.to(compute_dtype), target)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.fast_xentropy:
+            return self._fused(x, target)
+        return self._plain(x, target)
 
     def _plain(self, x: Tensor, target: Tensor) -> Tensor:
         log_p = F.log_softmax(x, dim=-1)

@@ -46,7 +46,7 @@ __all__ = [
 
 
 class MLBenchMetric:
-    r"""Base class of the metrics, which averages the values of the batches, weighted by their sizes.
+    r"""Base class of the metrics, which averages the values of batches, weighted by their sizes.
 
     A subclass defines ``__call__`` and ``name``. Its average is then
 
@@ -104,9 +104,12 @@ class MLBenchMetric:
             ValueError: ``size`` is negative.
         """
         check_at_least("size", size, 0)
-        # A tensor is kept as a tensor, because reading its number would wait for the device.
-        value = perc.detach().to(torch.float64).sum() if isinstance(perc, Tensor) else float(perc)
-        self.average_meter.update(cast(float, value), size)
+        if isinstance(perc, Tensor):
+            # It is kept as a tensor, because reading its number would wait for the device.
+            value = cast(float, perc.detach().to(torch.float64).sum())
+        else:
+            value = float(perc)
+        self.average_meter.update(value, size)
 
     def average(self) -> Tensor:
         """Compute the value over all batches that all workers have added since the last reset.
@@ -118,17 +121,15 @@ class MLBenchMetric:
         """
         # With a count of 1 per worker, global_average divides the sums by the world size, which is
         # undone here.
-        totals = (
-            process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
-        )
-        return self._score(totals).to(torch.float32)
+        mean = process_groups.global_average(self._local_totals(), 1)
+        return self._score(mean * process_groups.world_size()).to(torch.float32)
 
     def reset(self) -> None:
         """Discard all batches added so far."""
         self.average_meter = AverageMeter()
 
     def _local_totals(self) -> Tensor:
-        """Return the sums over this worker's batches: here the weighted sum of the values, and the sum of weights."""
+        """Return the sums over this worker's batches: here of weighted values, and of weights."""
         total = torch.as_tensor(self.average_meter.sum, dtype=torch.float64).detach().reshape(())
         return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
@@ -152,7 +153,8 @@ class _Call:
     """True if the statistics are those of one sample, to be multiplied by the size of the batch."""
 
     def returned(self, value: float | Tensor) -> bool:
-        """Return True if the call returned ``value``, compared as the tensor (no synchronization) or as its number."""
+        """Return True if the call returned ``value``, the tensor or its number."""
+        # The tensor is recognized without reading its number, which would wait for the device.
         if value is self.value:
             return True
         number, own = float(value), float(self.value)
@@ -242,13 +244,16 @@ class _StatisticsMetric(MLBenchMetric):
         # Each call counts once: two batches may have the same value.
         for index in reversed(range(len(self._calls))):
             call = self._calls[index]
-            if call.returned(perc):
-                self._check_origin(perc, has_statistics=True)
-                del self._calls[index]
-                if not call.is_per_sample:
-                    return call.statistics
-                # The mean loss of an empty batch is nan, which times 0 would still be nan.
-                return call.statistics * size if size else self._no_statistics()
+            if not call.returned(perc):
+                continue
+            self._check_origin(perc, has_statistics=True)
+            del self._calls[index]
+            if not call.is_per_sample:
+                return call.statistics
+            # The mean loss of an empty batch is nan, which times 0 would still be nan.
+            if not size:
+                return self._no_statistics()
+            return call.statistics * size
         return self._statistics_of(perc, size)
 
     def _local_totals(self) -> Tensor:
@@ -280,7 +285,8 @@ class TopKAccuracy(MLBenchMetric):
         100.0
         >>> TopKAccuracy()(torch.tensor([[0.9], [0.2]]), torch.tensor([1, 0])).item()
         100.0
-        >>> TopKAccuracy(threshold=0.0)(torch.tensor([[2.2], [-1.4]]), torch.tensor([1, 0])).item()  # logits
+        >>> logits = torch.tensor([[2.2], [-1.4]])
+        >>> TopKAccuracy(threshold=0.0)(logits, torch.tensor([1, 0])).item()
         100.0
     """
 
@@ -381,9 +387,8 @@ class Perplexity(_StatisticsMetric):
             scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum"
         )
         tokens = (target != -100).sum()
-        return self._value_of(
-            torch.stack([losses.detach().to(torch.float64), tokens.to(torch.float64)])
-        )
+        statistics = [losses.detach().to(torch.float64), tokens.to(torch.float64)]
+        return self._value_of(torch.stack(statistics))
 
     @property
     def name(self) -> str:
@@ -412,9 +417,11 @@ class DiceCoefficient(_StatisticsMetric):
         logits: True if the outputs are logits, whose sigmoids are the probabilities.
 
     Example:
-        >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
+        >>> output, target = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])
+        >>> round(DiceCoefficient()(output, target).item(), 6)
         0.8
-        >>> round(DiceCoefficient(logits=True)(torch.tensor([0.0, 0.0]), torch.tensor([1, 0])).item(), 6)
+        >>> logits, target = torch.tensor([0.0, 0.0]), torch.tensor([1, 0])
+        >>> round(DiceCoefficient(logits=True)(logits, target).item(), 6)
         0.5
     """
 
@@ -551,23 +558,26 @@ class BLEUScore(_StatisticsMetric):
                 "tokenize must be left out with use_raw=True, not "
                 f"{tokenize!r}: raw text is tokenized already"
             )
+        if lowercase is None:
+            lowercase = not use_raw
         self.use_raw = use_raw
-        self.tokenize = "none" if use_raw else (tokenize or "intl")
-        self.lowercase = (not use_raw) if lowercase is None else lowercase
-        if self.tokenize not in bleu.TOKENIZERS:
-            raise ValueError(
-                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, "
-                f"not {tokenize!r}: pass one of them"
-            )
+        self.lowercase = lowercase
         self._smoothing: dict[str, Any]
         if use_raw:
+            self.tokenize = "none"
             self._smoothing = {
                 "smooth_method": "floor",
                 "smooth_value": 0.1,
                 "effective_order": True,
             }
         else:
+            self.tokenize = tokenize or "intl"
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
+        if self.tokenize not in bleu.TOKENIZERS:
+            raise ValueError(
+                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, "
+                f"not {tokenize!r}: pass one of them"
+            )
         # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which
         # every batch would repeat.
         self._bleu = bleu(
@@ -668,15 +678,14 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as float64 vectors, because sums of half-precision or float32 elements would lose counts."""
+    """Return both as float64 vectors, because sums in float32 or half precision lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
             "target must have as many elements as the output "
             f"{tuple(output.shape)}, not shape {tuple(target.shape)}"
         )
-    return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(
-        torch.float64
-    )
+    output, target = output.detach().reshape(-1), target.detach().reshape(-1)
+    return output.to(torch.float64), target.to(torch.float64)
 
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:

@@ -44,9 +44,10 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
             f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same "
             "graph, or add the penalty of your variables yourself"
         )
-    chosen = [
-        tf.nn.l2_loss(tf.cast(variable, tf.float32))
-        for variable in variables
-        if loss_filter_fn(variable.name)
-    ]
-    return loss + l2 * tf.add_n(chosen) if chosen else loss
+    penalties = []
+    for variable in variables:
+        if loss_filter_fn(variable.name):
+            penalties.append(tf.nn.l2_loss(tf.cast(variable, tf.float32)))
+    if not penalties:
+        return loss
+    return loss + l2 * tf.add_n(penalties)

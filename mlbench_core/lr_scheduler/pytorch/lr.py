@@ -60,18 +60,24 @@ class _LoggedLR(LRScheduler):
         """Log each group whose rate changes in the ``with`` block, if the schedule is verbose."""
         # Without verbose nothing is read: float() of a rate in a CUDA tensor would wait for the
         # device.
-        groups = self.optimizer.param_groups if self.verbose else []
+        if not self.verbose:
+            yield
+            return
+        groups = self.optimizer.param_groups
         # Copy the rates as numbers: a rate that is a tensor changes in place, so its old value
         # would be lost.
         before = [float(group["lr"]) for group in groups]
         yield
         for i, (old, group) in enumerate(zip(before, groups, strict=True)):
-            if (rate := float(group["lr"])) != old:
+            rate = float(group["lr"])
+            if rate != old:
                 logger.info(message, i, rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
-        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
+        state_dict = super().state_dict()
+        state_dict.pop("verbose", None)
+        return state_dict
 
 
 class _Schedule(_LoggedLR):
@@ -227,7 +233,8 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = MultiStepLRLinearWarmUp(optimizer, 0.1, [4, 6], scaled_lr=0.4, warmup_duration=2)
+        >>> schedule = MultiStepLRLinearWarmUp(
+        ...     optimizer, 0.1, [4, 6], scaled_lr=0.4, warmup_duration=2)
         >>> [round(schedule.lr_at(t), 6) for t in range(8)]
         [0.0, 0.2, 0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
     """
@@ -249,7 +256,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
             warmup_init_lr=warmup_init_lr,
             warmup_duration=warmup_duration,
         )
-        milestones = [int(milestone) for milestone in milestones]
+        milestones = list(map(int, milestones))
         if milestones != sorted(milestones):
             raise ValueError(f"milestones must be in increasing order, not {milestones}")
         if milestones and warmup_duration > milestones[0]:
@@ -310,7 +317,8 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)
+        >>> schedule = ReduceLROnPlateauWithWarmup(
+        ...     optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)
         >>> rates = []
         >>> for loss in [1.0] * 7:
         ...     rates.append(round(schedule.get_last_lr()[0], 6))
@@ -364,7 +372,7 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         self._warm_up()
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """End an epoch: advance the warm-up, or reduce the rates if the metric has stopped improving.
+        """End an epoch: advance the warm-up, or reduce the rates if the metric has not improved.
 
         Args:
             metrics: Value that should improve, for example the validation loss.
@@ -494,7 +502,9 @@ class TimeDecayLR(_RelativeLR):
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
         # With beta = 0 the formula would divide by 0 at the start.
-        return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
+        if t + self.beta == 0:
+            return 1.0
+        return 1.0 / (t + self.beta)
 
 
 class SQRTTimeDecayLR(_RelativeLR):
@@ -671,7 +681,8 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)
+        >>> schedule = SQRTTimeDecayLRWithWarmup(
+        ...     optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)
         >>> [round(schedule.lr_at(t), 3) for t in (0, 1, 2, 3, 4, 8, 16)]
         [0.0, 0.5, 1.0, 1.5, 2.0, 1.414, 1.0]
     """
@@ -705,7 +716,8 @@ class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     .. math::
         \eta_t = \begin{cases}
             \eta_0 + \frac{t}{w} (\eta_s - \eta_0) & t < w \\
-            \eta_{\min} + (\eta_s - \eta_{\min}) \bigl(1 - \frac{t - w}{d}\bigr)^p & w \le t < w + d \\
+            \eta_{\min} + (\eta_s - \eta_{\min}) \bigl(1 - \frac{t - w}{d}\bigr)^p
+                & w \le t < w + d \\
             \eta_{\min} & t \ge w + d
         \end{cases}
 
@@ -735,7 +747,8 @@ class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = PolyDecayLRLinearWarmup(optimizer, 0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)
+        >>> schedule = PolyDecayLRLinearWarmup(
+        ...     optimizer, 0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)
         >>> [round(schedule.lr_at(t), 6) for t in range(8)]
         [0.0, 0.8, 1.6, 0.9, 0.4, 0.1, 0.0, 0.0]
     """

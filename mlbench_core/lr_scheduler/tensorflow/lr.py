@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +35,12 @@ def manual_stepping(
         ValueError: ``boundaries`` or ``rates`` is not as listed above.
 
     Example:
-        >>> [round(float(manual_stepping(step, [2, 4], [0.1, 0.3, 0.03], warmup=True)), 3) for step in range(5)]
+        >>> rates = [manual_stepping(t, [2, 4], [0.1, 0.3, 0.03], warmup=True) for t in range(5)]
+        >>> [round(float(rate), 3) for rate in rates]
         [0.1, 0.2, 0.3, 0.3, 0.03]
     """
-    steps = [int(boundary) for boundary in boundaries]
-    if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
+    steps = list(map(int, boundaries))
+    if any(later <= earlier for earlier, later in itertools.pairwise([0, *steps])):
         raise ValueError(
             f"boundaries must be positive and increasing steps, not {list(boundaries)}"
         )
@@ -80,7 +82,8 @@ class PlateauWithWarmup:
         ValueError: An argument is negative or not finite.
 
     Example:
-        >>> schedule = PlateauWithWarmup(0.02, 0.04, 1, batches_per_epoch=2, factor=0.5, patience=1, min_lr=0.02)
+        >>> schedule = PlateauWithWarmup(
+        ...     0.02, 0.04, 1, batches_per_epoch=2, factor=0.5, patience=1, min_lr=0.02)
         >>> rates = []
         >>> for loss in [1.0] * 5:
         ...     for _ in range(2):
@@ -104,21 +107,21 @@ class PlateauWithWarmup:
         min_lr: float = 0.0,
     ) -> None:
         numbers = {
-            "warmup_init_lr": warmup_init_lr, "scaled_lr": scaled_lr, "warmup_epochs": warmup_epochs,
-            "factor": factor, "threshold": threshold, "min_lr": min_lr,
-        }  # fmt: skip
+            "warmup_init_lr": warmup_init_lr,
+            "scaled_lr": scaled_lr,
+            "warmup_epochs": warmup_epochs,
+            "factor": factor,
+            "threshold": threshold,
+            "min_lr": min_lr,
+        }
         for name, value in numbers.items():
             check_finite_at_least_0(name, value)
         check_int("batches_per_epoch", batches_per_epoch)
         check_int("patience", patience, 0)
         self.warmup_init_lr, self.scaled_lr = warmup_init_lr, scaled_lr
         self.warmup_duration = warmup_epochs * batches_per_epoch
-        self.factor, self.patience, self.threshold, self.min_lr = (
-            factor,
-            patience,
-            threshold,
-            min_lr,
-        )
+        self.factor, self.min_lr = factor, min_lr
+        self.patience, self.threshold = patience, threshold
         self._batches = 0
         self._best = math.inf
         self._bad_epochs = 0
@@ -132,7 +135,7 @@ class PlateauWithWarmup:
             self.rate = self.warmup_init_lr + share * (self.scaled_lr - self.warmup_init_lr)
 
     def step(self, loss: float) -> None:
-        """End an epoch: reduce the rate if the loss has stopped improving. The warm-up ignores the loss.
+        """End an epoch: reduce the rate if the loss has not improved; the warm-up ignores the loss.
 
         Args:
             loss: The validation loss of the epoch.

@@ -62,9 +62,8 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         centered = x - mean[:, None, None]
         variance = process_groups.sum_over_workers(centered.square().sum(dim=(0, 2, 3))) / n
         # The running variance is the unbiased one, as in torch.
-        self._update_running_statistics(
-            mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1))
-        )
+        unbiased = variance.detach() * (n / (n - 1).clamp(min=1))
+        self._update_running_statistics(mean.detach(), unbiased)
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:
             scale = scale * self.weight
@@ -78,14 +77,14 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         """Update the running statistics with those of a batch."""
         if not self.track_running_stats:
             return
-        assert (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.num_batches_tracked is not None
-        )
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # Without a momentum, torch averages over all batches.
-        weight = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        weight = self.momentum
+        if weight is None:
+            # Without a momentum, torch averages over all batches.
+            weight = 1 / self.num_batches_tracked.item()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 

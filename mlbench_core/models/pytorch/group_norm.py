@@ -43,7 +43,8 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
         ValueError: ``groups`` is below 1.
 
     Example:
-        >>> convert_to_group_norm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1].num_groups
+        >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16))
+        >>> convert_to_group_norm(model)[1].num_groups
         8
 
     References:
@@ -55,9 +56,8 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
     # Compare the exact type: subclasses, such as DistributedBatchNorm2d, were chosen for their own
     # behavior.
     if type(model) is nn.BatchNorm2d:
-        new = nn.GroupNorm(
-            math.gcd(groups, model.num_features), model.num_features, model.eps, model.affine
-        )
+        channels = model.num_features
+        new = nn.GroupNorm(math.gcd(groups, channels), channels, model.eps, model.affine)
         # Use the same tensors, not copies: an optimizer may hold them already.
         new.weight, new.bias = model.weight, model.bias
         return new.train(model.training)

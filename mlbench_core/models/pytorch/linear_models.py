@@ -22,9 +22,9 @@ __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 
 
 class LogisticRegression(nn.Module):
-    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
+    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(w^\top x + b)`.
 
-    The model returns probabilities, so its loss is a binary cross-entropy on probabilities
+    The argument :math:`z` of :math:`\sigma` is the logit. The model returns probabilities, so its loss is a binary cross-entropy on probabilities
     (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a
     probability is exactly 1 from a logit of about 17 on, and the cross-entropy loses its gradient
     there. If training can reach such logits, let the model and the loss use logits:
@@ -70,7 +70,9 @@ class LogisticRegression(nn.Module):
             ValueError: Sparse samples have another layout or shape.
         """
         z = _affine(self.linear, x)
-        return z if self.logits else torch.sigmoid(z)
+        if self.logits:
+            return z
+        return torch.sigmoid(z)
 
 
 class LinearRegression(nn.Module):
@@ -103,7 +105,9 @@ class LinearRegression(nn.Module):
 
 
 class Standardization(nn.Module):
-    r"""A layer that gives features mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
+    r"""A layer that gives features mean 0 and standard deviation 1.
+
+    .. math:: x'_j = (x_j - \mu_j) / \sigma_j
 
     Put it before a linear model whose features have different units, because gradient descent uses
     one learning rate for all of them. Mean and deviation are those of a training set. They are
@@ -146,9 +150,9 @@ class Standardization(nn.Module):
     def of(
         cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32
     ) -> Standardization:
-        r"""Compute the statistics of a training set that is divided over all workers; every worker must call it.
+        r"""Compute the statistics of a training set that is divided over all workers.
 
-        It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
+        Every worker must call it. It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
         :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares,
         would lose digits. The result is the same on every worker.
 
@@ -193,9 +197,9 @@ class Standardization(nn.Module):
 
 
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
-    r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of a dense or sparse :math:`X`.
+    r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of :math:`X`.
 
-    A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and
+    :math:`X` is dense or sparse. A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and
     sums :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of
     features. The gradient of the weights is dense, so that an all-reduce can average it.
     """
@@ -218,7 +222,7 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the start of each row's entries (with the end of the last), their columns, and their values."""
+    """Return the start of each row's entries and the end of the last, the columns, the values."""
     if x.layout == torch.sparse_csr:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
@@ -238,7 +242,8 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
     total: Tensor | None = None
     count = 0
     for part in parts:
-        total = part.sum(0) if total is None else total + part.sum(0)
+        part_sum = part.sum(0)
+        total = part_sum if total is None else total + part_sum
         count += len(part)
     if total is None:
         raise ValueError("batches must have at least one batch, not none")

@@ -1,4 +1,4 @@
-"""Base of the optimizers whose workers exchange signs, a few coordinates, or compressed steps."""
+"""Base of the optimizers whose workers exchange compressed steps: signs, a few coordinates."""
 
 from __future__ import annotations
 

@@ -135,15 +135,14 @@ class SequenceGenerator:
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
         # The search does not count the start symbol.
-        found = search(
-            _GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1
-        )
-        translation = torch.cat((start.unsqueeze(1), found.tokens[:, 0]), dim=1)
-        return translation, found.lengths[:, 0] + 1, found.steps
+        state = _GeneratingState(self.model, initial_context)
+        hypotheses = search(state, start, options, self.max_seq_len - 1)
+        translation = torch.cat((start.unsqueeze(1), hypotheses.tokens[:, 0]), dim=1)
+        return translation, hypotheses.lengths[:, 0] + 1, hypotheses.steps
 
 
 class _GeneratingState:
-    """Adapter of ``generate`` to :class:`~mlbench_core.models.pytorch.generation.proposals.Proposer`."""
+    """Adapter of a model with ``generate`` to the interface ``Proposer``."""
 
     def __init__(self, model: GeneratingModel, context: Any) -> None:
         self.model = model
@@ -152,7 +151,7 @@ class _GeneratingState:
         self.rows_dim = 0 if getattr(model, "batch_first", False) else 1
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
-        """Return the model's proposals without forbidden tokens. A forced token has probability 1."""
+        """Return the model's proposals without forbidden tokens; forced ones have probability 1."""
         rows = len(tokens)
         # The model does not know the constraints: ask for extra tokens in place of the forbidden
         # ones.
@@ -163,12 +162,11 @@ class _GeneratingState:
         for token in constraints.forbidden:
             log_probs = log_probs.masked_fill(words == token, float("-inf"))
         if constraints.forced is not None:
-            words, log_probs = keep_forced(
-                words, log_probs, constraints.forced, log_probs.new_zeros(rows)
-            )
-        return Proposal(
-            words, log_probs, None if attention is None else attention.reshape(rows, -1)
-        )
+            certain = log_probs.new_zeros(rows)
+            words, log_probs = keep_forced(words, log_probs, constraints.forced, certain)
+        if attention is not None:
+            attention = attention.reshape(rows, -1)
+        return Proposal(words, log_probs, attention)
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
         """Pick the rows of the context, which is kept for each row."""

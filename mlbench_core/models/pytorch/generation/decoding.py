@@ -67,13 +67,13 @@ class Hypotheses:
     """The finished hypotheses of each sentence, best first."""
 
     tokens: Tensor
-    """int64 of shape (batch, beam, longest), without the start token, with the end symbol, then padding."""
+    """int64 of shape (batch, beam, longest): no start token, but the end symbol, then padding."""
     lengths: Tensor
-    """Tokens with the end symbol, int64 of shape (batch, beam); 0 if the hypothesis does not exist."""
+    """Tokens with the end symbol, int64 of shape (batch, beam); 0 if there is no hypothesis."""
     scores: Tensor
-    """Scores that rank them, float32 of shape (batch, beam); -inf if the hypothesis does not exist."""
+    """Scores that rank them, float32 of shape (batch, beam); -inf if there is no hypothesis."""
     ended: Tensor
-    """Number of hypotheses that have ended, even if no longer among the best, int64 of shape (batch,)."""
+    """Number of hypotheses that have ended, also those dropped since, int64 of shape (batch,)."""
     steps: int = 0
     """Time steps of the search."""
 
@@ -101,23 +101,23 @@ class Hypotheses:
         is_new = scores > -torch.inf
         # An entry that is not a hypothesis has the length 0, which to_lists leaves out.
         lengths = is_new * length
-        best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(
-            self.scores.shape[1], dim=1
-        )
+        all_scores = torch.cat((self.scores[sentences], scores), dim=1)
+        all_lengths = torch.cat((self.lengths[sentences], lengths), dim=1)
+        all_tokens = torch.cat((self.tokens[sentences], tokens), dim=1)
+        best, index = all_scores.topk(self.scores.shape[1], dim=1)
         self.scores[sentences] = best
-        self.lengths[sentences] = torch.cat((self.lengths[sentences], lengths), dim=1).gather(
-            1, place
-        )
-        self.tokens[sentences] = _pick(torch.cat((self.tokens[sentences], tokens), dim=1), place)
+        self.lengths[sentences] = all_lengths.gather(1, index)
+        self.tokens[sentences] = _pick(all_tokens, index)
         self.ended[sentences] += is_new.sum(dim=1)
 
     def to_lists(self, nbest: int = 1) -> list[list[list[int]]]:
         """Return the tokens of the ``nbest`` best hypotheses of each sentence, without padding."""
         tokens, lengths = self.tokens[:, :nbest].tolist(), self.lengths[:, :nbest].tolist()
-        return [
-            [row[:length] for row, length in zip(rows, ends, strict=True) if length]
-            for rows, ends in zip(tokens, lengths, strict=True)
-        ]
+        hypotheses: list[list[list[int]]] = []
+        for rows, ends in zip(tokens, lengths, strict=True):
+            existing = zip(rows, ends, strict=True)
+            hypotheses.append([row[:length] for row, length in existing if length])
+        return hypotheses
 
 
 class _Live(NamedTuple):
@@ -176,8 +176,8 @@ def search(
         ...         return 9.0 * torch.eye(5)[(tokens + 1) % 5], None
         ...     def reorder(self, rows, sentences):
         ...         pass
-        >>> found = search(LogitProposer(Alphabet()), torch.tensor([1, 2]), SearchOptions(eos=4, pad=0), max_len=9)
-        >>> found.to_lists()
+        >>> proposer, options = LogitProposer(Alphabet()), SearchOptions(eos=4, pad=0)
+        >>> search(proposer, torch.tensor([1, 2]), options, max_len=9).to_lists()
         [[[2, 3, 4]], [[3, 4]]]
 
     References:
@@ -188,7 +188,9 @@ def search(
         raise ValueError(
             f"prefix must have shape ({len(start)}, length), not {tuple(prefix.shape)}"
         )
-    shortest, longest = (int(value) for value in torch.aminmax(limits)) if len(limits) else (0, 0)
+    shortest = longest = 0
+    if len(limits):
+        shortest, longest = int(limits.min()), int(limits.max())
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
     for step in range(longest):
@@ -200,10 +202,10 @@ def search(
         count = 1 if options.independent else options.beam_size + 1
         proposal = proposer.propose(live.newest.flatten(), count, constraints)
         if proposal.attention is not None and options.score.uses_coverage:
-            attention = proposal.attention.float().unflatten(0, live.newest.shape)
-            live = live._replace(
-                coverage=attention if live.coverage is None else live.coverage + attention
-            )
+            coverage = proposal.attention.float().unflatten(0, live.newest.shape)
+            if live.coverage is not None:
+                coverage = live.coverage + coverage
+            live = live._replace(coverage=coverage)
         candidates = _select(live, proposal, options)
         _finish(finished, live, candidates, step, options)
         rows, live = _continue(live, candidates, step, options)
@@ -251,7 +253,9 @@ def _constraints(
     live: _Live, step: int, shortest: int, prefix: Tensor | None, options: SearchOptions
 ) -> Constraints:
     """Forbid padding and an early end symbol; force the prefix, and the end symbol at the limit."""
-    forbidden = (options.pad,) if step + 1 >= options.min_len else (options.pad, options.eos)
+    forbidden: tuple[int, ...] = (options.pad,)
+    if step + 1 < options.min_len:
+        forbidden = (options.pad, options.eos)
     forced = None
     if prefix is not None and step < prefix.shape[1]:
         wanted = prefix[live.sentences, step]
@@ -259,7 +263,8 @@ def _constraints(
     if step + 1 >= shortest:
         # Each sentence has its own limit, and the shortest one is the first step at which any can
         # be reached.
-        forced = live.limits.new_full(live.limits.shape, FREE) if forced is None else forced
+        if forced is None:
+            forced = live.limits.new_full(live.limits.shape, FREE)
         forced = forced.masked_fill(live.limits == step + 1, options.eos)
     if forced is not None:
         forced = forced.repeat_interleave(live.newest.shape[1])
@@ -267,14 +272,14 @@ def _constraints(
 
 
 def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candidates:
-    """Return the best 2 * ``beam_size`` proposals of a sentence; at most half of them can be ends."""
+    """Return the best 2 * ``beam_size`` proposals of a sentence; at most half of them are ends."""
     n, width = live.log_probs.shape
     # All rows of a sentence compete: their proposals become one row of width * count candidates.
     count = proposal.tokens.shape[1]
     log_probs = live.log_probs.unsqueeze(2) + proposal.log_probs.view(n, width, count)
-    best, place = log_probs.flatten(1).topk(min(2 * options.beam_size, width * count), dim=1)
-    tokens = proposal.tokens.reshape(n, width * count).gather(1, place)
-    return _Candidates(best, place.div(count, rounding_mode="floor"), tokens)
+    best, index = log_probs.flatten(1).topk(min(2 * options.beam_size, width * count), dim=1)
+    tokens = proposal.tokens.reshape(n, width * count).gather(1, index)
+    return _Candidates(best, index.div(count, rounding_mode="floor"), tokens)
 
 
 def _finish(
@@ -286,7 +291,9 @@ def _finish(
     # The first of the two values that the host waits for.
     if not ends.any():
         return
-    coverage = None if live.coverage is None else _pick(live.coverage, parents)
+    coverage = live.coverage
+    if coverage is not None:
+        coverage = _pick(coverage, parents)
     length = torch.full((), step + 1, device=log_probs.device)
     scores = options.score(log_probs, length, coverage).masked_fill(~ends, -torch.inf)
     sequences = _pick(live.tokens, parents)
@@ -300,11 +307,13 @@ def _continue(
     """Return the best candidates that do not end, and the batch row that each continues."""
     # _select returned twice the beam, so enough candidates remain without those that end.
     going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, -torch.inf)
-    log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
-    parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)
+    log_probs, index = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
+    parents, newest = candidates.parents.gather(1, index), candidates.tokens.gather(1, index)
     tokens = _pick(live.tokens, parents)
     tokens[:, :, step] = newest
-    coverage = None if live.coverage is None else _pick(live.coverage, parents)
+    coverage = live.coverage
+    if coverage is not None:
+        coverage = _pick(coverage, parents)
     n, width = live.newest.shape
     rows = torch.arange(n, device=parents.device).unsqueeze(1) * width + parents
     return rows, _Live(live.sentences, live.limits, tokens, newest, log_probs, coverage)
@@ -317,9 +326,9 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
     if not options.stop_early:
         # A score is monotone in the length, so its maximum is at the next length or at the limit.
         soonest = torch.full((), step + 2, device=best_live.device)
-        reachable = torch.maximum(
-            options.score(best_live, soonest), options.score(best_live, live.limits)
-        )
+        next_score = options.score(best_live, soonest)
+        last_score = options.score(best_live, live.limits)
+        reachable = torch.maximum(next_score, last_score)
         done &= reachable <= finished.scores[live.sentences].amin(dim=1)
     return (best_live > -torch.inf) & ~done
 
@@ -328,8 +337,11 @@ def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Liv
     """Drop the finished sentences and reorder the model's state to match."""
     if len(kept) < len(rows):
         proposer.reorder(rows[kept].flatten(), kept)
-        parts: list[Any] = [None if part is None else part[kept] for part in live]
-        return _Live(*parts)
+        parts: dict[str, Any] = {}
+        for name, part in live._asdict().items():
+            if part is not None:
+                parts[name] = part[kept]
+        return live._replace(**parts)
     # A single row per sentence keeps its place.
     if rows.shape[1] > 1:
         proposer.reorder(rows.flatten(), None)
@@ -337,5 +349,5 @@ def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Liv
 
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
-    """Return the values (n, m, ...) at the places ``index`` (n, k) as a tensor of shape (n, k, ...)."""
+    """Return the values (n, m, ...) at ``index`` (n, k) as a tensor of shape (n, k, ...)."""
     return values[torch.arange(len(values), device=values.device).unsqueeze(1), index]

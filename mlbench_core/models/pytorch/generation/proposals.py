@@ -1,4 +1,4 @@
-"""The interface of a model for the search, and the choice of next tokens by their scores or by sampling."""
+"""The interface of a model for the search, and the choice of the next tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE = -1
 
 
 class DecoderState(Protocol):
-    """The interface of a model for the search: a step for all rows, and a state whose rows can be reordered."""
+    """The interface of a model for the search: a step for all rows, and a state to reorder."""
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Feed the newest token of each row.
@@ -55,7 +55,7 @@ class Constraints(NamedTuple):
     forbidden: tuple[int, ...]
     """Tokens that no row may take."""
     forced: Tensor | None
-    """int64 of shape (rows,): the token that a row has to take, -1 if it is free; None if all rows are free."""
+    """int64 of shape (rows,): the token that a row has to take, -1 for a free one; None if all are."""
 
 
 class Proposal(NamedTuple):
@@ -64,13 +64,13 @@ class Proposal(NamedTuple):
     tokens: Tensor
     """int64 of shape (rows, count)."""
     log_probs: Tensor
-    """Their log-probabilities, float32 of shape (rows, count); -inf if the token is not a candidate."""
+    """Their log-probabilities, float32 of shape (rows, count); -inf if it is not a candidate."""
     attention: Tensor | None
     """Attention of this step on the source, shape (rows, source), if the model has one."""
 
 
 class Proposer(Protocol):
-    """The interface that the search calls. :class:`LogitProposer` makes one of a :class:`DecoderState`."""
+    """The interface that the search calls; :class:`LogitProposer` wraps a :class:`DecoderState`."""
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Feed the newest token of each row and propose next ones.
@@ -91,7 +91,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token from the model's distribution, instead of taking the likeliest ones.
+    """Sampling of the next token from the model's distribution, instead of the likeliest tokens.
 
     Args:
         topk: Draw from the ``topk`` likeliest tokens only; -1 for all.
@@ -129,9 +129,8 @@ class Sampling:
         if self.topk == -1 or self.topk >= scores.shape[1]:
             return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
         scores, tokens = scores.topk(self.topk, dim=-1)
-        return tokens.gather(
-            1, torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
-        )
+        index = torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
+        return tokens.gather(1, index)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,10 @@ class LogitProposer:
     sampling: Sampling | None = None
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
-        """Propose as in :meth:`Proposer.propose`. Log-probabilities are the model's own at any temperature."""
+        """Propose as in :meth:`Proposer.propose`, with the model's own log-probabilities.
+
+        They do not depend on the temperature.
+        """
         logits, attention = self.state.step(tokens)
         # Half precision is too coarse to rank hypotheses by sums of log-probabilities.
         logits = logits.float()
@@ -161,13 +163,12 @@ class LogitProposer:
             scores = logits.gather(1, proposed)
         for token in constraints.forbidden:
             scores = scores.masked_fill(proposed == token, -torch.inf)
-        if constraints.forced is not None:
+        forced = constraints.forced
+        if forced is not None:
             # A forced token keeps the model's own probability, whether or not it was among the
-            # proposals.
-            forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(
-                1
-            )
-            proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
+            # proposals. Free rows, which have -1, read the score of token 0 and ignore it.
+            forced_scores = logits.gather(1, forced.clamp(min=0).unsqueeze(1)).squeeze(1)
+            proposed, scores = keep_forced(proposed, scores, forced, forced_scores)
         # Normalize the chosen tokens only: log_softmax would write the scores of the whole
         # vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
@@ -196,6 +197,5 @@ def keep_forced(
     # All rows have the same number of entries: the first is the forced token, the others are not
     # candidates.
     only = torch.where(is_first, forced_log_probs.unsqueeze(1), -torch.inf)
-    return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(
-        is_forced, only, log_probs
-    )
+    tokens = torch.where(is_forced, forced.unsqueeze(1), tokens)
+    return tokens, torch.where(is_forced, only, log_probs)

@@ -105,7 +105,7 @@ class GNMTScore:
         return self.cov_penalty_factor > 0
 
     def __call__(self, log_prob: Tensor, length: Tensor, coverage: Tensor | None = None) -> Tensor:
-        """Return the scores of hypotheses as in :class:`Score`; without coverage the penalty is 0."""
+        """Return the scores as in :class:`Score`; without coverage the penalty is 0."""
         c = self.len_norm_const
         lp = ((c + length.to(log_prob.dtype)) / (c + 1)) ** self.len_norm_factor
         if coverage is None or not self.uses_coverage:

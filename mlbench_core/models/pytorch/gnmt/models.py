@@ -31,8 +31,11 @@ class DecoderContext:
     source: EncodedSource
     """The source sentences."""
     hidden: Hidden | None = None
-    """The decoder's state; None before the first word. Each sentence has the same number of rows: first those of the
-    first sentence, then those of the second, and so on."""
+    """The decoder's state; None before the first word.
+
+    Each sentence has the same number of rows: first those of the first sentence, then those of the
+    second, and so on.
+    """
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> DecoderContext:
         """Return the context that follows the rows of a search.
@@ -42,13 +45,13 @@ class DecoderContext:
             sentences: int64 of shape (new sentences,): the old sentences that are still in the
                 batch; None if all are.
         """
-        source = self.source if sentences is None else self.source.pick(sentences)
+        source = self.source
+        if sentences is not None:
+            source = source.pick(sentences)
         if self.hidden is None:
             return DecoderContext(source)
-        return DecoderContext(
-            source,
-            tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden),
-        )
+        hidden = tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden)
+        return DecoderContext(source, hidden)
 
     def by_row(self, rows: Tensor) -> DecoderContext:
         """Return the context of any choice of rows, each with its own source.
@@ -57,8 +60,9 @@ class DecoderContext:
             rows: int64 of shape (new rows,): the old row that each new row continues.
         """
         # Before the first word, each sentence has one row.
-        sentences = len(self.source.memory)
-        width = 1 if self.hidden is None else self.hidden[0][0].shape[1] // sentences
+        width = 1
+        if self.hidden is not None:
+            width = self.hidden[0][0].shape[1] // len(self.source.memory)
         return self.reorder(rows, rows.div(width, rounding_mode="floor"))
 
 
@@ -109,7 +113,8 @@ class GNMT(nn.Module):
 
     Example:
         >>> model = GNMT(vocab_size=11, hidden_size=4, num_layers=2)
-        >>> source = torch.tensor([[2, 2], [5, 7], [9, 3], [3, 0]])  # two sentences, of 4 and 3 words
+        >>> # Two sentences, of 4 and 3 words.
+        >>> source = torch.tensor([[2, 2], [5, 7], [9, 3], [3, 0]])
         >>> model(source, torch.tensor([4, 3]), torch.tensor([[2, 2], [8, 6]])).shape
         torch.Size([2, 2, 11])
     """
@@ -133,9 +138,9 @@ class GNMT(nn.Module):
         check_at_least("num_layers", num_layers, 2)
         self.vocab_size = vocab_size
         source_embedding = _embedding(vocab_size, hidden_size)
-        target_embedding = (
-            source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
-        )
+        target_embedding = source_embedding
+        if not share_embedding:
+            target_embedding = _embedding(vocab_size, hidden_size)
         self.encoder = Encoder(source_embedding, num_layers, dropout)
         self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
         # The layers draw from the default range. Scaling them keeps the random numbers the same for
@@ -265,15 +270,19 @@ class GNMT(nn.Module):
         scores, weights, context = self.step(inputs.reshape(-1), self._as_context(context))
         # float32, because sums of log-probabilities in half precision are too coarse to rank
         # hypotheses.
-        log_probs, words = (
-            scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
-        )
+        count = min(beam_size, self.vocab_size)
+        log_probs, words = scores.float().log_softmax(dim=-1).topk(count, dim=-1)
         return words.unsqueeze(0), log_probs.unsqueeze(0), weights.unsqueeze(0), context
 
     def reorder_context(
         self, context: DecoderContext | Sequence[Any], rows: Tensor
     ) -> DecoderContext:
-        """Return the context whose row r is row ``rows[r]`` of the old one; ``rows`` is int64 of shape (new rows,)."""
+        """Return the context whose row r is row ``rows[r]`` of the old one.
+
+        Args:
+            context: The old context.
+            rows: int64 of shape (new rows,).
+        """
         return self._as_context(context).by_row(rows)
 
     def _as_context(self, context: DecoderContext | Sequence[Any]) -> DecoderContext:
@@ -295,7 +304,7 @@ def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
 
 @torch.no_grad()
 def _scale_matrices(module: nn.Module, factor: float) -> None:
-    """Scale the matrices; biases, and the attention's score vector with its length, do not change."""
+    """Scale the matrices; biases and the attention's score vector do not change."""
     for parameter in module.parameters():
         if parameter.dim() == 2:
             parameter.mul_(factor)

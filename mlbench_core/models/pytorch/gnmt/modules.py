@@ -1,4 +1,7 @@
-"""Parts of GNMT: attention, encoder and decoder. The LSTMs take time-first tensors, the attention batch-first ones."""
+"""Parts of GNMT: attention, encoder and decoder.
+
+The LSTMs take time-first tensors, the attention batch-first ones.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class EncodedSource:
     def pick(self, sentences: Tensor) -> EncodedSource:
         """Return the sentences at these places, int64 of shape (new sentences,)."""
         return EncodedSource(
-            *(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding))
+            self.memory.index_select(0, sentences),
+            self.keys.index_select(0, sentences),
+            self.padding.index_select(0, sentences),
         )
 
 
@@ -57,8 +62,9 @@ class NormalizedBahdanauAttention(nn.Module):
     For a query :math:`y` and the encoder's output :math:`m_s` at source position s:
 
     .. math::
-        e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad \hat v = g \frac{v}{|v|},
-        \qquad a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
+        e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad
+        \hat v = g \frac{v}{|v|}, \qquad
+        a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
 
     The softmax runs in float32 over the words of the source, not over its padding. Weights start
     uniform in (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
@@ -118,15 +124,17 @@ class NormalizedBahdanauAttention(nn.Module):
             float32 of shape (sentences, queries, source), exactly 0 at padding.
         """
         score = attention_score if self.fusion else attention_score_reference
-        scores = score(
-            self.query_projection(queries), source.keys, self.bias, self.g * self.v / self.v.norm()
-        )
+        queries = self.query_projection(queries)
+        v = self.g * self.v / self.v.norm()
+        scores = score(queries, source.keys, self.bias, v)
         weights = masked_softmax(scores, source.padding.unsqueeze(1))
         return torch.bmm(weights.to(source.memory.dtype), source.memory), weights
 
 
 class Encoder(nn.Module):
-    """One bidirectional LSTM layer and unidirectional ones above it, with residual connections from the third layer on.
+    """One bidirectional LSTM layer and unidirectional ones above it.
+
+    Residual connections begin at the third layer.
 
     Args:
         embedding: Embedding of the source's symbols. All layers have its width.
@@ -140,9 +148,12 @@ class Encoder(nn.Module):
         self.embedding = embedding
         self.dropout = nn.Dropout(dropout)
         self.bidirectional = _lstm(width, width, bidirectional=True)
-        self.layers = nn.ModuleList(
-            _lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1)
-        )
+        self.layers = nn.ModuleList()
+        # The first of these layers reads both directions of the bidirectional one.
+        input_size = 2 * width
+        for _ in range(num_layers - 1):
+            self.layers.append(_lstm(input_size, width))
+            input_size = width
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Encode source sentences.
@@ -175,12 +186,14 @@ class Encoder(nn.Module):
         x, _ = pad_packed_sequence(self.bidirectional(packed)[0], total_length=len(inputs))
         for number, layer in enumerate(self.layers, start=1):
             output, _ = layer(self.dropout(x))
-            x = x + output if number >= _FIRST_RESIDUAL else output
+            if number >= _FIRST_RESIDUAL:
+                output = x + output
+            x = output
         return x
 
 
 class Decoder(nn.Module):
-    r"""LSTM layers, of which all but the first also read the attention's result, and a linear classifier.
+    r"""LSTM layers, all but the first of which read the attention's result, and a classifier.
 
     With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout
     D:
@@ -242,16 +255,17 @@ class Decoder(nn.Module):
         new_hidden = [state]
         # Attend once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
-        for number, (layer, old_state) in enumerate(
-            zip(self.layers, states, strict=False), start=1
-        ):
+        layers = zip(self.layers, states, strict=False)
+        for number, (layer, old_state) in enumerate(layers, start=1):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
-            x = x + output if number >= _FIRST_RESIDUAL else output
+            if number >= _FIRST_RESIDUAL:
+                output = x + output
+            x = output
             new_hidden.append(state)
         return self.classifier(x), weights, tuple(new_hidden)
 
     def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Attend in all steps at once: all steps and rows of a sentence become queries to its source.
+        """Attend in all steps at once: all steps and rows of a sentence query its source.
 
         Args:
             y: Shape (target, rows, hidden_size).
@@ -265,15 +279,14 @@ class Decoder(nn.Module):
         width = rows // sentences
         # With one batch entry per sentence, the source needs no copy for each of its hypotheses.
         queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
-        found = self.attention(queries, source)
-        context, weights = (
-            part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found
-        )
+        context, weights = self.attention(queries, source)
+        context = context.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2)
+        weights = weights.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2)
         return context, weights
 
 
 def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
-    """Draw all parameters from the uniform distribution between ``-bound`` and ``bound``, as GNMT does."""
+    """Draw all parameters uniformly between ``-bound`` and ``bound``, as GNMT does."""
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,9 +26,10 @@ class Detokenizer(Protocol):
 
 
 class GNMTState:
-    """The state of GNMT in a search: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of GNMT in a search.
 
-    The source is encoded and kept once for each sentence. All hypotheses of a sentence share it.
+    It is a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`. The source is
+    encoded and kept once for each sentence. All hypotheses of a sentence share it.
 
     Args:
         model: The model.
@@ -42,7 +42,10 @@ class GNMTState:
         self.context = model.context(model.encode(inputs, lengths), lengths)
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of the next words, shape (rows, vocabulary), and the attention, shape (rows, source)."""
+        """Return the scores of the next words and the attention.
+
+        Their shapes are (rows, vocabulary) and (rows, source).
+        """
         scores, weights, self.context = self.model.step(tokens, self.context)
         return scores, weights
 
@@ -83,7 +86,8 @@ class Translator:
         ...     def detokenize(self, inputs):
         ...         return " ".join(str(number) for number in inputs)
         >>> model = GNMT(vocab_size=11, hidden_size=4, num_layers=2)
-        >>> source = (torch.tensor([[2, 2], [5, 3], [3, 0]]), torch.tensor([3, 2]))  # the second has no words
+        >>> # The second sentence has no words.
+        >>> source = (torch.tensor([[2, 2], [5, 3], [3, 0]]), torch.tensor([3, 2]))
         >>> target = (torch.tensor([[2, 2], [8, 3], [7, 0], [3, 0]]), torch.tensor([4, 2]))
         >>> translations, references = Translator(model, Numbers()).translate(source, target)
         >>> len(translations), translations[1], references
@@ -142,23 +146,26 @@ class Translator:
             ValueError: The shapes do not fit, or the numbers of sentences and references differ.
         """
         sources = self._words_of_each(*src)
-        references = [] if trg is None else self._words_of_each(*trg)
-        if trg is not None and len(references) != len(sources):
-            raise ValueError(
-                "trg must have one reference for each of the "
-                f"{len(sources)} sentences, not {len(references)}"
-            )
+        references: list[list[int]] = []
+        if trg is not None:
+            references = self._words_of_each(*trg)
+            if len(references) != len(sources):
+                raise ValueError(
+                    "trg must have one reference for each of the "
+                    f"{len(sources)} sentences, not {len(references)}"
+                )
         translations: list[list[int]] = [[] for _ in sources]
         # A search would also generate words for a sentence without words.
-        with_words = [place for place, words in enumerate(sources) if words]
+        with_words = [number for number, words in enumerate(sources) if words]
         if with_words:
-            places = torch.tensor(with_words)
-            found = self.generate(*(part.index_select(-1, places.to(part.device)) for part in src))
-            for place, hypotheses in zip(with_words, found.to_lists(), strict=True):
-                translations[place] = self._words(hypotheses[0]) if hypotheses else []
-        return [self._text(words) for words in translations], [
-            self._text(words) for words in references
-        ]
+            index = torch.tensor(with_words)
+            inputs, lengths = (part.index_select(-1, index.to(part.device)) for part in src)
+            hypotheses = self.generate(inputs, lengths).to_lists()
+            for number, best in zip(with_words, hypotheses, strict=True):
+                # A model without finite scores finishes no hypothesis.
+                if best:
+                    translations[number] = self._words(best[0])
+        return list(map(self._text, translations)), list(map(self._text, references))
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, lengths: Tensor) -> Hypotheses:
@@ -192,8 +199,11 @@ class Translator:
 
     def _words(self, ids: list[int]) -> list[int]:
         """Return the symbols before the end symbol, without start symbols and padding."""
-        before = itertools.takewhile(lambda number: number != self.options.eos, ids)
-        return [number for number in before if number not in (self.bos, self.options.pad)]
+        if self.options.eos in ids:
+            ids = ids[: ids.index(self.options.eos)]
+        return [number for number in ids if number not in (self.bos, self.options.pad)]
 
     def _text(self, ids: list[int]) -> str:
-        return self.trg_tokenizer.detokenize(ids) if ids else ""
+        if not ids:
+            return ""
+        return self.trg_tokenizer.detokenize(ids)

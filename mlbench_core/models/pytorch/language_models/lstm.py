@@ -34,9 +34,12 @@ class LSTMLanguageModel(nn.Module):
     two of them:
 
     .. math::
-        x^0_t &= \mathrm{locked}_{\text{dropouti}}(E_{w_t}) \quad \text{(words dropped with dropoute)} \\
-        y^l_t, s^l_t &= \mathrm{LSTM}^l(x^{l-1}_t, s^l_{t-1}) \quad \text{(recurrent weights dropped with wdrop)} \\
-        x^l_t &= \mathrm{locked}_{\text{dropouth}}(y^l_t), \qquad x^L_t = \mathrm{locked}_{\text{dropout}}(y^L_t) \\
+        x^0_t &= \mathrm{locked}_{\text{dropouti}}(E_{w_t})
+            \quad \text{(words dropped with dropoute)} \\
+        y^l_t, s^l_t &= \mathrm{LSTM}^l(x^{l-1}_t, s^l_{t-1})
+            \quad \text{(recurrent weights dropped with wdrop)} \\
+        x^l_t &= \mathrm{locked}_{\text{dropouth}}(y^l_t), \qquad
+            x^L_t = \mathrm{locked}_{\text{dropout}}(y^L_t) \\
         z_t &= W x^L_t + b
 
     The softmax of the scores :math:`z` gives probabilities. The first layer reads ``ninp``
@@ -99,12 +102,8 @@ class LSTMLanguageModel(nn.Module):
         tie_weights: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("ntoken", ntoken),
-            ("ninp", ninp),
-            ("nhid", nhid),
-            ("nlayers", nlayers),
-        ):
+        sizes = {"ntoken": ntoken, "ninp": ninp, "nhid": nhid, "nlayers": nlayers}
+        for name, size in sizes.items():
             check_at_least(name, size, 1)
         self.ntoken = ntoken
         self.ninp = ninp
@@ -119,18 +118,17 @@ class LSTMLanguageModel(nn.Module):
         self.drop_hidden = LockedDropout(check_probability("dropouth", dropouth))
         self.drop_output = LockedDropout(check_probability("dropout", dropout))
         self.encoder = nn.Embedding(ntoken, ninp)
-        # weight_hh_l0 are a layer's recurrent weights, from hidden state to hidden state.
-        self.rnns = nn.ModuleList(
-            WeightDrop(
-                AutocastLSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop)
-            )
-            for width, next_width in itertools.pairwise([ninp, *self.widths])
-        )
+        check_probability("wdrop", wdrop)
+        self.rnns = nn.ModuleList()
+        for input_size, width in itertools.pairwise([ninp, *self.widths]):
+            # weight_hh_l0 are a layer's recurrent weights, from hidden state to hidden state.
+            layer = WeightDrop(AutocastLSTM(input_size, width), ["weight_hh_l0"], wdrop)
+            self.rnns.append(layer)
         self.decoder = nn.Linear(last, ntoken)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw embeddings and decoder again; with tied weights they are one parameter afterwards."""
+        """Draw embeddings and decoder again; tied weights are one parameter afterwards."""
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         if self.tie_weights:
@@ -182,7 +180,9 @@ class LSTMLanguageModel(nn.Module):
         raw_outputs, outputs, new_hidden = self.encode(input, hidden)
         # Compute the scores of all time steps in one matrix product, not in one for each step.
         scores = self.decoder(outputs[-1].flatten(0, 1))
-        return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)
+        if return_h:
+            return scores, new_hidden, raw_outputs, outputs
+        return scores, new_hidden
 
     def encode(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]
@@ -195,14 +195,17 @@ class LSTMLanguageModel(nn.Module):
 
         Returns:
             The layers' outputs before and after dropout, each of shape (time, batch, width), and
-            the state after the last word. The last output after dropout is what :meth:`loss` takes.
+            the state after the last word. :meth:`loss` takes the last output after dropout.
         """
-        x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
-        x = self.drop_input(x)
+        dropoute = self.dropoute if self.training else 0.0
+        x = self.drop_input(embedded_dropout(self.encoder, input, dropoute))
         raw_outputs, outputs, new_hidden = [], [], []
         for number, (rnn, state) in enumerate(zip(self.rnns, hidden, strict=True), start=1):
             raw, state = rnn(x, state)
-            x = self.drop_hidden(raw) if number < self.nlayers else self.drop_output(raw)
+            if number < self.nlayers:
+                x = self.drop_hidden(raw)
+            else:
+                x = self.drop_output(raw)
             raw_outputs.append(raw)
             outputs.append(x)
             new_hidden.append(state)
@@ -236,24 +239,19 @@ class LSTMLanguageModel(nn.Module):
                 f"targets must have shape ({len(x)},), one word for each of the outputs, not "
                 f"{tuple(targets.shape)}: flatten the words in the order of time"
             )
-        if not _is_float32_on_cpu(x):
+        is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+        # Within autocast, products are computed in another dtype.
+        if not is_float32_on_cpu or torch.is_autocast_enabled("cpu"):
             return F.cross_entropy(self.decoder(x).float(), targets)
         rows = max(1, SCORES_AT_ONCE // self.ntoken)
         weight, bias = self.decoder.weight, self.decoder.bias
         if torch.is_grad_enabled():
             loss: Tensor = _LossInPieces.apply(x, weight, bias, targets, rows)
             return loss
-        pieces = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack(
-            [_sum_of_losses(*piece, weight, bias) for piece in pieces]
-        ).sum() / _count(targets)
-
-
-def _is_float32_on_cpu(x: Tensor) -> bool:
-    """Return True unless x is elsewhere, or products are computed in another dtype."""
-    return (
-        x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    )
+        losses = []
+        for piece, its_targets in zip(x.split(rows), targets.split(rows), strict=True):
+            losses.append(_sum_of_losses(piece, its_targets, weight, bias))
+        return torch.stack(losses).sum() / _count(targets)
 
 
 def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -274,7 +272,7 @@ def _count(targets: Tensor) -> Tensor:
 
 
 class _LossInPieces(torch.autograd.Function):
-    """The mean cross-entropy, which computes the gradients of a few rows of x right after their scores."""
+    """The mean cross-entropy; it computes the gradients of a few rows right after their scores."""
 
     @staticmethod
     def forward(

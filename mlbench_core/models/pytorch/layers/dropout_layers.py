@@ -105,8 +105,8 @@ def embedded_dropout(
         ValueError: ``dropout`` is outside of 0 to 1.
 
     Example:
-        >>> embed = nn.Embedding(4, 2)
-        >>> bool((embedded_dropout(embed, torch.tensor([3, 1]), dropout=0) == embed(torch.tensor([3, 1]))).all())
+        >>> embed, words = nn.Embedding(4, 2), torch.tensor([3, 1])
+        >>> bool((embedded_dropout(embed, words, dropout=0) == embed(words)).all())
         True
     """
     check_probability("dropout", dropout)
@@ -122,7 +122,9 @@ def embedded_dropout(
 
 
 class WeightDrop(nn.Module):
-    r"""Dropout of a module's weights, resampled in each forward pass and the same for all of its time steps.
+    r"""Dropout of a module's weights, resampled in each forward pass.
+
+    All time steps of a pass have the same weights:
 
     .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
 
@@ -152,13 +154,10 @@ class WeightDrop(nn.Module):
 
     def __init__(self, module: nn.Module, weights: Sequence[str], dropout: float = 0) -> None:
         super().__init__()
-        known = dict(module.named_parameters())
-        unknown = [name for name in weights if name not in known]
-        if unknown or isinstance(weights, str):
-            raise ValueError(
-                "weights must be a list of some of "
-                f"{', '.join(known) or 'nothing'}, not {weights!r}"
-            )
+        named = dict(module.named_parameters())
+        if isinstance(weights, str) or not named.keys() >= set(weights):
+            choices = ", ".join(named) or "nothing"
+            raise ValueError(f"weights must be a list of some of {choices}, not {weights!r}")
         self.module = module
         self.weights = list(weights)
         self.dropout = check_probability("dropout", dropout)
@@ -176,9 +175,9 @@ class WeightDrop(nn.Module):
         """
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
-        dropped = {
-            name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights
-        }
+        dropped: dict[str, Tensor] = {}
+        for name in self.weights:
+            dropped[name] = F.dropout(self.module.get_parameter(name), self.dropout)
         # Recurrent modules read their own list of weights, which functional_call does not replace
         # cheaply.
         if not isinstance(self.module, nn.RNNBase):
@@ -224,13 +223,12 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
     """Return True if cuDNN accepts these weights of a recurrent module."""
-    return all(
-        isinstance(weight, Tensor)
-        and weight.is_cuda
-        and weight.dtype == weights[0].dtype
-        and torch.backends.cudnn.is_acceptable(weight)
-        for weight in weights
-    )
+    for weight in weights:
+        if not isinstance(weight, Tensor) or not weight.is_cuda:
+            return False
+        if weight.dtype != weights[0].dtype or not torch.backends.cudnn.is_acceptable(weight):
+            return False
+    return True
 
 
 class _PackForCudnn(torch.autograd.Function):
