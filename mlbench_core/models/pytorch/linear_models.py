@@ -24,7 +24,8 @@ __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 class LogisticRegression(nn.Module):
     r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(w^\top x + b)`.
 
-    The argument :math:`z` of :math:`\sigma` is the logit. The model returns probabilities, so its loss is a binary cross-entropy on probabilities
+    The argument of :math:`\sigma` is the logit. The model returns probabilities, so its loss is a
+    binary cross-entropy on probabilities
     (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a
     probability is exactly 1 from a logit of about 17 on, and the cross-entropy loses its gradient
     there. If training can reach such logits, let the model and the loss use logits:
@@ -152,7 +153,8 @@ class Standardization(nn.Module):
     ) -> Standardization:
         r"""Compute the statistics of a training set that is divided over all workers.
 
-        Every worker must call it. It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
+        Every worker must call it. It takes two passes in float64: first
+        :math:`\mu = \frac{1}{n} \sum_i x_i`, then
         :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares,
         would lose digits. The result is the same on every worker.
 
@@ -199,9 +201,10 @@ class Standardization(nn.Module):
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of :math:`X`.
 
-    :math:`X` is dense or sparse. A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and
-    sums :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of
-    features. The gradient of the weights is dense, so that an all-reduce can average it.
+    :math:`X` is dense or sparse. A sparse row is a bag of columns: the product gathers the weights
+    :math:`w_j` of its entries and sums :math:`x_{ij} w_j`. Time and memory therefore grow with the
+    entries, not with the number of features. The gradient of the weights is dense, so that an
+    all-reduce can average it.
     """
     if x.layout == torch.strided:
         return linear(x)

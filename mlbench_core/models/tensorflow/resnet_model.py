@@ -62,11 +62,10 @@ def fixed_padding(inputs: Any, kernel_size: int, data_format: str) -> Any:
         The padded images.
     """
     before = (kernel_size - 1) // 2
-    margin = [before, kernel_size - 1 - before]
-    spatial = [[0, 0], margin, margin]
-    return tf.pad(
-        inputs, [*spatial, [0, 0]] if data_format == "channels_last" else [[0, 0], *spatial]
-    )
+    margin, none = [before, kernel_size - 1 - before], [0, 0]
+    if data_format == "channels_last":
+        return tf.pad(inputs, [none, margin, margin, none])
+    return tf.pad(inputs, [none, none, margin, margin])
 
 
 class Convolution(tf.Module):
@@ -97,13 +96,12 @@ class Convolution(tf.Module):
         """Convolve images of either layout."""
         padding = "SAME"
         if self.strides > 1:
-            # Of a 1x1 kernel there is nothing to pad.
-            x = fixed_padding(x, self.kernel_size, self.data_format) if self.kernel_size > 1 else x
             padding = "VALID"
-        layout = _layout(self.data_format)
-        return tf.nn.conv2d(
-            x, tf.cast(self.kernel, x.dtype), self.strides, padding, data_format=layout
-        )
+            # A 1x1 kernel needs no padding.
+            if self.kernel_size > 1:
+                x = fixed_padding(x, self.kernel_size, self.data_format)
+        kernel, layout = tf.cast(self.kernel, x.dtype), _layout(self.data_format)
+        return tf.nn.conv2d(x, kernel, self.strides, padding, data_format=layout)
 
 
 class BatchNorm(tf.Module):
@@ -135,10 +133,12 @@ class BatchNorm(tf.Module):
         )
 
     def __call__(self, x: Any, training: Any) -> Any:
-        """Normalize a batch: by its own statistics in training, and by the running ones otherwise."""
-        if isinstance(training, bool):
-            return self._train(x) if training else self._evaluate(x)
-        return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
+        """Normalize a batch: by its own statistics in training, by the running ones otherwise."""
+        if not isinstance(training, bool):
+            return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
+        if training:
+            return self._train(x)
+        return self._evaluate(x)
 
     def _train(self, x: Any) -> Any:
         # The variance is the unbiased one, as in torch; the batch itself is divided by the biased
@@ -205,12 +205,12 @@ class Block(tf.Module):
         else:
             shapes = [(width_in, filters, 3, strides), (filters, filters, 3, 1)]
         changes_shape = width_in != self.width or strides != 1
-        self.projection = (
-            Convolution(width_in, self.width, 1, strides, data_format) if changes_shape else None
-        )
-        self.projection_norm = (
-            BatchNorm(self.width, data_format) if changes_shape and version == 1 else None
-        )
+        self.projection: Convolution | None = None
+        self.projection_norm: BatchNorm | None = None
+        if changes_shape:
+            self.projection = Convolution(width_in, self.width, 1, strides, data_format)
+            if version == 1:
+                self.projection_norm = BatchNorm(self.width, data_format)
         self.activates_both_paths = first or changes_shape
         self.convolutions = [Convolution(*shape, data_format) for shape in shapes]
         # Version 1 normalizes the output of a convolution, and version 2 its input.
@@ -218,7 +218,9 @@ class Block(tf.Module):
 
     def __call__(self, x: Any, training: Any) -> Any:
         """Map (batch, height, width, width_in) to (batch, height/strides, width/strides, width)."""
-        return self._call_v1(x, training) if self.version == 1 else self._call_v2(x, training)
+        if self.version == 1:
+            return self._call_v1(x, training)
+        return self._call_v2(x, training)
 
     def _call_v1(self, x: Any, training: Any) -> Any:
         shortcut = x
@@ -240,7 +242,9 @@ class Block(tf.Module):
 
 
 class Model(tf.Module):
-    """A residual network for color images: a convolution, stages of blocks, average pooling, a linear layer.
+    """A residual network for color images.
+
+    It has a convolution, stages of blocks, average pooling and a linear layer.
 
     Args:
         resnet_size: Number of layers with weights; only a name, because ``block_sizes`` decides.
@@ -289,9 +293,9 @@ class Model(tf.Module):
                 f"(He et al. 2016), not {resnet_version!r}"
             )
         if data_format is None:
-            data_format = (
-                "channels_first" if tf.config.get_visible_devices("GPU") else "channels_last"
-            )
+            data_format = "channels_last"
+            if tf.config.get_visible_devices("GPU"):
+                data_format = "channels_first"
         if data_format not in _FORMATS:
             raise ValueError(
                 f"data_format must be one of {', '.join(_FORMATS)}, not {data_format!r}"
@@ -314,14 +318,16 @@ class Model(tf.Module):
         width = num_filters
         self.blocks: list[Block] = []
         for stage, (blocks, strides) in enumerate(zip(block_sizes, block_strides, strict=True)):
-            for position in range(blocks):
-                self.blocks.append(
-                    Block(
-                        width, num_filters * 2**stage, strides if position == 0 else 1, bottleneck, resnet_version,
-                        first=not self.blocks, data_format=data_format,
-                    )
-                )  # fmt: skip
-                width = self.blocks[-1].width
+            filters = num_filters * 2**stage
+            for _ in range(blocks):
+                is_first = not self.blocks
+                block = Block(
+                    width, filters, strides, bottleneck, resnet_version, is_first, data_format
+                )
+                self.blocks.append(block)
+                width = block.width
+                # Only the first block of a stage has its strides.
+                strides = 1
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
         self.final_norm = BatchNorm(width, data_format) if resnet_version == 2 else None
         self.weights = tf.Variable(
@@ -433,9 +439,8 @@ def conv2d_fixed_padding(
         RuntimeError: The call is not in a graph, so its new variables would be lost.
     """
     _check_in_graph("conv2d_fixed_padding")
-    return Convolution(_channels(inputs, data_format), filters, kernel_size, strides, data_format)(
-        inputs
-    )
+    width_in = _channels(inputs, data_format)
+    return Convolution(width_in, filters, kernel_size, strides, data_format)(inputs)
 
 
 def batch_norm(inputs: Any, training: Any, data_format: str) -> Any:
@@ -469,7 +474,7 @@ def block_layer(
     name: str,
     data_format: str,
 ) -> Any:
-    """Chain the blocks of one stage, of which only the first projects its shortcut and has the strides.
+    """Chain the blocks of one stage; only the first projects its shortcut and has the strides.
 
     Args:
         inputs: Images in the layout of ``data_format``.

@@ -55,7 +55,7 @@ class Constraints(NamedTuple):
     forbidden: tuple[int, ...]
     """Tokens that no row may take."""
     forced: Tensor | None
-    """int64 of shape (rows,): the token that a row has to take, -1 for a free one; None if all are."""
+    """The token that each row has to take, int64 of shape (rows,), -1 for a free row; or None."""
 
 
 class Proposal(NamedTuple):

@@ -13,7 +13,8 @@ __all__ = ["CarriedState", "detached"]
 class CarriedState(nn.Module):
     """A wrapper that starts each batch of a recurrent language model from its last state.
 
-    The last state is that at the end of the batch before. Use it with functions that call a model with the data only, such as
+    The last state is that at the end of the batch before. Use it with functions that call a model
+    with the data only, such as
     :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for
     each pass over a text, so that it starts from the state before the first word.
 

@@ -12,11 +12,13 @@ __all__ = ["TransformerConfig"]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The argument ``args`` of :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel`.
+    """The dimensions of a Transformer.
 
-    The defaults are those of the big model of the paper. Any object with some of these attributes,
-    such as an :class:`argparse.Namespace`, can be used instead. Missing attributes have their
-    defaults, others are ignored.
+    It is the argument ``args`` of
+    :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel`. The defaults are
+    those of the big model of the paper. Any object with some of these attributes, such as an
+    :class:`argparse.Namespace`, can be used instead. Missing attributes have their defaults, others
+    are ignored.
 
     Args:
         encoder_embed_dim: Width of the encoder.
@@ -83,13 +85,9 @@ class TransformerConfig:
     attention_backend: Literal["auto", "reference", "fused"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in (
-            "encoder_layers",
-            "decoder_layers",
-            "encoder_ffn_embed_dim",
-            "decoder_ffn_embed_dim",
-        ):
-            check_at_least(name, getattr(self, name), 1)
+        for size in ("layers", "ffn_embed_dim"):
+            for name in (f"encoder_{size}", f"decoder_{size}"):
+                check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
                 "decoder_embed_dim must be encoder_embed_dim "
@@ -124,13 +122,11 @@ class TransformerConfig:
         """Read the fields that an object has as attributes, with defaults for the others."""
         if isinstance(args, cls):
             return args
-        return cls(
-            **{
-                field.name: getattr(args, field.name)
-                for field in fields(cls)
-                if hasattr(args, field.name)
-            }
-        )
+        options = {}
+        for field in fields(cls):
+            if hasattr(args, field.name):
+                options[field.name] = getattr(args, field.name)
+        return cls(**options)
 
 
 def _symmetric(
@@ -143,10 +139,10 @@ def _symmetric(
         "layers": layers,
         "attention_heads": heads,
     }
-    sides = {
-        f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()
-    }
-    return TransformerConfig(dropout=dropout, **sides)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dropout": dropout}
+    for name, size in sizes.items():
+        options[f"encoder_{name}"] = options[f"decoder_{name}"] = size
+    return TransformerConfig(**options)
 
 
 _PRESETS = {

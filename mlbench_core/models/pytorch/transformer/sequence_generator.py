@@ -27,10 +27,11 @@ class WordVocabulary(Vocabulary, Protocol):
 
 
 class TransformerState:
-    """The state of a Transformer in a search: :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of a Transformer in a search.
 
-    The source's keys and values are computed and kept once for each sentence. All hypotheses of a
-    sentence share them. The keys and values of the generated tokens are kept for each row.
+    It is a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`. The source's
+    keys and values are computed and kept once for each sentence. All hypotheses of a sentence share
+    them. The keys and values of the generated tokens are kept for each row.
 
     Args:
         model: The model.
@@ -47,7 +48,7 @@ class TransformerState:
         self.steps = 0
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of the next token of each row, shape (rows, symbols), and None for the attention."""
+        """Return the scores of each row's next token, shape (rows, symbols), and no attention."""
         scores, _ = self.decoder(
             tokens.unsqueeze(1), self.encoder_out, self.padding_mask, self.caches, before=self.steps
         )
@@ -123,8 +124,9 @@ class SequenceGenerator:
     ) -> None:
         check_at_least("minlen", minlen, 0)
         # One position of the decoder holds the start symbol.
-        longest = model.max_decoder_positions() - 1
-        self.maxlen = longest if maxlen is None else min(maxlen, longest)
+        self.maxlen = model.max_decoder_positions() - 1
+        if maxlen is not None:
+            self.maxlen = min(maxlen, self.maxlen)
         if self.maxlen < minlen:
             raise ValueError(
                 f"minlen must be at most {self.maxlen}, the longest translation, not {minlen}"
@@ -134,19 +136,19 @@ class SequenceGenerator:
         self.trg_dict = trg_dict
         self.minlen = minlen
         self.retain_dropout = retain_dropout
-        self.sampling = (
-            Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
-        )
-        # The search counts the end symbol. With a factor of 0 the divisor is 1, so the score is the
-        # log-probability.
+        self.sampling: Sampling | None = None
+        if sampling:
+            self.sampling = Sampling(sampling_topk, sampling_temperature, generator)
+        if not normalize_scores:
+            # The divisor is then 1, so the score is the log-probability.
+            len_penalty = 0.0
+        # The search counts the end symbol.
         self.options = SearchOptions(
             eos=trg_dict.eos(),
             pad=trg_dict.pad(),
             beam_size=beam_size,
             min_len=minlen + 1,
-            score=GNMTScore(
-                len_penalty if normalize_scores else 0.0, len_norm_const=5.0, cov_penalty_factor=0.0
-            ),
+            score=GNMTScore(len_penalty, len_norm_const=5.0, cov_penalty_factor=0.0),
             stop_early=stop_early,
             independent=sampling,
         )
@@ -191,27 +193,28 @@ class SequenceGenerator:
                 f"nbest must be from 1 to beam_size ({self.options.beam_size}), not {nbest}"
             )
         source, target = batch["net_input"], batch.get("target")
-        if prefix_size > 0 and target is None:
-            raise ValueError(
-                f"prefix_size must be 0 for a batch without a target, not {prefix_size}"
-            )
-        prefix = target[:, :prefix_size] if target is not None and prefix_size > 0 else None
-        found = self.generate(
+        prefix = None
+        if prefix_size > 0:
+            if target is None:
+                raise ValueError(
+                    f"prefix_size must be 0 for a batch without a target, not {prefix_size}"
+                )
+            prefix = target[:, :prefix_size]
+        hypotheses = self.generate(
             source["src_tokens"], source.get("src_lengths"), maxlen_a, maxlen_b, prefix
         )
-        texts = [
-            [
-                self._text(torch.tensor(tokens, dtype=torch.int64), remove_bpe, ignore_case)
-                for tokens in hypotheses
-            ]
-            for hypotheses in found.to_lists(nbest)
-        ]
-        references = (
-            []
-            if target is None
-            else [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
-        )
-        return [best[0] if best else "" for best in texts] if nbest == 1 else texts, references
+        translations: list[Any] = []
+        for best in hypotheses.to_lists(nbest):
+            sentences = [torch.tensor(tokens, dtype=torch.int64) for tokens in best]
+            texts = [self._text(sentence, remove_bpe, ignore_case) for sentence in sentences]
+            if nbest > 1:
+                translations.append(texts)
+            else:
+                translations.append(texts[0] if texts else "")
+        references: list[str] = []
+        if target is not None:
+            references = [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
+        return translations, references
 
     @torch.no_grad()
     def generate(
@@ -236,9 +239,9 @@ class SequenceGenerator:
         Returns:
             The hypotheses of each sentence, best first, with the end symbol.
         """
-        lengths = (
-            (src_tokens != self.src_dict.pad()).sum(dim=1) if src_lengths is None else src_lengths
-        )
+        lengths = src_lengths
+        if lengths is None:
+            lengths = (src_tokens != self.src_dict.pad()).sum(dim=1)
         most = (maxlen_a * lengths.to(src_tokens.device).double() + maxlen_b).long()
         most = most.clamp(min=self.minlen, max=self.maxlen)
         # As in training, the end symbol is also the first input of the decoder.
@@ -252,4 +255,6 @@ class SequenceGenerator:
 
     def _text(self, tokens: Tensor, remove_bpe: str | None, ignore_case: bool) -> str:
         text = self.trg_dict.string(tokens, remove_bpe)
-        return text.lower() if ignore_case else text
+        if ignore_case:
+            return text.lower()
+        return text

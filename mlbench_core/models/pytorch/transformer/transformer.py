@@ -120,10 +120,9 @@ class TransformerEncoder(nn.Module):
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         super().__init__()
         width = config.encoder_embed_dim
-        positions = LearnedPositions if config.encoder_learned_pos else SinusoidalPositions
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(
-            width, config.max_source_positions, _padding_idx(embed_tokens)
+        self.embed_positions = _positions(
+            config.encoder_learned_pos, config.max_source_positions, embed_tokens
         )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
@@ -162,11 +161,10 @@ class TransformerDecoder(nn.Module):
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         super().__init__()
         width = config.decoder_embed_dim
-        positions = LearnedPositions if config.decoder_learned_pos else SinusoidalPositions
         self.left_pad = config.left_pad_target
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(
-            width, config.max_target_positions, _padding_idx(embed_tokens)
+        self.embed_positions = _positions(
+            config.decoder_learned_pos, config.max_target_positions, embed_tokens
         )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
@@ -226,6 +224,12 @@ def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
     return embedding
 
 
+def _positions(is_learned: bool, max_positions: int, embedding: nn.Embedding) -> nn.Module:
+    """Create the position vectors that are added to an embedding."""
+    kind = LearnedPositions if is_learned else SinusoidalPositions
+    return kind(embedding.embedding_dim, max_positions, _padding_idx(embedding))
+
+
 def _padding_idx(embedding: nn.Embedding) -> int:
     """Return the number of the padding symbol, which these embeddings always have."""
     padding_idx: Any = embedding.padding_idx
@@ -233,7 +237,7 @@ def _padding_idx(embedding: nn.Embedding) -> int:
 
 
 def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
-    """Return embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
+    """Return embeddings times the root of the width, plus positions: (batch, positions, width)."""
     # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al.
     # 2017, section 3.4).
     x = math.sqrt(embedding.embedding_dim) * embedding(tokens)

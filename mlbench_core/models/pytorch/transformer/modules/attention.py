@@ -38,10 +38,12 @@ def attention_mask(
     mask = None
     if key_padding_mask is not None:
         mask = key_padding_mask[:, None, None, :]
-    if is_causal:
-        future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
-        mask = future if mask is None else mask | future
-    return mask
+    if not is_causal:
+        return mask
+    future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+    if mask is None:
+        return future
+    return mask | future
 
 
 def reference_attention(
@@ -94,6 +96,6 @@ def fused_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal
         )
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
+    assert mask is not None
     # torch's masks are the reverse: True at visible keys.
-    visible = None if mask is None else ~mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=~mask, dropout_p=dropout_p)

@@ -33,7 +33,7 @@ class KeyValueCache:
 
 
 class IncrementalState(dict[nn.Module, KeyValueCache]):
-    """The caches of a decoder's attention modules. A plain dict is enough if nothing is reordered."""
+    """The caches of a decoder's attention modules; a plain dict is enough without reordering."""
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> None:
         """Reorder the caches as a beam search requires.

@@ -18,7 +18,8 @@ class Residual(nn.Module):
     r"""A residual connection around a block, with dropout and layer norm.
 
     .. math::
-        x + \mathrm{dropout}(f(\mathrm{LN}(x))) \quad\text{or}\quad \mathrm{LN}(x + \mathrm{dropout}(f(x)))
+        x + \mathrm{dropout}(f(\mathrm{LN}(x))) \quad\text{or}\quad
+        \mathrm{LN}(x + \mathrm{dropout}(f(x)))
 
     Args:
         width: Number of features.

@@ -78,31 +78,33 @@ class MultiheadAttention(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-        for name, value, known in (
+        for name, value, choices in (
             ("softmax_type", softmax_type, _SOFTMAX_TYPES),
             ("backend", backend, _BACKENDS),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.softmax_type = softmax_type
-        # Both arguments choose the path, so a contradiction between them is an error.
-        if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
-            raise ValueError(
-                "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
-                f"{backend!r}: leave one of them out"
-            )
-        self.backend = "fused" if softmax_type == "fast_fill" else backend
+        if softmax_type == "fast_fill":
+            # Both arguments choose the path, so a contradiction between them is an error.
+            if backend == "reference":
+                raise ValueError(
+                    "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
+                    f"{backend!r}: leave one of them out"
+                )
+            backend = "fused"
+        self.backend = backend
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights from Glorot's uniform distribution for each of the four matrices; set biases to 0."""
+        """Draw each of the four matrices from Glorot's uniform distribution; set biases to 0."""
         # Glorot's bound depends on the shape, so the three fused matrices are drawn separately.
         for weight in (*self.in_proj_weight.chunk(3), self.out_proj.weight):
             nn.init.xavier_uniform_(weight)
@@ -171,10 +173,8 @@ class MultiheadAttention(nn.Module):
         else:
             output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
         # The inverse of _split_heads.
-        output = (
-            output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4).reshape(target, rows, width)
-        )
-        output = self.out_proj(output)
+        output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4)
+        output = self.out_proj(output.reshape(target, rows, width))
         if weights is None or not need_weights:
             return output, None
         return output, weights.mean(dim=1).reshape(rows, target, -1)
@@ -186,7 +186,7 @@ class MultiheadAttention(nn.Module):
     def _projections(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
+        """Return q, k and v (batch, heads, positions, features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
                 "key and value must be tensors, not None: only "
@@ -209,7 +209,7 @@ class MultiheadAttention(nn.Module):
         state: MutableMapping[nn.Module, KeyValueCache],
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, and k and v with the cached ones, of shape (batch, heads, positions, head features)."""
+        """Return q, and k and v with the cached ones: (batch, heads, positions, features)."""
         cache = state.get(self)
         if static_kv and cache is not None:
             q = self._linear(query, 0, 1)
@@ -224,14 +224,13 @@ class MultiheadAttention(nn.Module):
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
         """Apply some of the three input projections: 0 for queries, 1 for keys, 2 for values."""
         part = slice(first * self.embed_dim, last * self.embed_dim)
-        return F.linear(
-            x,
-            self.in_proj_weight[part],
-            None if self.in_proj_bias is None else self.in_proj_bias[part],
-        )
+        weight = self.in_proj_weight[part]
+        if self.in_proj_bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, self.in_proj_bias[part])
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
-        """Reshape (positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
+        """Reshape (positions, rows, width) to (batch, heads, queries of a sentence, features)."""
         positions, rows, _ = x.shape
         if rows % batch:
             raise ValueError(f"query must have a multiple of the key's {batch} rows, not {rows}")
@@ -244,7 +243,7 @@ class MultiheadAttention(nn.Module):
 def _check_masks(
     batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
+    """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` query rows."""
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
         raise ValueError(
             f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}"
