@@ -8,6 +8,8 @@ and the kind of its error bars.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -73,27 +75,25 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
     Raises:
         ConfigurationError: No run reported a time.
     """
-    known = with_time(groups)
+    timed = with_time(groups)
     try:
         every = scaling_series(groups)
     except ConfigurationError:
         # The phases are the whole overview if no speed-up can be computed.
         return dataclasses.replace(draw_phases(groups), name="overview", rows=[])
-    figure = new_figure(PAGE_IN, max(panel_height(known), 3.3))
+    figure = new_figure(PAGE_IN, max(panel_height(timed), 3.3))
     parts = figure.subplot_mosaic([["phases", "measured"], ["phases", "without"]])
-    left = phase_bars(parts["phases"], known, PAGE_IN / 2)
+    left = phase_bars(parts["phases"], timed, PAGE_IN / 2)
     parts["without"].sharex(parts["measured"])
     parts["without"].sharey(parts["measured"])
     right = speed_up_panels([parts["measured"], parts["without"]], groups, every)
     handles, labels = parts["phases"].get_legend_handles_labels()
-    more = parts["measured"].get_legend_handles_labels()
-    common = caption(groups)
-    halves = [
-        f"{side}: {text.removeprefix(caption(shown)).strip()}"
-        for side, shown, text in (("Left", known, left), ("Right", groups, right))
-    ]
-    text = " ".join([common, *halves]) + not_drawn(groups, known)
-    finish(figure, text, [*handles, *more[0]], [*labels, *more[1]])
+    more_handles, more_labels = parts["measured"].get_legend_handles_labels()
+    # Both halves begin with the caption of their groups.
+    left = left.removeprefix(caption(timed)).strip()
+    right = right.removeprefix(caption(groups)).strip()
+    text = f"{caption(groups)} Left: {left} Right: {right}" + not_drawn(groups, timed)
+    finish(figure, text, [*handles, *more_handles], [*labels, *more_labels])
     return Drawing("overview", figure, text)
 
 
@@ -119,22 +119,23 @@ def drawings(
         MissingDependencyError: matplotlib is not installed.
     """
     makers: dict[str, Callable[[], Drawing]] = {
-        "overview": lambda: draw_overview(groups),
-        "total_time_by_phase": lambda: draw_phases(groups),
-        "speedup": lambda: draw_speed_up(groups),
-        "time_all_phases": lambda: draw_steps(groups),
-        "price_index": lambda: draw_price_index(groups, price_per_hour),
-        "communication_share": lambda: draw_communication_share(groups),
-        **{f"learning_curves_{x}": lambda x=x: draw_learning_curves(groups, x) for x in AGAINST},  # type: ignore[misc]
+        "overview": functools.partial(draw_overview, groups),
+        "total_time_by_phase": functools.partial(draw_phases, groups),
+        "speedup": functools.partial(draw_speed_up, groups),
+        "time_all_phases": functools.partial(draw_steps, groups),
+        "price_index": functools.partial(draw_price_index, groups, price_per_hour),
+        "communication_share": functools.partial(draw_communication_share, groups),
     }
+    for against in AGAINST:
+        maker = functools.partial(draw_learning_curves, groups, against)
+        makers[f"learning_curves_{against}"] = maker
     # Without a price, or with a single task, a report that these two are not drawn would only be
     # noise.
     if price_per_hour is not None:
-        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(
-            groups, price_per_hour
-        )
-    if len({workload(group) for group in groups}) > 1:
-        makers["performance_profile"] = lambda: draw_performance_profile(groups)
+        maker = functools.partial(draw_time_against_price, groups, price_per_hour)
+        makers["time_to_goal_against_price"] = maker
+    if len(set(map(workload, groups))) > 1:
+        makers["performance_profile"] = functools.partial(draw_performance_profile, groups)
     for name, make in makers.items():
         if name in leave_out:
             continue
@@ -171,7 +172,8 @@ def draw_all(
         ConfigurationError: No run reported a time, so there is nothing to draw.
         MissingDependencyError: matplotlib is not installed.
     """
-    if all(record.total_s is None for group in groups for record in group.records):
+    records = itertools.chain.from_iterable(group.records for group in groups)
+    if all(record.total_s is None for record in records):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written: list[Path] = []
     for drawing in drawings(groups, price_per_hour, report):
@@ -185,5 +187,5 @@ def draw_all(
 
 
 def _reason(error: Exception) -> str:
-    kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {text}"

@@ -7,11 +7,12 @@ line.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
 from mlbench_core.comparison.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.comparison.pool import Group, series
 from mlbench_core.comparison.times import cost_per_success_s
@@ -74,25 +75,15 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     axes = figure.subplots()
     text = phase_bars(axes, groups, canvas.COLUMN_IN) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
-    names = [*(f"{phase}_s" for phase in PHASES), "communication_hidden_s"]
-    rows: list[list[Any]] = [
-        ["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]
-    ]
+    header = ["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s"]
+    header += [f"{phase}_s" for phase in PHASES]
+    rows: list[list[Any]] = [[*header, "communication_hidden_s"]]
     for group in groups:
-        total, parts = _total(group), _phases(group)
+        total, phases = _total(group), _phases(group)
         hidden = mean(group.values("communication_hidden_s"))
-        rows.append(
-            [
-                group.label,
-                group.workers,
-                total.runs,
-                group.missed,
-                total.value,
-                total.low,
-                total.high,
-            ]
-        )
-        rows[-1] += [*map(parts.get, PHASES), hidden.value if hidden else None]
+        row = [group.label, group.workers, total.runs, group.missed]
+        row += [total.value, total.low, total.high, *map(phases.get, PHASES)]
+        rows.append([*row, hidden.value if hidden else None])
     return canvas.Drawing("total_time_by_phase", figure, text, rows)
 
 
@@ -121,10 +112,9 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     text = " ".join(notes) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
-    rows += [
-        [group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)]
-        for group in groups
-    ]
+    for group in groups:
+        seconds = map(_steps(group).get, STEPS)
+        rows.append([group.label, group.workers, len(group.records), *seconds])
     return canvas.Drawing("time_all_phases", figure, text, rows)
 
 
@@ -136,7 +126,7 @@ def panel_height(groups: Sequence[Group]) -> float:
 
 
 def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
-    """Draw one bar for each group: its phases, its hidden communication and the interval of its total.
+    """Draw one bar for each group: phases, hidden communication and the interval of the total.
 
     Args:
         axes: The axes to draw on.
@@ -148,26 +138,20 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     """
     places = _places(axes, groups, width)
     _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
-    hidden = [
-        (y, value.value)
-        for y, group in places
-        if (value := mean(group.values("communication_hidden_s")))
-    ]
+    hidden_y, hidden_s = [], []
+    for y, group in places:
+        hidden = mean(group.values("communication_hidden_s"))
+        if hidden is not None:
+            # Below the bar, whose lower edge is at 0.25.
+            hidden_y.append(y + 0.36)
+            hidden_s.append(hidden.value)
     sentences = [caption(groups)]
-    if any(value for _, value in hidden):
-        axes.barh(
-            [y + 0.36 for y, _ in hidden],
-            [value for _, value in hidden],
-            height=0.2,
-            facecolor="white",
-            edgecolor="#A36F00",
-            hatch="////////",
-            label="communication (hidden)",
-        )
+    if any(hidden_s):
+        look: canvas.Look = {"facecolor": "white", "edgecolor": "#A36F00", "hatch": "////////"}
+        axes.barh(hidden_y, hidden_s, height=0.2, label="communication (hidden)", **look)
         sentences.append(
             "Hatched below a bar: hidden communication. It ran at the same time as the "
-            "computation and is not part of "
-            "the total."
+            "computation and is not part of the total."
         )
     totals = [(y, _total(group)) for y, group in places]
     cut = _intervals(axes, totals)
@@ -177,7 +161,7 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
             "Each phase is that of its slowest worker, so the bars can exceed the totals."
         )
     if any(total.low is not None for _, total in totals):
-        sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
+        sentences.append(error_bars(cut))
     return " ".join([*sentences, *_mark_notes(groups)])
 
 
@@ -187,10 +171,10 @@ def with_time(groups: Sequence[Group]) -> list[Group]:
     Raises:
         ConfigurationError: There is none.
     """
-    found = [group for group in groups if _known_total(group)]
-    if not found:
+    timed = [group for group in groups if _known_total(group)]
+    if not timed:
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
-    return found
+    return timed
 
 
 def _mark(group: Group) -> str:
@@ -202,40 +186,44 @@ def _mark(group: Group) -> str:
 
 def _mark_notes(groups: Sequence[Group]) -> list[str]:
     marks = set(map(_mark, groups))
-    notes = {
-        "*": (
+    notes = []
+    if "*" in marks:
+        notes.append(
             "* some runs missed the goal: time of all runs, divided by the number that reached it."
-        ),
-        "**": "** all runs missed the goal: sum of the times of all runs.",
-    }
-    return [note for mark, note in notes.items() if mark in marks]
+        )
+    if "**" in marks:
+        notes.append("** all runs missed the goal: sum of the times of all runs.")
+    return notes
 
 
 def _known_total(group: Group) -> Estimate | None:
-    """Return the mean time; with misses the cost per success, and without a success the time of all runs."""
+    """Return the mean time; with misses the cost per success.
+
+    Without a success, it is the time of all runs.
+    """
     if _mark(group) == "*":
         cost_s = cost_per_success_s(group.records)
         return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
     times = [record.total_s for record in group.records if record.total_s is not None]
-    return (
-        Estimate(math.fsum(times), runs=len(times)) if times and group.missed else mean_time(times)
-    )
+    if times and group.missed:
+        return Estimate(math.fsum(times), runs=len(times))
+    return mean_time(times)
 
 
 def _total(group: Group) -> Estimate:
-    found = _known_total(group)
-    assert found is not None, "with_time() leaves out groups without a time"
-    return found
+    total = _known_total(group)
+    assert total is not None, "with_time() leaves out groups without a time"
+    return total
 
 
 def _phases(group: Group) -> dict[str, float]:
     """Return the mean time of each phase; the rest of the total time counts as other."""
-    found = _parts(group, [record.phases_s for record in group.records], PHASES)
-    left = _total(group).value - sum(found.values())
+    phases = _parts(group, [record.phases_s for record in group.records], PHASES)
+    left = _total(group).value - sum(phases.values())
     # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
-        found["other"] = found.get("other", 0.0) + left
-    return found
+        phases["other"] = phases.get("other", 0.0) + left
+    return phases
 
 
 def _steps(group: Group) -> dict[str, float]:
@@ -245,18 +233,24 @@ def _steps(group: Group) -> dict[str, float]:
 def _parts(
     group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the mean of each part over the runs; with misses, its sum divided by the number of successes, if any."""
-    found = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
-    # A mean over all runs would be smaller for a miss that ended early.
-    runs = max(len(group.reached), 1) if group.missed else None
-    return {
-        name: math.fsum(values) / (runs or len(values)) for name, values in found.items() if values
-    }
+    """Return the mean of each part over the runs.
+
+    With misses, it is the sum divided by the number of successes, or the sum without a success.
+    """
+    means = {}
+    for name in names:
+        values = [part[name] for part in parts if part.get(name) is not None]
+        # A mean over all runs would be smaller for a miss that ended early.
+        runs = max(len(group.reached), 1) if group.missed else len(values)
+        if values:
+            means[name] = math.fsum(values) / runs
+    return means
 
 
 def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
     """Place the bars from top to bottom, with the label of each series above its bars."""
     places: list[tuple[float, Group]] = []
+    labels = []
     blocks, top = series(groups), 0.0
     for block in blocks:
         if len(blocks) > 1:
@@ -269,11 +263,10 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
             )
         for group in block.groups:
             places.append((top + 0.3, group))
+            labels.append(f"{group.workers}{_mark(group)}")
             top += 1.0
         top += 0.3
-    axes.set_yticks(
-        [y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places]
-    )
+    axes.set_yticks([y for y, _ in places], labels)
     axes.set_ylim(max(top, 1.0), -0.2)
     axes.set_ylabel("workers")
     axes.tick_params(axis="y", length=0)
@@ -290,19 +283,19 @@ def _stack(
     names: Mapping[str, str],
 ) -> list[float]:
     """Draw stacked bars and return their ends."""
-    found = [parts(group) for _, group in places]
+    y = [y for y, _ in places]
+    rows = [parts(group) for _, group in places]
     ends = [0.0] * len(places)
     for part, look in looks.items():
-        lengths = [row.get(part, 0.0) for row in found]
+        lengths = [row.get(part, 0.0) for row in rows]
         if any(lengths):
-            y = [place for place, _ in places]
             axes.barh(y, lengths, left=ends, height=0.5, label=names.get(part, part), **look)
-        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+        ends = list(map(operator.add, ends, lengths))
     return ends
 
 
 def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
-    """Draw the totals' intervals and write the totals; return True if an interval leaves the axes."""
+    """Draw the totals' intervals and write the totals; return True if an interval is cut."""
     limit = _LONGEST_INTERVAL * max(total.value for _, total in totals)
     ends, cut = [], False
     for y, total in totals:

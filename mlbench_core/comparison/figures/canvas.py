@@ -1,4 +1,4 @@
-"""Set up, finish and save a figure: one style, a legend and a caption below the axes, files that can be reproduced.
+"""Set up, finish and save a figure with one style, a legend and a caption below the axes.
 
 Figures are made without pyplot, so they need no display and leave no global state. The style is
 ``mlbench_core/comparison/mlbench.mplstyle``. Settings of the user do not change a figure. With the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures.captions import subtitle
+from mlbench_core.comparison.figures.looks import DASHES, MARKERS
 from mlbench_core.comparison.table import safe_cell
 from mlbench_core.errors import require
 from mlbench_core.files import replacing
@@ -60,16 +60,6 @@ GRAY = "#555555"
 _STYLE = Path(__file__).resolve().parents[1] / "mlbench.mplstyle"
 _NOTE_PT = 5.5
 _MARGIN_IN = 0.05
-# Seven colors, six markers and five dashes: the first repetition of a combination is far beyond any
-# legend.
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 1.5)),
-    (0, (3, 1, 1, 1)),
-    (0, (1.5, 1)),
-    (0, (7, 1.5, 1, 1.5)),
-)
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ def style() -> Iterator[None]:
 
 
 def load_matplotlib() -> None:
-    """Import matplotlib also with a ``MPLBACKEND`` that it does not know, such as that of a notebook.
+    """Import matplotlib also with an unknown ``MPLBACKEND``, such as that of a notebook.
 
     Figures are drawn without pyplot, so they need no such backend. It stays the choice of the
     process for pyplot.
@@ -144,25 +134,25 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def series_looks(count: int) -> list[Look]:
-    """Return a color, a marker and a dash for each of several series; any two series differ in at least two of them."""
+    """Return a color, a marker and a dash for each of several series.
+
+    Any two series differ in at least two of them.
+    """
     import matplotlib
 
     colors = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
-    looks = zip(
-        itertools.cycle(colors), itertools.cycle(_MARKERS), itertools.cycle(_DASHES), strict=False
-    )
-    return [
-        {
-            "color": color if color.startswith("#") else f"#{color}",
-            "marker": marker,
-            "linestyle": dash,
-        }
-        for color, marker, dash in itertools.islice(looks, count)
-    ]
+    looks = []
+    # Seven colors, six markers and five dashes: the first repetition of a combination is far beyond
+    # any legend.
+    for index in range(count):
+        color = colors[index % len(colors)].removeprefix("#")
+        marker, dash = MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)]
+        looks.append({"color": f"#{color}", "marker": marker, "linestyle": dash})
+    return looks
 
 
 def wrap(text: str, width_in: float, size_pt: float) -> str:
-    """Break text into lines that are not wider than a number of inches; a word that is too long is broken, too."""
+    """Break text into lines of at most a number of inches; a word that is too long is broken."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
@@ -185,9 +175,9 @@ def wrap(text: str, width_in: float, size_pt: float) -> str:
             if line:
                 lines.append(line)
             while len(word) > 1 and not fits(word):
-                end = next(
-                    end for end in range(len(word) - 1, 0, -1) if end == 1 or fits(word[:end])
-                )
+                end = len(word) - 1
+                while end > 1 and not fits(word[:end]):
+                    end -= 1
                 lines.append(word[:end])
                 word = word[end:]
             line = word
@@ -199,16 +189,14 @@ def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
     """Write a title above the axes, and task and goal in small print below it."""
     axes.set_title(text, pad=11)
     # The labels of the vertical axis take the rest of a column.
-    whole, brief = (
-        wrap(subtitle(groups, short), COLUMN_IN - 0.45, _NOTE_PT + 0.5).split("\n")
-        for short in (False, True)
-    )
-    first, *more = brief if len(whole) > 1 else whole
-    look: Look = {"size": _NOTE_PT + 0.5, "color": GRAY, "va": "bottom"}
+    width, size = COLUMN_IN - 0.45, _NOTE_PT + 0.5
+    lines = wrap(subtitle(groups), width, size).split("\n")
+    if len(lines) > 1:
+        lines = wrap(subtitle(groups, short=True), width, size).split("\n")
     # The caption has the whole text.
-    axes.annotate(
-        first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look
-    )
+    line = f"{lines[0]} ..." if len(lines) > 1 else lines[0]
+    look: Look = {"size": size, "color": GRAY, "va": "bottom"}
+    axes.annotate(line, (0, 1), (0, 3), "axes fraction", "offset points", **look)
 
 
 def number(value: float) -> str:
@@ -220,11 +208,13 @@ def number(value: float) -> str:
     """
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3g}"
 
 
 def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Put a legend and the caption below the axes; the figure grows, so that the axes keep their size.
+    """Put a legend and the caption below the axes; the figure grows, and the axes do not shrink.
 
     Args:
         figure: A figure of :func:`new_figure`.
@@ -239,9 +229,10 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
     note_in = (note.count("\n") + 1) * _NOTE_PT * 1.25 / 72 + _MARGIN_IN
     legend, legend_in = None, 0.0
     for columns in range(min(4, len(labels)), 0, -1):
-        # With a single column, a long text is broken.
-        room = width - 2 * _MARGIN_IN - (0.35 if columns == 1 else 0)
-        texts = [wrap(label, room, 6) if columns == 1 else label for label in labels]
+        texts = labels
+        if columns == 1:
+            # With a single column, a long text is broken.
+            texts = [wrap(label, width - 2 * _MARGIN_IN - 0.35, 6) for label in labels]
         legend = figure.legend(
             handles, texts, ncols=columns, loc="lower left", bbox_to_anchor=(0, 0)
         )

@@ -1,8 +1,8 @@
-"""Write the captions of figures: task, goal, machine, number of runs, and the runs that missed their goal."""
+"""Write the captions of figures: task, goal, machine, number of runs, and runs that missed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ INTERVAL = "Error bars: 95 % confidence interval of the geometric mean (Student'
 
 
 def caption(groups: Sequence[Group]) -> str:
-    """Describe a measurement: task, goal, machine, number of runs, and the runs that missed their goal.
+    """Describe a measurement: task, goal, machine, number of runs, and the runs that missed.
 
     Args:
         groups: The groups in the figure or table.
@@ -27,23 +27,21 @@ def caption(groups: Sequence[Group]) -> str:
     Example:
         >>> from mlbench_core.comparison.pool import pool
         >>> from mlbench_core.comparison.record import RunRecord
-        >>> runs = [RunRecord(f"a-{seed}", configuration={"task": "1a", "workers": 2, "seed": seed}) for seed in (1, 2)]
+        >>> common = {"task": "1a", "workers": 2}
+        >>> runs = [RunRecord(f"a-{n}", configuration={**common, "seed": n}) for n in (1, 2)]
         >>> caption(pool(runs))
         'Task 1a. No goal recorded. Machine not recorded. n = 2 runs.'
     """
     counts = {len(group.records) for group in groups}
-    runs = f"n = {_range(counts)} {'run' if counts == {1} else 'runs'}"
+    noun = "run" if counts == {1} else "runs"
+    runs = f"n = {_range(counts)} {noun}"
     if len(groups) > 1:
         runs += " of each configuration"
     sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
-    lost = [
-        f"{name_of(group)} ({missed} of {len(group.records)})"
-        for group in groups
-        if (missed := group.missed)
-    ]
+    lost = [_with_misses(group) for group in groups if group.missed]
     if lost:
         sentences.append(f"Missed the goal: {', '.join(lost)}")
-    return " ".join(f"{sentence}." for sentence in sentences)
+    return ". ".join(sentences) + "."
 
 
 def subtitle(groups: Sequence[Group], short: bool = False) -> str:
@@ -54,14 +52,25 @@ def subtitle(groups: Sequence[Group], short: bool = False) -> str:
         short: True to leave out the data set, the backend and other settings that all groups share.
     """
     workload, goal = _workload(groups), shared_goal(groups)
-    workload = workload.partition(" (")[0] if short else workload
+    if short:
+        workload = workload.partition(" (")[0]
     return f"{workload}, goal: {goal_text(goal)}" if goal else workload
 
 
 def shared_goal(groups: Sequence[Group]) -> Mapping[str, Any] | None:
-    """Return the goal that all groups share; None if they have no goal, several, or one without a metric."""
-    goal = _shared(group.configuration.get("goal") for group in groups)
+    """Return the goal that all groups share; None if there is none, or it has no metric."""
+    goal = _shared([group.configuration for group in groups], "goal")
     return goal if goal and goal.get("metric") is not None else None
+
+
+def error_bars(cut: bool, interval: str = INTERVAL) -> str:
+    """Return a sentence on error bars.
+
+    Args:
+        cut: True if an interval leaves the axes.
+        interval: Description of the intervals.
+    """
+    return f"{interval}; an interval that leaves the axes is cut." if cut else f"{interval}."
 
 
 def name_of(group: Group) -> str:
@@ -69,48 +78,53 @@ def name_of(group: Group) -> str:
     return f"{group.label} with {plural(group.workers, 'worker')}"
 
 
+def _with_misses(group: Group) -> str:
+    """Return the name of a group with the number of its misses, if it has one."""
+    name = name_of(group)
+    return f"{name} ({group.missed} of {len(group.records)})" if group.missed else name
+
+
 def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
-    """Return a sentence with the groups that a figure of means leaves out, after a space; empty if there are none.
+    """Return a sentence with the groups that a figure of means leaves out.
+
+    It begins with a space, and is empty if the figure has all groups.
 
     Args:
         groups: All groups.
         shown: Those in the figure.
     """
-    kept = list(map(id, shown))
-    names = [
-        name_of(group) + (f" ({group.missed} of {len(group.records)})" if group.missed else "")
-        for group in groups
-        if id(group) not in kept
-    ]
-    return (
-        f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
-        if names
-        else ""
-    )
+    shown_ids = set(map(id, shown))
+    names = [_with_misses(group) for group in groups if id(group) not in shown_ids]
+    if not names:
+        return ""
+    return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
 
 
-def _shared(values: Iterable[Any]) -> Any:
-    """Return the value that all have in common; None if they differ."""
-    found = list(values)
-    return found[0] if found and all(value == found[0] for value in found) else None
+def _shared(mappings: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Return the value of an entry that all mappings have in common; None if they differ."""
+    values = [mapping.get(name) for mapping in mappings]
+    if values and all(value == values[0] for value in values):
+        return values[0]
+    return None
 
 
 def _workload(groups: Sequence[Group]) -> str:
-    def shared(name: str) -> Any:
-        return _shared(group.configuration.get(name) for group in groups)
-
-    programs = sorted({_program(group.configuration) for group in groups})
-    text = programs[0] if len(programs) == 1 else f"{len(programs)} programs"
-    if all(group.configuration.get("task") for group in groups):
-        tasks = sorted({str(group.configuration["task"]) for group in groups})
-        text = f"Task{'s' * (len(tasks) > 1)} {', '.join(tasks)}"
-    extras = [
-        shared("dataset"),
-        "light goal" if shared("light") else None,
-        shared("backend"),
-        shared("network"),
-    ]
-    extras = [str(extra) for extra in extras if extra]
+    configurations = [group.configuration for group in groups]
+    programs = sorted(set(map(_program, configurations)))
+    tasks = [configuration.get("task") for configuration in configurations]
+    if all(tasks):
+        keys = sorted(set(map(str, tasks)))
+        noun = "Tasks" if len(keys) > 1 else "Task"
+        text = f"{noun} {', '.join(keys)}"
+    elif len(programs) == 1:
+        text = programs[0]
+    else:
+        text = f"{len(programs)} programs"
+    extras = []
+    for name in ("dataset", "light", "backend", "network"):
+        value = _shared(configurations, name)
+        if value:
+            extras.append("light goal" if name == "light" else str(value))
     return f"{text} ({', '.join(extras)})" if extras else text
 
 
@@ -123,32 +137,29 @@ def _program(configuration: Mapping[str, Any]) -> str:
 
 
 def _goal(groups: Sequence[Group]) -> str:
-    goal = shared_goal(groups)
+    configurations = [group.configuration for group in groups]
+    goal = _shared(configurations, "goal")
     if goal:
         return f"Goal: {goal_text(goal)}"
-    goals = [goal for group in groups if (goal := group.configuration.get("goal"))]
-    if goals:
-        return (
-            f"Goal: {goal_text(goals[0])}"
-            if _shared(goals) and len(goals) == len(groups)
-            else "Several goals"
-        )
-    known = all("goal" in group.configuration for group in groups)
-    return "No goal" if known else "No goal recorded"
+    if any(configuration.get("goal") for configuration in configurations):
+        return "Several goals"
+    if all("goal" in configuration for configuration in configurations):
+        return "No goal"
+    return "No goal recorded"
 
 
 def _machine(groups: Sequence[Group]) -> str:
     machines = [group.records[0].machine for group in groups]
     if not any(machines):
         return "Machine not recorded"
-    cpu, gpu = (_shared(machine.get(name) for machine in machines) for name in ("cpu", "gpu"))
-    cores = _shared(machine.get("cores") for machine in machines)
+    cpu, gpu, cores = (_shared(machines, name) for name in ("cpu", "gpu", "cores"))
     gpus = {machine.get("gpus") or 0 for machine in machines}
     hosts = {machine.get("hosts") or 1 for machine in machines}
     if not cpu and not gpu:
         return "Several machines"
-    processor = f"{cpu or 'several processors'}" + (f", {plural(cores, 'core')}" if cores else "")
-    parts = [processor]
+    parts = [str(cpu or "several processors")]
+    if cores:
+        parts.append(plural(cores, "core"))
     if gpu and max(gpus):
         parts.append(f"{_range(gpus)} x {gpu}")
     if max(hosts) > 1:
@@ -156,6 +167,6 @@ def _machine(groups: Sequence[Group]) -> str:
     return f"Machine: {', '.join(parts)}"
 
 
-def _range(numbers: Iterable[int]) -> str:
-    low, high = min(numbers := list(numbers)), max(numbers)
+def _range(numbers: Collection[int]) -> str:
+    low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"

@@ -52,7 +52,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> canvas.Drawing:
-    """Draw the goal's metric of every group: the mean over the runs, and a band from their minimum to their maximum.
+    """Draw the goal's metric of every group: the mean over the runs, and their range as a band.
 
     The mean and the band end with the shortest run. Longer runs continue as thin lines, and a
     narrow panel below counts them.
@@ -74,36 +74,42 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
             f"against must be one of {', '.join(AGAINST)}, not {against!r}: choose one of them"
         )
     goal = shared_goal(groups)
-    if goal is None or len({workload(group) for group in groups}) > 1:
+    if goal is None or len(set(map(workload, groups))) > 1:
         raise ConfigurationError(
             "the runs have no task and goal in common, so there is no common metric to draw"
         )
-    bands = [
-        (group, found)
-        for group in groups
-        if (found := _band(group, goal["metric"], AGAINST[against]))
-    ]
+    bands = []
+    for group in groups:
+        averaged = _band(group, goal["metric"], AGAINST[against])
+        if averaged is not None:
+            bands.append((group, averaged))
     if not bands:
         raise ConfigurationError(
             f"no run recorded {goal['metric']} with its {AGAINST[against].title}"
         )
     figure, text = _draw(groups, bands, goal, AGAINST[against])
     rows: list[list[Any]] = [["setup", "workers", "runs", against, "mean", "minimum", "maximum"]]
-    for group, found in bands:
-        columns = zip(found.x, found.mean, found.low, found.high, strict=True)
-        rows += [[group.label, group.workers, len(found.ends), *column] for column in columns]
+    for group, averaged in bands:
+        columns = zip(averaged.x, averaged.mean, averaged.low, averaged.high, strict=True)
+        rows += [[group.label, group.workers, len(averaged.ends), *column] for column in columns]
     return canvas.Drawing(f"learning_curves_{against}", figure, text, rows)
 
 
 def _band(group: Group, metric: str, axis: Axis) -> Band | None:
     curves = []
     for record in group.records:
-        points = [(axis.place(point), point.value) for point in record.curve(metric)]
-        # A metric that is recorded several times in an epoch has several values at one place: the
-        # last one counts.
-        curves.append(list({float(x): value for x, value in points if x is not None}.items()))
-    # All points are at 0 bytes if a single worker sends nothing.
-    return band([curve for curve in curves if curve and curve[-1][0] > 0])
+        value_at: dict[float, float] = {}
+        for point in record.curve(metric):
+            x = axis.place(point)
+            if x is not None:
+                # A metric that is recorded several times in an epoch has several values at one
+                # place: the last one counts.
+                value_at[float(x)] = point.value
+        curve = list(value_at.items())
+        # All points are at 0 bytes if a single worker sends nothing.
+        if curve and curve[-1][0] > 0:
+            curves.append(curve)
+    return band(curves)
 
 
 def _draw(
@@ -112,20 +118,23 @@ def _draw(
     goal: Mapping[str, Any],
     axis: Axis,
 ) -> tuple[Figure, str]:
-    """Draw one panel for each number of workers, with a panel that counts runs if they did not end together."""
+    """Draw one panel for each number of workers.
+
+    If the runs did not end together, each panel has another one below it, which counts the runs.
+    """
     workers = sorted({group.workers for group, _ in bands})
-    uneven = any(found.tails for _, found in bands)
-    figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + (1.9 if uneven else 1.6) * len(workers))
+    uneven = any(averaged.tails for _, averaged in bands)
+    panel_in = 1.9 if uneven else 1.6
+    figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)
     # A series has the same look in every panel.
-    labels = list(dict.fromkeys(group.label for group, _ in bands))
-    looks = method_looks(labels)
+    looks = method_looks(dict.fromkeys(group.label for group, _ in bands))
     entries: dict[str, Any] = {}
     goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):
-        same = [(group, found) for group, found in bands if group.workers == number]
-        for group, found in same:
-            line = _curve(axes, found, looks[group.label])
+        same = [pair for pair in bands if pair[0].workers == number]
+        for group, averaged in same:
+            line = _curve(axes, averaged, looks[group.label])
             entries.setdefault(group.label, line)
         # The goal of a fixed training time has no threshold.
         if goal.get("threshold") is not None:
@@ -134,14 +143,13 @@ def _draw(
         axes.set_ylabel(goal["metric"])
         if len(workers) > 1:
             note: canvas.Look = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
-            axes.annotate(
-                plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note
-            )
+            count = plural(number, "worker")
+            axes.annotate(count, (1, 0), (-3, 3), "axes fraction", "offset points", **note)
         if uneven:
             _count(counts[index], same, looks)
     if goal_line is not None:
         entries["goal"] = goal_line
-    _label(curves + counts, axis, max(found.ends[-1] for _, found in bands))
+    _label(curves + counts, axis, max(averaged.ends[-1] for _, averaged in bands))
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
     text = _caption(groups, bands, axis)
@@ -153,7 +161,7 @@ def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
     """Write the numbers and the label of the horizontal axis, bytes in a readable unit."""
     unit, size = "", 1.0
     if axis is AGAINST["bytes"]:
-        unit, size = next((name, size) for name, size in _UNITS if largest >= size or size == 1)
+        unit, size = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
     for axes in panels:
         axes.locator_params(axis="x", integer=axis.shared, nbins=6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
@@ -163,11 +171,11 @@ def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
 def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list[Axes], list[Axes]]:
     """Return the axes for curves and those for counts of runs, from top to bottom."""
     heights = [5.0, 1.0] * rows if uneven else [1.0] * rows
-    every = list(
-        figure.subplots(len(heights), 1, sharex=shared, squeeze=False, height_ratios=heights)[:, 0]
-    )
-    curves = every[:: 2 if uneven else 1]
-    counts = every[1::2] if uneven else []
+    grid = figure.subplots(len(heights), 1, sharex=shared, squeeze=False, height_ratios=heights)
+    curves: list[Axes] = list(grid[:, 0])
+    counts: list[Axes] = []
+    if uneven:
+        curves, counts = curves[::2], curves[1::2]
     for axes in curves[1:]:
         axes.sharey(curves[0])
     if not shared:
@@ -177,40 +185,31 @@ def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list
     return curves, counts
 
 
-def _curve(axes: Axes, found: Band, look: canvas.Look) -> Any:
+def _curve(axes: Axes, averaged: Band, look: canvas.Look) -> Any:
     """Draw mean, band and tails, and return the line of the mean for the legend."""
-    every = max(1, len(found.x) // 8)
-    (line,) = axes.plot(found.x, found.mean, markevery=every, **look)
-    if len(found.ends) > 1:
-        axes.fill_between(
-            found.x, found.low, found.high, color=look["color"], alpha=0.2, linewidth=0
-        )
-    for tail in found.tails:
-        axes.plot(
-            *zip(*tail, strict=True),
-            color=look["color"],
-            linestyle=look["linestyle"],
-            linewidth=0.5,
-        )
+    x, color = averaged.x, look["color"]
+    every = max(1, len(x) // 8)
+    (line,) = axes.plot(x, averaged.mean, markevery=every, **look)
+    if len(averaged.ends) > 1:
+        axes.fill_between(x, averaged.low, averaged.high, color=color, alpha=0.2, linewidth=0)
+    for tail in averaged.tails:
+        points = zip(*tail, strict=True)
+        axes.plot(*points, color=color, linestyle=look["linestyle"], linewidth=0.5)
     return line
 
 
 def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, canvas.Look]) -> None:
     """Draw how many runs remain at each place."""
-    most = max(len(found.ends) for _, found in bands)
-    for index, (group, found) in enumerate(bands):
+    most = max(len(averaged.ends) for _, averaged in bands)
+    for index, (group, averaged) in enumerate(bands):
+        color, dash = looks[group.label]["color"], looks[group.label]["linestyle"]
         # Lines of equal counts are shifted, so that all of them can be seen.
         shift = (index - (len(bands) - 1) / 2) * 0.08 * most
-        remaining = [len(found.ends) - done + shift for done in range(len(found.ends))]
-        x = [found.x[0] if found.x else 0.0, *found.ends]
-        axes.step(
-            x,
-            [*remaining, shift],
-            where="post",
-            color=looks[group.label]["color"],
-            linewidth=0.8,
-            linestyle=looks[group.label]["linestyle"],
-        )
+        runs = len(averaged.ends)
+        remaining = [runs - done + shift for done in range(runs)]
+        x = [averaged.x[0] if averaged.x else 0.0, *averaged.ends]
+        y = [*remaining, shift]
+        axes.step(x, y, where="post", color=color, linewidth=0.8, linestyle=dash)
     axes.set_ylim(-0.25 * most, 1.3 * most)
     axes.set_yticks([0, most])
     axes.set_ylabel("runs")
@@ -218,21 +217,18 @@ def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, can
 
 def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis: Axis) -> str:
     sentences = [caption(groups)]
-    if any(len(found.ends) > 1 for _, found in bands):
+    if any(len(averaged.ends) > 1 for _, averaged in bands):
         sentences.append("Line: mean over the runs; band: minimum to maximum.")
-    if any(found.tails for _, found in bands):
+    if any(averaged.tails for _, averaged in bands):
         sentences.append(
             "Mean and band end with the shortest run. Thin lines are longer runs, and the "
-            "narrow panel counts the runs "
-            "that remain."
+            "narrow panel counts the runs that remain."
         )
-    drawn = [group for group, _ in bands]
-    missing = [name_of(group) for group in groups if not any(group is one for one in drawn)]
+    drawn = {id(group) for group, _ in bands}
+    missing = [name_of(group) for group in groups if id(group) not in drawn]
     if missing:
-        reason = (
-            "nothing was sent or there are no raw lines"
-            if axis is AGAINST["bytes"]
-            else "there are no raw lines"
-        )
+        reason = "there are no raw lines"
+        if axis is AGAINST["bytes"]:
+            reason = f"nothing was sent or {reason}"
         sentences.append(f"Not drawn, because {reason}: {', '.join(missing)}.")
     return " ".join(sentences)

@@ -1,7 +1,8 @@
-"""Give each method one fixed look in all figures: color, marker, dash and hatch depend on its name alone.
+"""Give each method one fixed look in all figures.
 
-The methods of the library have a place in a table. The name of another method is spelled as a
-number, which gives its place behind the table, so that it has the same look on every page, too.
+Color, marker, dash and hatch depend on the name of the method alone. The methods of the library
+have a place in a table. The name of another method is spelled as a number, which gives its place
+behind the table, so that it has the same look on every page, too.
 """
 
 from __future__ import annotations
@@ -13,25 +14,21 @@ from typing import Any
 __all__ = ["METHODS", "method_look", "method_looks"]
 
 METHODS = (
-    *(
-        "centralized_sgd",
-        "local_sgd",
-        "muloco",
-        "diloco",
-        "power_sgd",
-        "one_bit_adam",
-        "streaming_diloco",
-    ),
-    *("ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion", "centralized_adam"),
-    *("sign_sgd", "scaffold", "muon", "lars", "lamb", "decentralized_sgd", "sparsified_sgd"),
+    *("centralized_sgd", "local_sgd", "muloco", "diloco", "power_sgd", "one_bit_adam"),
+    *("streaming_diloco", "ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion"),
+    *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
+    *("decentralized_sgd", "sparsified_sgd"),
 )
-"""Methods with a fixed look, those that stand on one page most often first. Append new ones at the end."""
+"""Methods with a fixed look, those that are most often on one page first.
+
+Append new ones at the end, so that no look changes.
+"""
 
 # Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at
 # other lengths.
 _HATCHES = ("", "....", "xxxx")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = (
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES: tuple[Any, ...] = (
     "-",
     (0, (5, 1.5)),
     (0, (3, 1, 1, 1)),
@@ -50,43 +47,50 @@ def method_look(label: str) -> dict[str, Any]:
     """
     import matplotlib
 
-    words = re.split(r"[^A-Za-z0-9_]+", label.lower().replace("-", "_"))
-    known = next((word for word in words if word in METHODS), None)
-    rest = "".join(label.lower().replace("-", "_").split()).replace(known or "", "", 1)
-    place = METHODS.index(known) if known is not None else len(METHODS) + _number(label)
-    # Settings such as "rank 2" keep the method's color and hatch.
-    shift = _number(rest) if known is not None and rest else 0
-    color = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"][place % _COLORS]
+    spelled = label.lower().replace("-", "_")
+    methods = [word for word in re.split(r"[^A-Za-z0-9_]+", spelled) if word in METHODS]
+    if methods:
+        index = METHODS.index(methods[0])
+        # Settings such as "rank 2" keep the method's color and hatch.
+        shift = _number("".join(spelled.split()).replace(methods[0], "", 1))
+    else:
+        index, shift = len(METHODS) + _number(label), 0
+    color = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"][index % _COLORS]
     return {
-        "color": color if color.startswith("#") else f"#{color}",
-        "marker": _MARKERS[(place + shift) % len(_MARKERS)],
-        "linestyle": _DASHES[(place + shift) % len(_DASHES)],
-        "hatch": _HATCHES[place // _COLORS % len(_HATCHES)],
+        "color": f"#{color.removeprefix('#')}",
+        "marker": MARKERS[(index + shift) % len(MARKERS)],
+        "linestyle": DASHES[(index + shift) % len(DASHES)],
+        "hatch": _HATCHES[index // _COLORS % len(_HATCHES)],
     }
 
 
 def method_looks(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the look of each line of a figure, without hatches; of two equal looks, the later label's is changed.
+    """Return the look of each line of a figure, without hatches.
+
+    Of two equal looks, that of the later label is changed.
 
     Args:
         labels: The labels of the lines.
     """
-    found: dict[str, dict[str, Any]] = {}
+    looks: dict[str, dict[str, Any]] = {}
     for label in labels:
-        look = {name: value for name, value in method_look(label).items() if name != "hatch"}
-        for step in range(len(_MARKERS) * len(_DASHES)):
-            if look not in found.values():
+        look = method_look(label)
+        del look["hatch"]
+        for step in range(len(MARKERS) * len(DASHES)):
+            if look not in looks.values():
                 break
-            start = _MARKERS.index(look["marker"]) + 1
-            look["marker"] = _MARKERS[start % len(_MARKERS)]
-            if step % len(_MARKERS) == len(_MARKERS) - 1:
-                look["linestyle"] = _DASHES[(_DASHES.index(look["linestyle"]) + 1) % len(_DASHES)]
-        found[label] = look
-    return found
+            marker = MARKERS.index(look["marker"]) + 1
+            look["marker"] = MARKERS[marker % len(MARKERS)]
+            # After all markers, the next dash.
+            if step % len(MARKERS) == len(MARKERS) - 1:
+                dash = DASHES.index(look["linestyle"]) + 1
+                look["linestyle"] = DASHES[dash % len(DASHES)]
+        looks[label] = look
+    return looks
 
 
 def _number(text: str) -> int:
-    """Read a text as a number in base 31, which is the same in every process, unlike Python's hash."""
+    """Read a text as a number in base 31; unlike Python's hash, it is equal in all processes."""
     value = 0
     for character in text:
         value = (31 * value + ord(character)) % 1_000_003

@@ -71,16 +71,18 @@ def mean(values: Iterable[float | None]) -> Estimate | None:
         >>> mean([8.0, None]), mean([])
         (Estimate(value=8.0, low=None, high=None, runs=1), None)
     """
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return None
-    interval = confidence_interval(known) if len(known) > 1 else None
-    low, high = interval if interval else (None, None)
-    return Estimate(statistics.fmean(known), low, high, len(known))
+    interval = confidence_interval(numbers) if len(numbers) > 1 else None
+    low, high = interval or (None, None)
+    return Estimate(statistics.fmean(numbers), low, high, len(numbers))
 
 
 def mean_time(values: Sequence[float]) -> Estimate | None:
-    """Average times, with the 95 % confidence interval of their geometric mean, which is never negative.
+    """Average times, with the 95 % confidence interval of their geometric mean.
+
+    The interval is never negative.
 
     Args:
         values: One time for each run.
@@ -115,23 +117,23 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
         >>> ratio([10.0], [4.0]).value
         2.5
     """
-    if not above or not below or min(statistics.fmean(above), statistics.fmean(below)) <= 0:
+    if not above or not below:
         return None
-    value = (statistics.fmean(above) / statistics.fmean(below)) ** power
+    mean_above, mean_below = statistics.fmean(above), statistics.fmean(below)
+    if min(mean_above, mean_below) <= 0:
+        return None
+    value = (mean_above / mean_below) ** power
     runs = min(len(above), len(below))
     if runs < 2:
         return Estimate(value, runs=runs)
-    errors = [
-        statistics.variance(side) / len(side) / statistics.fmean(side) ** 2
-        for side in (above, below)
-    ]
-    total = sum(errors)
+    # The squared standard errors of the logarithms of both means.
+    error_above = statistics.variance(above) / len(above) / mean_above**2
+    error_below = statistics.variance(below) / len(below) / mean_below**2
+    total = error_above + error_below
     if total == 0:
         return Estimate(value, value, value, runs)
-    sizes = (len(above), len(below))
-    freedom = total**2 / sum(
-        error**2 / (size - 1) for error, size in zip(errors, sizes, strict=True)
-    )
+    squares = error_above**2 / (len(above) - 1) + error_below**2 / (len(below) - 1)
+    freedom = total**2 / squares
     factor = math.exp(abs(power) * student_quantile(0.975, freedom) * math.sqrt(total))
     return Estimate(value, value / factor, value * factor, runs)
 
@@ -148,20 +150,23 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
         One estimate for each group; None if a time is missing. As measured, the first is exactly 1,
         without an interval.
     """
-    reference = groups[0].values("total_s") if groups else []
-    found: list[Estimate | None] = []
+    if not groups:
+        return []
+    reference = groups[0].values("total_s")
+    name = "without_communication_s" if without_communication else "total_s"
+    estimates: list[Estimate | None] = []
     for index, group in enumerate(groups):
-        times = group.values("without_communication_s" if without_communication else "total_s")
-        if index == 0 and not without_communication and times:
-            found.append(Estimate(1.0, runs=len(times)))
-        elif index == 0 and len(times) == len(reference) and times:
+        times = group.values(name)
+        if index == 0 and times and not without_communication:
+            estimates.append(Estimate(1.0, runs=len(times)))
+            continue
+        estimate = ratio(reference, times)
+        if index == 0 and estimate is not None and len(times) == len(reference):
             # Both times are of the same runs, which the interval for independent groups does not
             # describe.
-            value = ratio(reference, times)
-            found.append(value and Estimate(value.value, runs=value.runs))
-        else:
-            found.append(ratio(reference, times))
-    return found
+            estimate = Estimate(estimate.value, runs=estimate.runs)
+        estimates.append(estimate)
+    return estimates
 
 
 def price_index(groups: Sequence[Group]) -> list[Estimate | None]:
@@ -173,30 +178,39 @@ def price_index(groups: Sequence[Group]) -> list[Estimate | None]:
     Args:
         groups: Groups of one series, fewest workers first.
     """
-    reference = groups[0].values("total_s") if groups else []
-    found: list[Estimate | None] = []
+    if not groups:
+        return []
+    reference = groups[0].values("total_s")
+    indices: list[Estimate | None] = []
     for index, group in enumerate(groups):
         squared = ratio(group.values("total_s"), reference, power=2)
         if squared is None or not group.workers or not groups[0].workers:
-            found.append(None)
+            indices.append(None)
         elif index == 0:
-            found.append(Estimate(1.0, runs=squared.runs))
+            indices.append(Estimate(1.0, runs=squared.runs))
         else:
-            more = group.workers / groups[0].workers
-            found.append(scaled(squared, more))
-    return found
+            indices.append(scaled(squared, group.workers / groups[0].workers))
+    return indices
 
 
 def scaled(estimate: Estimate, factor: float) -> Estimate:
     """Multiply an estimate and the ends of its interval by a positive number."""
-    low, high = (None if end is None else end * factor for end in (estimate.low, estimate.high))
+    low, high = estimate.low, estimate.high
+    if low is not None:
+        low *= factor
+    if high is not None:
+        high *= factor
     return Estimate(estimate.value * factor, low, high, estimate.runs)
 
 
 def communication_share(group: Group) -> Estimate | None:
-    """Return the mean share of the training time in which a run waited for communication, from 0 to 1."""
-    pairs = [(record.total_s, record.without_communication_s) for record in complete(group.records)]
-    return mean([1 - without / total for total, without in pairs if total and without is not None])
+    """Return the mean share of the training time, from 0 to 1, that waits for communication."""
+    shares = []
+    for record in complete(group.records):
+        total_s, without_s = record.total_s, record.without_communication_s
+        if total_s and without_s is not None:
+            shares.append(1 - without_s / total_s)
+    return mean(shares)
 
 
 @dataclass(frozen=True)
@@ -243,29 +257,44 @@ def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> B
     curves = [curve for curve in curves if curve]
     if not curves:
         return None
-    start, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-    inside = [tuple(x for x, _ in curve if start <= x <= end) for curve in curves]
-    if start > end:
-        grid: tuple[float, ...] = ()
-    elif len(set(inside)) == 1:
-        grid = inside[0]
-    elif start == end:
-        grid = (start,)
-    else:
-        grid = (*(start + (end - start) * place / (places - 1) for place in range(places - 1)), end)
-    columns = [[_value_at(curve, x) for curve in curves] for x in grid]
-    tails = [
-        ((end, _value_at(curve, end)), *((x, y) for x, y in curve if x > end)) for curve in curves
-    ]
+    grid = _grid(curves, places)
+    columns = []
+    for x in grid:
+        columns.append([_value_at(curve, x) for curve in curves])
+    ends = sorted(curve[-1][0] for curve in curves)
+    tails: list[tuple[tuple[float, float], ...]] = []
+    for curve in curves:
+        tail = [(x, y) for x, y in curve if x > ends[0]]
+        if not grid:
+            # Without a common range, every run is drawn separately.
+            tails.append(tuple(curve))
+        elif tail:
+            tails.append(((ends[0], _value_at(curve, ends[0])), *tail))
     return Band(
         x=grid,
-        mean=tuple(statistics.fmean(column) for column in columns),
-        low=tuple(min(column) for column in columns),
-        high=tuple(max(column) for column in columns),
-        # Without a common range, every run is drawn on its own.
-        tails=tuple(tail for tail in tails if len(tail) > 1) if grid else tuple(map(tuple, curves)),
-        ends=tuple(sorted(curve[-1][0] for curve in curves)),
+        mean=tuple(map(statistics.fmean, columns)),
+        low=tuple(map(min, columns)),
+        high=tuple(map(max, columns)),
+        tails=tuple(tails),
+        ends=tuple(ends),
     )
+
+
+def _grid(curves: Sequence[Sequence[tuple[float, float]]], places: int) -> tuple[float, ...]:
+    """Return the x of curves in the range that all of them cover, or a grid of that range."""
+    start = max(curve[0][0] for curve in curves)
+    end = min(curve[-1][0] for curve in curves)
+    if start > end:
+        return ()
+    inside: set[tuple[float, ...]] = set()
+    for curve in curves:
+        inside.add(tuple(x for x, _ in curve if start <= x <= end))
+    if len(inside) == 1:
+        return inside.pop()
+    if start == end:
+        return (start,)
+    inner = [start + (end - start) * index / (places - 1) for index in range(places - 1)]
+    return (*inner, end)
 
 
 def _value_at(curve: Sequence[tuple[float, float]], x: float) -> float:
@@ -277,7 +306,9 @@ def _value_at(curve: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other point beats in both coordinates, in ascending order of the first.
+    """Return the points that no other point beats in both coordinates.
+
+    The points are in ascending order of the first coordinate.
 
     Args:
         points: Pairs of which both numbers are better if they are smaller, for example price and

@@ -1,12 +1,13 @@
-"""Draw how series scale with the number of workers: speed-up, communication share and price index."""
+"""Draw how series scale with the workers: speed-up, communication share and price index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
 from mlbench_core.comparison.figures.looks import method_looks
 from mlbench_core.comparison.figures.numbers import (
     Estimate,
@@ -34,11 +35,10 @@ Estimates = Sequence[Estimate | None]
 _RATIO_INTERVAL = (
     "Error bars: 95 % confidence interval of the ratio of means (delta method on its logarithm)"
 )
-_CUT = "; an interval that leaves the axes is cut"
 
 
 def draw_speed_up(groups: Sequence[Group]) -> canvas.Drawing:
-    """Draw the speed-up over the fewest workers of each series, with and without communication, against the ideal.
+    """Draw the speed-up over the fewest workers of each series, with and without communication.
 
     Args:
         groups: Groups of runs.
@@ -52,16 +52,16 @@ def draw_speed_up(groups: Sequence[Group]) -> canvas.Drawing:
     every = scaling_series(groups)
     figure = canvas.new_figure(canvas.COLUMN_IN, 3.5)
     text = speed_up_panels(figure.subplots(2, 1, sharex=True, sharey=True), groups, every)
-    canvas.finish(figure, text, *_legend_of(figure.axes[0]))
+    canvas.finish(figure, text, *figure.axes[0].get_legend_handles_labels())
     names = ["speedup", "speedup_low", "speedup_high"]
     without = [f"{name}_without_communication" for name in names]
     rows: list[list[Any]] = [["setup", "workers", "ideal", *names, *without]]
     for one in every:
-        for group, *both in zip(
-            one.groups, speed_up(one.groups), speed_up(one.groups, True), strict=True
-        ):
-            rows.append([one.label, group.workers, group.workers / one.groups[0].workers])
-            rows[-1] += [cell for value in both for cell in _cells(value)]
+        measured = speed_up(one.groups)
+        compared = speed_up(one.groups, without_communication=True)
+        for group, value, other in zip(one.groups, measured, compared, strict=True):
+            ideal = group.workers / one.groups[0].workers
+            rows.append([one.label, group.workers, ideal, *_cells(value), *_cells(other)])
     return canvas.Drawing("speedup", figure, text, rows)
 
 
@@ -77,26 +77,28 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported that it waited for communication.
     """
-    shares = {id(group): communication_share(group) for group in groups}
-    every = series([group for group in groups if shares[id(group)]])
-    if not any(share and share.value for share in shares.values()):
+    percent_of: dict[int, Estimate] = {}
+    for group in groups:
+        share = communication_share(group)
+        if share is not None:
+            percent_of[id(group)] = scaled(share, 100.0)
+    heights = [estimate.value for estimate in percent_of.values()]
+    if not any(heights):
         raise ConfigurationError("no run waited for communication or reported it")
+    every = series([group for group in groups if id(group) in percent_of])
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.2)
     axes = figure.subplots()
-    percent = [
-        [scaled(share, 100.0) if (share := shares[id(group)]) else None for group in one.groups]
-        for one in every
-    ]
+    percent = []
+    for one in every:
+        percent.append([percent_of[id(group)] for group in one.groups])
     _prepare(axes, every)
     _lines(axes, every, percent)
     axes.set_ylabel("% of the training time")
     # Bars and shares are compared by their distance from zero.
-    highest = max((value.value for values in percent for value in values if value), default=0.0)
-    cut = _limit(axes, percent, 0.0, min(max(1.5 * highest, 1.0), 104.0))
+    cut = _limit(axes, percent, 0.0, min(max(1.5 * max(heights), 1.0), 104.0))
     canvas.title(axes, "Time spent waiting for communication", groups)
-    shown = [group for one in every for group in one.groups]
-    text = _caption(shown, percent, f"{INTERVAL}{_CUT if cut else ''}.")
-    canvas.finish(figure, text, *_legend_of(axes))
+    text = _caption(_groups_of(every), percent, error_bars(cut))
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows: list[list[Any]] = [
         ["setup", "workers", "share_percent", "share_low_percent", "share_high_percent"]
     ]
@@ -109,7 +111,9 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
 def draw_price_index(
     groups: Sequence[Group], price_per_hour: float | None = None
 ) -> canvas.Drawing:
-    """Draw the price index of each series, with a line at 1: below it, more workers pay for themselves.
+    """Draw the price index of each series.
+
+    Below the line at 1, more workers pay for themselves.
 
     Args:
         groups: Groups of runs.
@@ -130,24 +134,21 @@ def draw_price_index(
     axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8, label="break-even")
     _lines(axes, every, indices)
     axes.set_ylabel("price increase / performance increase")
-    cut = _limit(
-        axes,
-        indices,
-        0.0,
-        1.35 * max(1.0, *(value.value for row in indices for value in row if value)),
-    )
+    top = 1.35 * max(1.0, *(value.value for value in _known(indices)))
+    cut = _limit(axes, indices, 0.0, top)
     canvas.title(axes, "Price index", groups)
     meaning = "Below 1, the additional workers pay for themselves."
     text = f"{_scaling_caption(groups, every, indices, cut)} {meaning}"
-    canvas.finish(figure, text, *_legend_of(axes))
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
     names = ["total_s", "price", "price_index", "price_index_low", "price_index_high"]
     rows: list[list[Any]] = [["setup", "workers", *names]]
     for one, row in zip(every, indices, strict=True):
         for group, value in zip(one.groups, row, strict=True):
+            # scaling_series() leaves out groups without a time.
             times = group.values("total_s")
-            total = sum(times) / len(times) if times else None
+            total = sum(times) / len(times)
             price = None
-            if price_per_hour is not None and total is not None:
+            if price_per_hour is not None:
                 price = group.workers * total / 3600 * price_per_hour
             rows.append([one.label, group.workers, total, price, *_cells(value)])
     return canvas.Drawing("price_index", figure, text, rows)
@@ -159,12 +160,12 @@ def scaling_series(groups: Sequence[Group]) -> list[Series]:
     Raises:
         ConfigurationError: No series has times of several numbers of workers.
     """
-    # Without the time of the fewest workers, a series has no reference.
-    every = [
-        Series(one.label, tuple(group for group in one.groups if group.values("total_s")))
-        for one in series(groups)
-        if one.groups[0].values("total_s")
-    ]
+    every = []
+    for one in series(groups):
+        timed = [group for group in one.groups if group.values("total_s")]
+        # Without the time of the fewest workers, a series has no reference.
+        if timed and timed[0] is one.groups[0]:
+            every.append(Series(one.label, tuple(timed)))
     if all(len(one.groups) < 2 for one in every):
         raise ConfigurationError("no configuration was run with several numbers of workers")
     return every
@@ -184,31 +185,24 @@ def speed_up_panels(
         The caption.
     """
     starts = sorted({one.groups[0].workers for one in every})
-    largest = max(group.workers for one in every for group in one.groups)
-    measured = [[speed_up(one.groups, without) for one in every] for without in (False, True)]
-    values = [value.value for panel in measured for row in panel for value in row if value]
-    for axes, rows, text in zip(
-        panels, measured, ("as measured", "without communication"), strict=True
-    ):
+    largest = max(group.workers for group in _groups_of(every))
+    measured = [speed_up(one.groups) for one in every]
+    without = [speed_up(one.groups, without_communication=True) for one in every]
+    all_rows = [*measured, *without]
+    values = [value.value for value in _known(all_rows)]
+    contents = ((measured, "as measured"), (without, "without communication"))
+    for axes, (rows, text) in zip(panels, contents, strict=True):
         _prepare(axes, every)
-        for index, start in enumerate(starts):
+        for start in starts:
             ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
-            # One entry in the legend is for the lines of all starts.
+            # One entry in the legend is for the lines of all starts: matplotlib leaves out a label
+            # with an underscore.
+            label = "ideal" if start == starts[0] else "_ideal"
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
-            axes.plot(
-                [start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal
-            )
+            axes.plot([start, largest], [1.0, largest / start], label=label, **ideal)
         _lines(axes, every, rows)
-        axes.annotate(
-            text,
-            (0, 1),
-            (3, -2),
-            "axes fraction",
-            "offset points",
-            va="top",
-            size=6,
-            style="italic",
-        )
+        note: canvas.Look = {"va": "top", "size": 6, "style": "italic"}
+        axes.annotate(text, (0, 1), (3, -2), "axes fraction", "offset points", **note)
         axes.set_ylabel("times faster")
     top = 1.15 * max(*values, largest / starts[0])
     bottom = 0.0
@@ -217,12 +211,12 @@ def speed_up_panels(
         for axes in panels:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    cut = _limit(panels[0], [row for rows in measured for row in rows], bottom, top)
+    cut = _limit(panels[0], all_rows, bottom, top)
     panels[0].set_xlabel("")
     panels[0].tick_params(labelbottom=False)
     over = plural(starts[0], "worker") if len(starts) == 1 else "the fewest workers"
     canvas.title(panels[0], f"Speed-up over {over}", groups)
-    text = _scaling_caption(groups, every, [row for panel in measured for row in panel], cut)
+    text = _scaling_caption(groups, every, all_rows, cut)
     return (
         f"{text} Without communication: exposed communication is subtracted from all times "
         "but the reference."
@@ -232,16 +226,24 @@ def speed_up_panels(
 def _scaling_caption(
     groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates], cut: bool
 ) -> str:
-    shown = [group for one in every for group in one.groups]
-    text = _caption(groups, rows, f"{_RATIO_INTERVAL}{_CUT if cut else ''}.")
-    return text + not_drawn(groups, shown)
+    text = _caption(groups, rows, error_bars(cut, _RATIO_INTERVAL))
+    return text + not_drawn(groups, _groups_of(every))
 
 
 def _caption(groups: Sequence[Group], rows: Sequence[Estimates], interval: str) -> str:
-    sentences = [caption(groups)]
-    if any(value is not None and value.low is not None for row in rows for value in row):
-        sentences.append(interval)
-    return " ".join(sentences)
+    text = caption(groups)
+    if any(value.low is not None for value in _known(rows)):
+        text += f" {interval}"
+    return text
+
+
+def _groups_of(every: Iterable[Series]) -> list[Group]:
+    return [group for one in every for group in one.groups]
+
+
+def _known(rows: Iterable[Estimates]) -> list[Estimate]:
+    """Return the estimates of all rows, without those that are missing."""
+    return [value for row in rows for value in row if value is not None]
 
 
 def _cells(value: Estimate | None) -> list[float | None]:
@@ -250,12 +252,13 @@ def _cells(value: Estimate | None) -> list[float | None]:
 
 def _prepare(axes: Axes, every: Sequence[Series]) -> None:
     """Make an axis of workers on which the ideal speed-up is a straight line."""
-    workers = sorted({group.workers for one in every for group in one.groups})
-    axes.set_xticks(workers, [str(number) for number in workers])
+    workers = sorted({group.workers for group in _groups_of(every)})
+    labels = list(map(str, workers))
+    axes.set_xticks(workers, labels)
     # Above 8 workers the small numbers would touch one another.
     if workers[-1] > 8 * workers[0]:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(workers, [str(number) for number in workers], minor=False)
+        axes.set_xticks(workers, labels, minor=False)
         axes.set_xlim(workers[0] / 1.3, workers[-1] * 1.3)
     else:
         room = max(0.12 * (workers[-1] - workers[0]), 0.4)
@@ -264,7 +267,7 @@ def _prepare(axes: Axes, every: Sequence[Series]) -> None:
 
 
 def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> None:
-    """Draw a line with error bars for each series, slightly shifted so that error bars do not hide one another."""
+    """Draw a line with error bars for each series, shifted so that no error bar hides another."""
     low, high = axes.get_xlim()
     # With a single number of workers, the points have the whole width.
     step = min(0.02, 0.1 / len(every)) if len(axes.get_xticks()) > 1 else 0.9 / len(every)
@@ -272,53 +275,37 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step
-        known = [
-            (group, value)
-            for group, value in zip(one.groups, values, strict=True)
-            if value is not None
-        ]
-        if not known:
-            continue
-        if axes.get_xscale() == "log":
-            x = [group.workers * (high / low) ** shift for group, _ in known]
-        else:
-            x = [group.workers + (high - low) * shift for group, _ in known]
-        axes.errorbar(
-            x,
-            [value.value for _, value in known],
-            yerr=_errors([value for _, value in known]),
-            label=one.label,
-            elinewidth=0.7,
-            **look,
-        )
+        x, estimates = [], []
+        for group, value in zip(one.groups, values, strict=True):
+            if value is None:
+                continue
+            estimates.append(value)
+            if axes.get_xscale() == "log":
+                x.append(group.workers * (high / low) ** shift)
+            else:
+                x.append(group.workers + (high - low) * shift)
+        if estimates:
+            y, lengths = [value.value for value in estimates], _errors(estimates)
+            axes.errorbar(x, y, yerr=lengths, label=one.label, elinewidth=0.7, **look)
 
 
 def _errors(values: Sequence[Estimate]) -> list[list[float]] | None:
     """Return the lengths of error bars below and above; not a number if a value has no interval."""
     if all(value.low is None for value in values):
         return None
-    missing = float("nan")
-    below = [missing if value.low is None else value.value - value.low for value in values]
-    above = [missing if value.high is None else value.high - value.value for value in values]
+    below, above = [], []
+    for value in values:
+        below.append(math.nan if value.low is None else value.value - value.low)
+        above.append(math.nan if value.high is None else value.high - value.value)
     return [below, above]
 
 
 def _limit(axes: Axes, rows: Sequence[Estimates], bottom: float, top: float) -> bool:
-    """Set the vertical axis so that the values decide it, and return True if an interval leaves it."""
-    ends = [
-        end
-        for row in rows
-        for value in row
-        if value
-        for end in (value.low, value.high)
-        if end is not None
-    ]
+    """Set the vertical axis by the values, and return True if an interval leaves it."""
+    ends: list[float] = []
+    for value in _known(rows):
+        ends += [end for end in (value.low, value.high) if end is not None]
     # A longer interval than half of the axis, as of two runs, would make the values unreadable.
     top = max(top, min(max(ends, default=top) * 1.05, 1.5 * top))
     axes.set_ylim(bottom, top)
     return any(end < bottom or end > top for end in ends)
-
-
-def _legend_of(axes: Axes) -> tuple[list[Any], list[str]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return handles, labels

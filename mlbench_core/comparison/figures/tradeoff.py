@@ -1,12 +1,13 @@
-"""Draw the time to the goal against its price, and the performance profiles of algorithms over several tasks."""
+"""Draw the time to the goal against its price, and performance profiles over several tasks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.figures.captions import INTERVAL, caption, not_drawn, shared_goal
+from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn, shared_goal
 from mlbench_core.comparison.figures.looks import method_looks
 from mlbench_core.comparison.figures.numbers import Estimate, mean_time, pareto_front
 from mlbench_core.comparison.pool import Group, series, workload
@@ -35,7 +36,7 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
     Raises:
         ConfigurationError: Tasks or goals differ, or no run reached the goal.
     """
-    if shared_goal(groups) is None or len({workload(group) for group in groups}) > 1:
+    if shared_goal(groups) is None or len(set(map(workload, groups))) > 1:
         raise ConfigurationError("the runs have no task and goal in common")
     points: list[tuple[Group, Estimate, float]] = []
     for group in groups:
@@ -46,19 +47,8 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
         raise ConfigurationError("no run reached its goal")
     figure, text = _draw_prices(groups, points)
     front = _front(points)
-    rows: list[list[Any]] = [
-        [
-            "setup",
-            "workers",
-            "runs",
-            "missed",
-            "price",
-            "time_to_goal_s",
-            "low_s",
-            "high_s",
-            "front",
-        ]
-    ]
+    header = ["setup", "workers", "runs", "missed", "price"]
+    rows: list[list[Any]] = [[*header, "time_to_goal_s", "low_s", "high_s", "front"]]
     for group, time, price in points:
         cells = [time.value, time.low, time.high, (price, time.value) in front]
         rows.append([group.label, group.workers, time.runs, group.missed, price, *cells])
@@ -81,43 +71,31 @@ def _draw_prices(
     every = series([group for group, _, _ in points])
     looks = method_looks(one.label for one in every)
     limit = 1.5 * max(time.value for _, time, _ in points)
-    width = max(price for _, _, price in points) - min(price for _, _, price in points)
+    prices = [price for _, _, price in points]
+    width = max(prices) - min(prices)
     named: set[str] = set()
     cut = False
     for group, time, price in points:
-        look: canvas.Look = {name: looks[group.label][name] for name in ("color", "marker")}
+        look: canvas.Look = dict(looks[group.label])
         errors = None
         if time.low is not None and time.high is not None:
             cut = cut or time.high > limit or time.low < 0
             # The interval of the geometric mean may lie below the mean, which the mark shows.
-            ends = (time.value - time.low, min(time.high, limit) - time.value)
-            errors = [[max(end, 0.0)] for end in ends]
-        # One entry in the legend for each series.
-        label = "_" * (group.label in named) + group.label
-        axes.errorbar(
-            [price],
-            [time.value],
-            yerr=errors,
-            linestyle="none",
-            elinewidth=0.7,
-            label=label,
-            **look,
-        )
+            below, above = time.value - time.low, min(time.high, limit) - time.value
+            errors = [[max(below, 0.0)], [max(above, 0.0)]]
+        # One entry in the legend for each series: matplotlib leaves out a label with an underscore.
+        label = f"_{group.label}" if group.label in named else group.label
+        named.add(group.label)
+        look |= {"linestyle": "none", "elinewidth": 0.7, "label": label}
+        axes.errorbar([price], [time.value], yerr=errors, **look)
         # The number is on the left if another point is close on the right.
         left = any(
             0 < other - price < 0.06 * width and abs(at.value - time.value) < 0.1 * limit
             for _, at, other in points
         )
-        place, side = ((-4, 2), "right") if left else ((4, 2), "left")
-        axes.annotate(
-            str(group.workers),
-            (price, time.value),
-            place,
-            textcoords="offset points",
-            size=5.5,
-            ha=side,
-        )
-        named.add(group.label)
+        offset, side = ((-4, 2), "right") if left else ((4, 2), "left")
+        note: canvas.Look = {"textcoords": "offset points", "size": 5.5, "ha": side}
+        axes.annotate(str(group.workers), (price, time.value), offset, **note)
     axes.margins(x=0.12, y=0.08)
     # Times are compared by their ratios, so the axis begins at zero.
     axes.set_ylim(bottom=0)
@@ -139,14 +117,15 @@ def _price_caption(
         "Numbers at the points: workers. Price: workers x time to goal x price of an hour.",
     ]
     if any(time.low is not None for _, time, _ in points):
-        sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
+        sentences.append(error_bars(cut))
     return " ".join(sentences) + not_drawn(groups, (group for group, _, _ in points))
 
 
 def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
-    """Draw AlgoPerf's performance profiles: the share of tasks solved within a ratio of the best time.
+    """Draw AlgoPerf's performance profiles.
 
-    The times are those of :func:`mlbench_core.comparison.table.times_to_goal`.
+    A profile is the share of tasks solved within a ratio of the best time. The times are those of
+    :func:`mlbench_core.comparison.table.times_to_goal`.
 
     Args:
         groups: Groups of runs of several tasks.
@@ -161,7 +140,7 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
         Dahl et al., Benchmarking Neural Network Training Algorithms, arXiv:2306.07179.
     """
     times = times_to_goal(groups)
-    tasks = {task for row in times.values() for task in row}
+    tasks = set(itertools.chain.from_iterable(times.values()))
     if len(tasks) < 2 or len(times) < 2:
         raise ConfigurationError(
             "a performance profile needs at least two tasks and two algorithms"
@@ -180,14 +159,10 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     canvas.title(axes, "Performance profile", groups)
     text = (
         f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a "
-        "ratio of the best time, "
-        "by median times, in which a miss is longer than every time. A task is solved if more "
-        "than half of the runs "
-        "reached the goal."
+        "ratio of the best time, by median times, in which a miss is longer than every time. "
+        "A task is solved if more than half of the runs reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
-    rows = [
-        ["ratio", *profile],
-        *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True)),
-    ]
+    rows: list[list[Any]] = [["ratio", *profile]]
+    rows += map(list, zip(ratios, *profile.values(), strict=True))
     return canvas.Drawing("performance_profile", figure, text, rows)
