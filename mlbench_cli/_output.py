@@ -176,7 +176,7 @@ def print_table(
         rows: Cells, written with ``str``; control characters are dropped.
         right: Columns to align on the right.
     """
-    lines = [[_one_line(cell) for cell in row] for row in [header, *rows]]
+    lines = [list(map(_one_line, row)) for row in [header, *rows]]
     widths = _widths(lines, terminal_width())
     for index, row in enumerate(lines):
         parts = []

@@ -96,11 +96,11 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
     """
     paths: list[str] = []
     names: list[str] = []
-    for place in places:
-        if Path(place).exists():
-            paths.append(place)
+    for path_or_name in places:
+        if Path(path_or_name).exists():
+            paths.append(path_or_name)
         else:
-            names.append(place)
+            names.append(path_or_name)
     records = load(paths)
     if not names:
         return records
@@ -186,7 +186,10 @@ def print_comparison(comparison: Comparison, form: str) -> None:
                 headers.append(column.header)
                 if column.digits is not None:
                     right.append(index)
-            print_table(headers, [[cell(column, row) for column in columns] for row in rows], right)
+            cells = []
+            for row in rows:
+                cells.append([cell(column, row) for column in columns])
+            print_table(headers, cells, right)
     for note in comparison.notes():
         remark(clean(note))
 

@@ -123,8 +123,11 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from the static help lines, loading none of them."""
         # click's own list would import the module of every command.
-        rows = [(name, line) for name, (_, line) in COMMANDS.items()]
-        rows += [(name, command.get_short_help_str()) for name, command in self.commands.items()]
+        rows = []
+        for name, (_, line) in COMMANDS.items():
+            rows.append((name, line))
+        for name, command in self.commands.items():
+            rows.append((name, command.get_short_help_str()))
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
 

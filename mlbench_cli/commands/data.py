@@ -168,4 +168,6 @@ def _size(count: int | None) -> str:
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
-    return f"{count} B" if count else "-"
+    if count == 0:
+        return "-"
+    return f"{count} B"

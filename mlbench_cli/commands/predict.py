@@ -100,6 +100,7 @@ def predict(
         for network, count in itertools.product(networks, workers):
             rows.append(_row(records, network, count, critical_workers))
     errors = dict.fromkeys(row["error"] for row in rows)
+    # With one prediction or more, the reasons of the other rows are below the table.
     if all(errors):
         raise ConfigurationError("; ".join(errors))
     for row in rows:
@@ -222,14 +223,21 @@ def _figures(record: RunRecord) -> dict[str, float | None]:
     """Return the figures of a measured run."""
     to_goal = record.steps_to_goal if record.reached else None
     steps = to_goal or record.batches or 1
+    # One worker waits for nobody.
     waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
+    step_s: float | None = None
+    if record.total_s is not None:
+        step_s = record.total_s / steps
+    exposed_s: float | None = None
+    if waiting_s is not None:
+        exposed_s = waiting_s / steps
     sent: float | None = None
     if to_goal is not None and record.bytes_sent is not None:
         # A record has the bytes of the whole run, which may have gone on after the goal.
         sent = record.bytes_sent * to_goal / (record.batches or to_goal)
     return {
-        "step_s": None if record.total_s is None else record.total_s / steps,
-        "exposed_s": None if waiting_s is None else waiting_s / steps,
+        "step_s": step_s,
+        "exposed_s": exposed_s,
         "steps": to_goal,
         "time_to_goal_s": record.time_to_goal_s,
         "bytes_sent": sent,

@@ -135,8 +135,11 @@ def _full_name(metric: str, names: Sequence[str], run: str) -> str:
     for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
         if name in names:
             return name
-    # The pattern matches every text.
-    matching = [name for name in names if _METRIC_NAME.fullmatch(name)[1] == metric]  # type: ignore[index]
+    matching = []
+    for name in names:
+        match = _METRIC_NAME.fullmatch(name)
+        if match is not None and match[1] == metric:
+            matching.append(name)
     if len(matching) == 1:
         return matching[0]
     if matching:

@@ -327,8 +327,10 @@ def _own_option(arguments: Sequence[str]) -> str | None:
 def _add_file(name: str, folder: Path, files: dict[str, Path]) -> Path:
     """Add a file that a sweep names to ``files``, and return its path."""
     # Next to sweep.toml in the folder of a sweep, there are only copies.
-    copy = folder / FILES / copied_name(name)
-    return files.setdefault(name, copy if copy.is_file() else folder / name)
+    path = folder / FILES / copied_name(name)
+    if not path.is_file():
+        path = folder / name
+    return files.setdefault(name, path)
 
 
 def _pricing(content: Mapping[str, Any], folder: Path, files: dict[str, Path]) -> Pricing:

@@ -168,12 +168,16 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         attribute = "" if column.digits is None else ' class="number"'
         return f"<{name}{attribute}>{escape(text)}</{name}>"
 
-    head = "".join(tag(column, "th", column.header) for column in columns)
-    lines = ""
+    head = ""
+    for column in columns:
+        head += tag(column, "th", column.header)
+    body = ""
     for row in rows:
-        cells = "".join(tag(column, "td", cell(column, row)) for column in columns)
-        lines += f"<tr>{cells}</tr>"
+        body += "<tr>"
+        for column in columns:
+            body += tag(column, "td", cell(column, row))
+        body += "</tr>"
     return (
         '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )

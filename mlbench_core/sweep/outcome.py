@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlbench_core.comparison.figures.numbers import Estimate
@@ -132,7 +133,9 @@ class Cell:
         None for a single run, or if a run missed its goal: the interval of the other runs would be
         too narrow and too low.
         """
-        return log_interval(self.times_s) if self.complete else None
+        if not self.complete:
+            return None
+        return log_interval(self.times_s)
 
 
 @dataclass(frozen=True)
@@ -377,9 +380,9 @@ def gather(
             cells.append(Cell(network, group, lost, len(names)))
     return Outcome(
         title=title,
-        algorithms=tuple(dict.fromkeys(run.algorithm for run in places)),
+        algorithms=tuple(dict.fromkeys(map(attrgetter("algorithm"), places))),
         networks=dict(networks),
-        workers=tuple(sorted({run.workers for run in places})),
+        workers=tuple(sorted(set(map(attrgetter("workers"), places)))),
         cells=tuple(cells),
         limit_s=limit_s,
         planned=len(places),

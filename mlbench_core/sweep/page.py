@@ -240,7 +240,9 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
             dates.append(str(record.started_at)[:10])
     # Dates in ISO 8601 are in the order of their texts.
     ends = [min(dates), max(dates)] if dates else []
-    hours = total_s / 3600
+    hours = ""
+    if total_s:
+        hours = f"{total_s / 3600:.1f} h"
     facts = {
         "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(goals)),
@@ -248,7 +250,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": " to ".join(dict.fromkeys(ends)),
-        "Time of all runs": f"{hours:.1f} h" if hours else "",
+        "Time of all runs": hours,
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
