@@ -1,15 +1,15 @@
-"""Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light
-goal: 80 %).
+"""Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy.
 
-One process per worker, 128 rows per worker, a disjoint part of the training set each; gradients are
-averaged over the k workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 /
-2; learning rate 4 k, halved when the validation loss has not improved. README.md describes the
-task."""
+The light goal is 80 %. One process per worker, 128 rows per worker, a disjoint part of the training
+set each; gradients are averaged over the k workers before every update. Binary cross-entropy with
+an L2 penalty of 2.5e-6 / 2; learning rate 4 k, halved when the validation loss has not improved.
+README.md describes the task."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -44,19 +44,17 @@ UNSCALED = ("australian",)
 
 @dataclass(frozen=True)
 class Settings:
-    """The differences between the task's settings: rows per worker, and the learning rate of k
-    workers."""
+    """Values that the settings define: rows per worker, and the learning rate of k workers."""
 
     batch_size: int
     lr: float
     decays_per_batch: bool
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Return the schedule: lr / sqrt(t) at the t-th update, or halved on a plateau of two
-        epochs."""
+        """Return the schedule: lr / sqrt(t) at the t-th update, or halved on a plateau."""
         if self.decays_per_batch:
             return SQRTTimeDecayLR(optimizer)
-        # torch acts one epoch after its patience: after the second in a row without an improvement
+        # torch acts one epoch after its patience: after the second in a row without an improvement.
         return ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
 
 
@@ -64,13 +62,16 @@ def settings(name: str, world_size: int) -> Settings:
     """Return the reference settings or those of 2018 for the number of workers."""
     if name == "2018":
         alpha = {1: 200.0, 2: 400.0, 4: 600.0, 8: 700.0, 16: 800.0}
-        return Settings(100, alpha[max(k for k in alpha if k <= world_size)], decays_per_batch=True)
+        largest = max(k for k in alpha if k <= world_size)
+        return Settings(100, alpha[largest], decays_per_batch=True)
     return Settings(128, 4.0 * world_size, decays_per_batch=False)
 
 
 def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, LinearBatches]:
-    """Return this worker's batches: the training set, reshuffled each epoch; validation; the
-    training set in order."""
+    """Return this worker's batches.
+
+    They are the training set, reshuffled each epoch; the validation set; the training set in order.
+    """
     folder = prepare_stores(run.args.dataset, run.dataset_dir, run.args.data)
     training, validation = train_and_validation(run.args.dataset, folder)
     part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}
@@ -103,20 +104,17 @@ def train(run: Run) -> None:
         rate_factor = 1 / n_features
     model = model.cuda() if run.gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
-    # The model has logits: 0 is the probability 1/2. Accuracy comes first, because the goal watches
-    # it.
-    metrics = [
-        TopKAccuracy(topk=1, threshold=0.0),
-        F1Score(threshold=0.0),
-        DiceCoefficient(logits=True),
-    ]
+    # The model has logits: 0 is the probability 1/2. The goal watches the first metric.
+    accuracy = TopKAccuracy(topk=1, threshold=0.0)
+    metrics = [accuracy, F1Score(threshold=0.0), DiceCoefficient(logits=True)]
     optimizer = CentralizedSGD(
-        world_size=run.world_size, model=model, lr=chosen.lr * rate_factor, momentum=0,
-        nesterov=False,
-        weight_decay=0, dampening=0, by_layer=False, use_cuda=run.gpu, overlap=args.overlap,
+        world_size=run.world_size, model=model, lr=chosen.lr * rate_factor,
+        momentum=0, nesterov=False, weight_decay=0, dampening=0,
+        by_layer=False, use_cuda=run.gpu, overlap=args.overlap,
     )  # fmt: skip
     scheduler = chosen.schedule(optimizer)
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
+    record = partial(tracker.record_stat, log_to_api=run.rank == 0)
 
     def evaluate(
         on: LinearBatches, tracker: Tracker | None
@@ -129,21 +127,14 @@ def train(run: Run) -> None:
         values, loss = evaluate(validation_batches, tracker)
         if args.full_train:
             full_values, full_loss = evaluate(all_batches, None)
-            for name, value in {
-                "loss": full_loss,
-                **{m.name: v for m, v in full_values.items()},
-            }.items():
-                tracker.record_stat(f"global_full_train_{name}", value, log_to_api=run.rank == 0)
+            record("global_full_train_loss", full_loss)
+            for metric, value in full_values.items():
+                record(f"global_full_train_{metric.name}", value)
         # Recorded once: the time to the goal of the loss, which is in addition to the goal that
         # ends the run.
-        if (
-            args.dataset == TASK.dataset
-            and loss <= TASK.goal_loss
-            and "val_time_to_loss_s" not in tracker.records
-        ):
-            tracker.record_stat(
-                "time_to_loss_s", tracker.get_total_train_time(), log_to_api=run.rank == 0
-            )
+        is_reached = args.dataset == TASK.dataset and loss <= TASK.goal_loss
+        if is_reached and "val_time_to_loss_s" not in tracker.records:
+            record("time_to_loss_s", tracker.get_total_train_time())
         return values, loss
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
@@ -158,29 +149,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     names = [TASK.dataset, *sorted(TASK.stand_ins)]
-    parser.add_argument(
-        "--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)"
-    )
-    parser.add_argument(
-        "--settings", choices=("reference", "2018"), default="reference", help="rows and rates"
-    )
-    parser.add_argument(
-        "--full-train", action="store_true", help="also evaluate on the whole training set"
-    )
-    parser.add_argument(
-        "--standardize", action="store_true", help="features with mean 0 and deviation 1"
-    )
-    parser.add_argument(
-        "--partition", default="uniform", metavar="KIND",
-        help=("training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: "
-             "uniform)"),
-    )  # fmt: skip
-    parser.add_argument(
-        "--overlap", action="store_true", help="average gradients during the backward pass"
-    )
+    add = parser.add_argument
+    add("--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)")
+    add("--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)")
+    add("--settings", choices=("reference", "2018"), default="reference", help="rows and rates")
+    add("--full-train", action="store_true", help="also evaluate on the whole training set")
+    add("--standardize", action="store_true", help="features with mean 0 and deviation 1")
+    add("--partition", default="uniform", metavar="KIND",
+        help="training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N "
+             "(default: uniform)")  # fmt: skip
+    add("--overlap", action="store_true", help="average gradients during the backward pass")
 
 
 def check(args: argparse.Namespace) -> None:
