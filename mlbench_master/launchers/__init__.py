@@ -63,20 +63,20 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
     """
     folder = data_dir / "runs"
     if name in _CLASSES:
-        module, _, own = _CLASSES[name].partition(":")
-        launcher: Launcher = getattr(import_module(f"mlbench_master.launchers.{module}"), own)(
-            folder
-        )
+        # Imported only when used: each launcher needs other packages.
+        module_name, _, class_name = _CLASSES[name].partition(":")
+        module = import_module(f"mlbench_master.launchers.{module_name}")
+        launcher: Launcher = getattr(module, class_name)(folder)
         return launcher
-    entry = next((entry for entry in _entry_points() if entry.name == name), None)
-    if entry is not None:
-        made = entry.load()(folder)
-        if not isinstance(made, Launcher):
-            raise ConfigurationError(
-                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not "
-                f"{type(made).__name__}"
-            )
-        return made
+    for entry in _entry_points():
+        if entry.name == name:
+            made = entry.load()(folder)
+            if not isinstance(made, Launcher):
+                raise ConfigurationError(
+                    f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not "
+                    f"{type(made).__name__}"
+                )
+            return made
     raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")
 
 

@@ -21,48 +21,64 @@ __all__ = [
     "script_python",
     "split_command",
     "split_container_command",
+    "threads_per_worker",
+    "usable_cores",
     "variables_to_remove",
     "worker_environment",
 ]
 
 
 def split_command(job: Job) -> list[str]:
-    """Return the words of a worker's command, in which ``{rank}`` and ``{hosts}`` are still to be filled in.
+    """Return the words of a worker's command; ``{rank}`` and ``{hosts}`` are not filled in yet.
 
     A script gets a Python: that of the call, and the script of a task that of the master. In a run
     without a folder of its call it also gets an absolute path, because workers run in their own
     folder.
 
     Example:
-        >>> split_command(Job(run_id=7, name="a", command="train --id {run_id} '{rank} of 2'", num_workers=2))
+        >>> command = "train --id {run_id} '{rank} of 2'"
+        >>> split_command(Job(run_id=7, name="a", command=command, num_workers=2))
         ['train', '--id', '7', '{rank} of 2']
     """
-    words = {"{run_id}": str(job.run_id), "{backend}": job.backend}
-    argv = [fill(word, words) for word in shlex.split(job.command)]
+    argv = _words(job)
     if not job.cwd:
-        argv = [_script_path(word, position) for position, word in enumerate(argv)]
-    return [script_python(job), *argv] if _is_script(argv[0], job.cwd) else argv
+        # The script is the first word, or the second one after its interpreter.
+        for position, word in enumerate(argv[:2]):
+            if word.endswith(".py") and Path(word).is_file():
+                argv[position] = str(Path(word).absolute())
+    if _is_script(argv[0], job.cwd):
+        return [script_python(job), *argv]
+    return argv
 
 
 def script_python(job: Job) -> str:
-    """Return the Python that runs the script of a job: that of the call, or that of this process."""
+    """Return the Python that runs a job's script: that of the call, or that of this process."""
     path = (job.caller_env or {}).get("PATH")
-    found = None if job.is_task or path is None else shutil.which("python", path=path)
-    return found or sys.executable
+    if job.is_task or path is None:
+        return sys.executable
+    return shutil.which("python", path=path) or sys.executable
 
 
 def split_container_command(job: Job) -> list[str]:
-    """Return the words of a worker's command in a container, in which ``{rank}`` and ``{hosts}`` are to be filled in.
+    """Return the words of a worker's command in a container.
 
-    A script gets the ``python`` of the image. No path of this machine is filled in.
+    ``{rank}`` and ``{hosts}`` are not filled in yet. A script gets the ``python`` of the image. No
+    path of this machine is filled in.
 
     Example:
-        >>> split_container_command(Job(run_id=7, name="a", command="/app/main.py --id {run_id}", num_workers=2))
+        >>> command = "/app/main.py --id {run_id}"
+        >>> split_container_command(Job(run_id=7, name="a", command=command, num_workers=2))
         ['python', '/app/main.py', '--id', '7']
     """
-    words = {"{run_id}": str(job.run_id), "{backend}": job.backend}
-    argv = [fill(word, words) for word in shlex.split(job.command)]
-    return ["python", *argv] if argv[0].endswith(".py") else argv
+    argv = _words(job)
+    if argv[0].endswith(".py"):
+        return ["python", *argv]
+    return argv
+
+
+def _words(job: Job) -> list[str]:
+    values = {"{run_id}": str(job.run_id), "{backend}": job.backend}
+    return [fill(word, values) for word in shlex.split(job.command)]
 
 
 def fill(word: str, values: dict[str, str]) -> str:
@@ -93,13 +109,12 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
         if not os.access(file, os.X_OK):
             raise ValueError(
                 f"must begin with a program that can be executed, not {first[:80]!r}: use "
-                "chmod +x, or begin with its "
-                "interpreter, for example bash"
+                "chmod +x, or begin with its interpreter, for example bash"
             )
         return
     # An entry of the PATH may be relative, too.
-    places = os.pathsep.join(os.path.join(cwd, place) for place in path.split(os.pathsep))
-    if shutil.which(first, path=places) is None:
+    absolute = os.pathsep.join(os.path.join(cwd, entry) for entry in path.split(os.pathsep))
+    if shutil.which(first, path=absolute) is None:
         advice = f"./{first}" if file.is_file() else "bash -c '...' for a command of a shell"
         raise ValueError(
             f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}"
@@ -121,21 +136,35 @@ def worker_environment(
         own: Variables that the user cannot choose.
         threads: Threads of a worker, if the user did not choose them.
     """
-    given = {**(caller_env or {}), **job_env}
-    python = python_environment()
-    root, inherited = (
-        _package_root(),
-        "" if caller_env is not None else os.environ.get("PYTHONPATH", ""),
-    )
+    chosen = {**(caller_env or {}), **job_env}
+    # A call without PYTHONPATH must not get that of the master.
+    inherited = os.environ.get("PYTHONPATH", "") if caller_env is None else ""
+    import_path = [_package_root(), chosen.get("PYTHONPATH", inherited)]
     return {
         "OMP_NUM_THREADS": str(threads),
-        **python,
+        **python_environment(),
         # The output goes to a log, whose lines are UTF-8, and not to the terminal of the call.
         "PYTHONIOENCODING": "utf-8",
-        **given,
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, given.get("PYTHONPATH", inherited)])),
+        **chosen,
+        "PYTHONPATH": os.pathsep.join(filter(None, import_path)),
         **own,
     }
+
+
+def threads_per_worker(num_cpus: float, num_workers: int, cores: int) -> int:
+    """Return the number of threads of each worker of a run on a machine with these cores."""
+    # More threads than cores slow down all workers, so a run that shares the cores gets fewer per
+    # worker.
+    return max(1, int(min(num_cpus, cores / min(num_workers, cores))))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # A container or taskset may leave this process fewer cores than the machine has; macOS cannot
+    # say.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def variables_to_remove(caller_env: Mapping[str, str] | None) -> list[str]:
@@ -146,22 +175,25 @@ def variables_to_remove(caller_env: Mapping[str, str] | None) -> list[str]:
 
 
 def python_environment() -> dict[str, str]:
-    """Return variables with which ``python`` is this Python, and imports find this package even if not installed."""
+    """Return variables with which ``python`` is this Python.
+
+    Imports find this package even if it is not installed.
+    """
+    programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    import_path = [_package_root(), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONUNBUFFERED": "1",
-        "PATH": os.pathsep.join(
-            [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-        ),
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])
-        ),
+        "PATH": os.pathsep.join(programs),
+        "PYTHONPATH": os.pathsep.join(filter(None, import_path)),
     }
 
 
 def _package_root() -> str:
-    """Return the folder of this package for ``PYTHONPATH``; empty if Python finds the package without it."""
+    """Return the folder of this package for ``PYTHONPATH``; empty if it is installed."""
     root = str(Path(mlbench_core.__file__).resolve().parent.parent)
-    return "" if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return ""
+    return root
 
 
 def _is_script(word: str, cwd: str) -> bool:
@@ -169,10 +201,3 @@ def _is_script(word: str, cwd: str) -> bool:
     if not word.endswith(".py"):
         return False
     return not cwd or "/" in word or Path(cwd, word).is_file() or shutil.which(word) is None
-
-
-def _script_path(word: str, position: int) -> str:
-    """Make the path of an existing script absolute, because workers run in their own folder."""
-    if position < 2 and word.endswith(".py") and Path(word).is_file():
-        return str(Path(word).absolute())
-    return word

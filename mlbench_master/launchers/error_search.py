@@ -1,4 +1,7 @@
-"""Find the exception or the error message that ended a worker in its output. Only the standard library is imported."""
+"""Find the exception or the error message that ended a worker in its output.
+
+The supervisor imports it and must start quickly, so it imports only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 __all__ = ["CONTAINER_STATUSES", "ErrorSearch", "is_consequence"]
 
 CONTAINER_STATUSES = (125, 126, 127, 255)
-"""Statuses of ``docker run``, ``podman run`` or ``apptainer exec`` that could not start a container."""
+"""Statuses of ``docker``, ``podman`` or ``apptainer`` that could not start a container."""
 
 # Statuses of a Python program that an exception or argparse ends; another one belongs to a program
 # that chose it.
@@ -39,7 +42,10 @@ _LONGEST_ERROR = 300
 
 
 def is_consequence(error: str) -> bool:
-    """Return True if an error probably follows from the end of another process, such as a closed connection."""
+    """Return True if an error probably follows from the end of another process.
+
+    A closed connection is such an error.
+    """
     return _CONSEQUENCE.search(error) is not None
 
 
@@ -57,8 +63,9 @@ class ErrorSearch:
 
     Example:
         >>> search = ErrorSearch()
-        >>> for line in ("Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: bad"):
-        ...     search.add(line)
+        >>> search.add("Traceback (most recent call last):")
+        >>> search.add('  File "a.py", line 1')
+        >>> search.add("ValueError: bad")
         >>> search.error
         'ValueError: bad'
     """
@@ -73,8 +80,11 @@ class ErrorSearch:
 
     def add(self, text: str) -> None:
         """Look at the next line; the line after a traceback's frames is the exception."""
+        line = text
+        rank: str | None = None
         ranked = _TORCH_PREFIX.match(text)
-        line = text[ranked.end() :] if ranked else text
+        if ranked is not None:
+            line, rank = text[ranked.end() :], ranked[1]
         grouped = _GROUP_PREFIX.match(line)
         if grouped is not None:
             line = line[grouped.end() :]
@@ -89,7 +99,7 @@ class ErrorSearch:
             self._in_traceback and line.strip() and not line.startswith(" ")
         ):
             self._in_traceback = False
-            self._take(line[:_LONGEST_ERROR], ranked[1] if ranked else None)
+            self._take(line[:_LONGEST_ERROR], rank)
         elif (
             line.strip()
             and not line.startswith((" ", "\t", "Traceback (most recent"))
@@ -112,4 +122,6 @@ class ErrorSearch:
         """
         if returncode < 0:
             return self._fatal
-        return (self.error or self.last) if returncode in _PYTHON_STATUSES else self.last
+        if returncode in _PYTHON_STATUSES and self.error:
+            return self.error
+        return self.last

@@ -8,12 +8,21 @@ import os
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.interface import FROM_THE_START, Launcher, LogLine, LogPage, LogRange
+from mlbench_master.launchers.interface import (
+    FROM_THE_START,
+    Job,
+    Launcher,
+    LogLine,
+    LogPage,
+    LogRange,
+)
 from mlbench_master.launchers.logs import LogReader
 
-__all__ = ["FolderLauncher", "read_interval"]
+__all__ = ["FolderLauncher", "read_interval", "unreachable_note"]
 
 # All launchers have the same folders, so the logs and the results of another one can be read.
 _JOB_ID = re.compile(r"[a-z]+-(\d+)")
@@ -33,6 +42,18 @@ def read_interval(engine: str) -> float:
         if 0 < interval < math.inf:
             return interval
     raise ConfigurationError(f"{variable} must be a positive number of seconds, not {text!r}")
+
+
+def unreachable_note(job: Job) -> list[str]:
+    """Return a line for the log if workers on other machines cannot reach the master."""
+    url = job.env.get("MLBENCH_MASTER_URL", "")
+    if not is_loopback(urlsplit(url).hostname or ""):
+        return []
+    return [
+        f"note: workers on other machines cannot reach the master at {url}, so their metrics "
+        "arrive when the run ends; to see them earlier, start the master with --host and an "
+        "address of this machine"
+    ]
 
 
 class FolderLauncher(Launcher):
@@ -55,7 +76,7 @@ class FolderLauncher(Launcher):
         return self._reader(self._job_folder(job_id)).read(*lines)
 
     def log_end(self, job_id: str) -> int:
-        """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""
+        """Return the number of the line after the last one; see :meth:`Launcher.log_end`."""
         return self._reader(self._job_folder(job_id)).end()
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
@@ -67,7 +88,7 @@ class FolderLauncher(Launcher):
         return self._reader(self._job_folder(job_id) / "load").read(since_line, limit)
 
     def spool(self, job_id: str) -> Path:
-        """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
+        """Return the folder with metrics that were not delivered; see :meth:`Launcher.spool`."""
         return self._job_folder(job_id) / "spool"
 
     def results(self, job_id: str) -> Path:
@@ -95,4 +116,4 @@ class FolderLauncher(Launcher):
                 f"job_id must be {self.name}-NUMBER, not {job_id!r}: give the id that start "
                 "returned"
             )
-        return self._folder / match.group(1)
+        return self._folder / match[1]

@@ -1,4 +1,6 @@
-"""The log of a run: files of JSON lines of limited size, written by the supervisor and read by the master.
+"""The log of a run: files of JSON lines of limited size.
+
+The supervisor writes them, and the master reads them.
 
 The first file is ``log.jsonl``. When it is full, ``log.N.jsonl`` follows, where N is the number of
 its first line. Of all files, the first one and the latest ones are kept, so the log has the
@@ -19,6 +21,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -27,20 +30,27 @@ from mlbench_master.launchers.interface import EVERY_LINE, LogFilter, LogLine, L
 
 __all__ = [
     "DEFAULT_LIMIT_MB",
+    "DROPPING",
     "LogReader",
     "LogWriter",
     "append_log",
+    "dropping_problem",
     "last_file",
     "log_limit_bytes",
     "open_at_once",
     "readable",
+    "readable_line",
 ]
 
 DEFAULT_LIMIT_MB = 64
 """Largest size of a run's log in MiB, unless ``MLBENCH_LOG_LIMIT_MB`` sets another one."""
 
+DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
+"""A sentence for the status of a run while lines of its log are dropped."""
+
 _FIRST = "log.jsonl"
 _LATER = re.compile(r"log\.(\d+)\.jsonl")
+_DROPPING_MARK = "dropping"
 # The first file and at most seven later ones.
 _FILES = 8
 # An answer to a request has at most about this size, whatever the length of the lines.
@@ -66,15 +76,32 @@ _UNREADABLE = re.compile("[\x00-\x07\x0b\x0e-\x1a\x1c-\x1f\ufffd]+")
 
 
 def readable(raw: bytes) -> str:
-    """Decode output; each sequence of undecodable bytes and control characters becomes one replacement character.
+    """Decode output without control characters.
 
-    A worker may write binary data, and the log must not become larger than that.
+    Each sequence of them and of undecodable bytes becomes one replacement character. A worker may
+    write binary data, and the log must not become larger than that.
 
     Example:
         >>> len(readable(bytes([0, 1, 255, 254]) * 1000))
         1
     """
     return _UNREADABLE.sub("\ufffd", raw.decode("utf-8", "replace"))
+
+
+def readable_line(raw: bytes) -> str:
+    r"""Decode a line of output as a terminal would show it.
+
+    Example:
+        >>> readable_line(b"10%\r20%\r\n")
+        '20%'
+    """
+    # A progress bar overwrites itself with carriage returns: log only its last state.
+    return readable(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
+
+
+def dropping_problem(folder: Path) -> str:
+    """Return :data:`DROPPING` while lines of a run's log are dropped; empty otherwise."""
+    return DROPPING if (folder / _DROPPING_MARK).exists() else ""
 
 
 def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
@@ -84,7 +111,8 @@ def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
 
 
 def open_at_once(path: Path) -> IO[bytes]:
-    """Open a file for reading; a pipe of this name, which a worker can make, must not block the master."""
+    """Open a file for reading, without waiting if it is a pipe."""
+    # A worker can make a pipe of this name, which must not block the master.
     return open(path, "rb", opener=_at_once)
 
 
@@ -121,17 +149,18 @@ class LogWriter:
         self._lock = threading.Lock()
 
     def write(self, rank: int | None, stream: str, text: str, date: str | None = None) -> None:
-        """Add a line, or drop it if the disk does not accept it; without a date, it gets the present one."""
+        """Add a line, or drop it if the disk does not accept it.
+
+        Without a date, the line gets the present one.
+        """
         with self._lock:
             try:
                 line = _line(rank, stream, text, date)
                 if self._gap:
+                    lost = f"{self._gap} lines were dropped here: {self.problem}"
                     # In one piece: a short mark alone would fit again and again into the rest of a
                     # block.
-                    mark = _line(
-                        None, "system", f"{self._gap} lines were dropped here: {self.problem}"
-                    )
-                    self._append(mark + line)
+                    self._append(_line(None, "system", lost) + line)
                     self._gap = 0
                     self.dropping_mark.unlink(missing_ok=True)
                 else:
@@ -145,7 +174,8 @@ class LogWriter:
                     self.dropping_mark.touch()
 
     def close(self) -> None:
-        """Close the file until the next line; a process with many logs cannot keep all of them open."""
+        """Close the file until the next line."""
+        # A process with many logs cannot keep all of them open.
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -154,19 +184,24 @@ class LogWriter:
     @property
     def dropping_mark(self) -> Path:
         """Return the path of the file that exists while lines are dropped."""
-        return self._folder / "dropping"
+        return self._folder / _DROPPING_MARK
 
     def _append(self, content: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         if self._descriptor is None:
-            self._descriptor = _at_once(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._descriptor = _at_once(str(self._path), flags)
         size = os.fstat(self._descriptor).st_size
         if size and size + len(content) > self._file_bytes:
             os.close(self._descriptor)
             self._descriptor, size = None, 0
             # The file is counted, because the master adds notes to it, too.
-            self._first += _count_lines(self._path)
+            lines = 0
+            with open_at_once(self._path) as file:
+                while block := file.read(_PAGE_BYTES):
+                    lines += block.count(b"\n")
+            self._first += lines
             self._path = self._folder / f"log.{self._first}.jsonl"
-            self._descriptor = _at_once(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._descriptor = _at_once(str(self._path), flags)
             for _, path in _files(self._folder)[1 : 1 - _FILES]:
                 path.unlink(missing_ok=True)
         if os.write(self._descriptor, content) < len(content):
@@ -195,9 +230,9 @@ class _Chunk(NamedTuple):
 
 
 class LogReader:
-    """A reader of a growing log, which reads from any line in both directions without a scan of the whole log.
+    """A reader of a growing log, which reads from any line in both directions.
 
-    Lines are found through an index of chunks of 256 KiB. To build it, newlines are counted and no
+    No read scans the whole log. Lines are found through an index of chunks of 256 KiB. To build it, newlines are counted and no
     line is decoded.
 
     Args:
@@ -207,9 +242,8 @@ class LogReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._full: dict[
-            str, list[_Chunk]
-        ] = {}  # by file; the chunk that still grows is not among them
+        # By the name of the file; the chunk that still grows is not among them.
+        self._full: dict[str, list[_Chunk]] = {}
 
     def read(
         self,
@@ -218,19 +252,20 @@ class LogReader:
         before_line: int | None = None,
         wanted: LogFilter = EVERY_LINE,
     ) -> LogPage:
-        """Read lines, without one that is still being written; see :class:`LogRange` for the arguments.
+        """Read lines, without one that is still being written.
 
-        A page has at most about 1 MiB of lines, and the search for them ends after about a second.
+        The arguments are those of :class:`LogRange`. A page has at most about 1 MiB of lines, and the search for them ends after about a second.
         For lines whose file was removed, one line of the master says so.
         """
         chunks = self._chunks()
-        last = max(chunks[-1].end if chunks else 0, since_line)
+        before = max(_end(chunks), since_line)
+        position = since_line
         backwards = before_line is not None
-        before = last if before_line is None else max(min(before_line, last), since_line)
+        if before_line is not None:
+            before = position = max(min(before_line, before), since_line)
         select = _Selection(wanted)
-        found: list[NumberedLine] = []
+        selected: list[NumberedLine] = []
         matches, left_bytes = 0, _PAGE_BYTES
-        position = before if backwards else since_line
         deadline = time.monotonic() + _SEARCH_S
         for chunk in _overlapping(chunks, since_line, before, backwards):
             for number, end, raw in select.candidates(chunk, since_line, before, backwards):
@@ -239,29 +274,33 @@ class LogReader:
                     continue
                 matches += 1
                 if limit:
-                    found.append({"line": number, **line})
+                    selected.append({"line": number, **line})
                     left_bytes -= len(raw)
                     position = number if backwards else end
-                    if len(found) >= limit or left_bytes <= 0:
-                        return _page(found, since_line, before, position, matches, backwards)
-            position = max(chunk.first, since_line) if backwards else min(chunk.end, before)
+                    if len(selected) >= limit or left_bytes <= 0:
+                        return _page(selected, since_line, before, position, matches, backwards)
+            # No other line of this chunk is wanted, so the next read begins behind it.
+            if backwards:
+                position = max(chunk.first, since_line)
+            else:
+                position = min(chunk.end, before)
             if time.monotonic() > deadline:
                 break
-        return _page(found, since_line, before, position, matches, backwards)
+        return _page(selected, since_line, before, position, matches, backwards)
 
     def end(self) -> int:
         """Return the number of the line after the last one, without decoding lines."""
-        chunks = self._chunks()
-        return chunks[-1].end if chunks else 0
+        return _end(self._chunks())
 
     def _chunks(self) -> list[_Chunk]:
         """Return the chunks of all files in order, and one for each range of removed lines."""
         chunks: list[_Chunk] = []
         with self._lock:
             files = _files(self._folder)
+            # Also forgets the files that the writer has removed.
             self._full = {path.name: self._full.get(path.name, []) for _, path in files}
             for position, (first, path) in enumerate(files):
-                end = chunks[-1].end if chunks else 0
+                end = _end(chunks)
                 if end < first:
                     chunks.append(_Chunk(end, first, None))
                 chunks += self._chunks_of(path, first, position + 1 < len(files))
@@ -269,7 +308,9 @@ class LogReader:
 
     def _chunks_of(self, path: Path, first: int, is_complete: bool) -> list[_Chunk]:
         full = self._full[path.name]
-        number, offset = (full[-1].end, full[-1].offset + full[-1].size) if full else (first, 0)
+        number, offset = first, 0
+        if full:
+            number, offset = full[-1].end, full[-1].offset + full[-1].size
         with contextlib.suppress(OSError), open_at_once(path) as file:
             while True:
                 file.seek(offset)
@@ -278,13 +319,8 @@ class LogReader:
                 if not size and len(content) < _CHUNK_BYTES:
                     break
                 # A line that is longer than a chunk counts as several lines.
-                chunk = _Chunk(
-                    number,
-                    number + max(content.count(b"\n"), 1),
-                    path,
-                    offset,
-                    size or len(content),
-                )
+                end = number + max(content.count(b"\n"), 1)
+                chunk = _Chunk(number, end, path, offset, size or len(content))
                 if len(content) < _CHUNK_BYTES and not is_complete:
                     return [*full, chunk]
                 full.append(chunk)
@@ -296,13 +332,15 @@ class LogReader:
         wanted = max_bytes
         while True:
             content, is_whole = self._last_bytes(wanted)
-            # The last piece is empty or an unfinished line, and the first line may have lost its
-            # beginning.
-            lines = content.split(b"\n")[0 if is_whole else 1 : -1]
-            if not lines and not is_whole and wanted > _CHUNK_BYTES:
-                lines = [content[-max_bytes:]]
+            # The last piece is empty or an unfinished line.
+            lines = content.split(b"\n")[:-1]
+            if not is_whole:
+                # The first line may have lost its beginning.
+                del lines[:1]
+                if not lines and wanted > _CHUNK_BYTES:
+                    lines = [content[-max_bytes:]]
             if lines or is_whole:
-                return [_decode(line) for line in lines]
+                return list(map(_decode, lines))
             wanted *= 2
 
     def _last_bytes(self, wanted: int) -> tuple[bytes, bool]:
@@ -324,22 +362,23 @@ class _Selection:
 
     def __init__(self, wanted: LogFilter) -> None:
         self._wanted = wanted
-        self._rank = (
-            None if wanted.rank is None else str(wanted.rank).replace("master", "null").encode()
-        )
-        self._stream = None if wanted.stream is None else wanted.stream.encode()
+        # As they stand in the bytes of a line.
+        self._rank: bytes | None = None
+        if wanted.rank is not None:
+            self._rank = str(wanted.rank).replace("master", "null").encode()
+        self._stream: bytes | None = None
+        if wanted.stream is not None:
+            self._stream = wanted.stream.encode()
+        self._search = b""
+        search = wanted.search
         # Other texts may look different in JSON.
-        is_plain = (
-            wanted.search.isascii()
-            and wanted.search.isprintable()
-            and not {'"', "\\"} & set(wanted.search)
-        )
-        self._search = wanted.search.lower().encode() if is_plain else b""
+        if search.isascii() and search.isprintable() and not {'"', "\\"} & set(search):
+            self._search = search.lower().encode()
 
     def candidates(
         self, chunk: _Chunk, since_line: int, before_line: int, backwards: bool
     ) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the number, the number of the next line and the bytes of lines of a chunk that may pass."""
+        """Yield lines of a chunk that may pass: number, number of the next line, and bytes."""
         first, end = max(chunk.first, since_line), min(chunk.end, before_line)
         if chunk.path is None:
             text = f"lines {first} to {end - 1} were removed: the log has reached its limit"
@@ -348,21 +387,22 @@ class _Selection:
         content = _content(chunk)
         if not self._may_have(content):
             return
-        lines = list(
-            enumerate(content.split(b"\n")[first - chunk.first : end - chunk.first], first)
-        )
-        for number, raw in reversed(lines) if backwards else lines:
+        texts = content.split(b"\n")[first - chunk.first : end - chunk.first]
+        lines = list(enumerate(texts, first))
+        if backwards:
+            lines.reverse()
+        for number, raw in lines:
             if self._may_pass(raw):
                 yield number, number + 1, raw
 
     def decode(self, raw: bytes) -> LogLine | None:
         """Decode a line; return None if it does not pass."""
         line = _decode(raw)
+        # The bytes may look right although the line is not: a field may have the searched text.
         return line if self._wanted.matches(line) else None
 
     def _may_have(self, content: bytes) -> bool:
-        # An escape of JSON may stand for any character, or for an escape sequence in the middle of
-        # the text.
+        # An escape of JSON may mean any character, or an escape sequence in the middle of the text.
         return not self._search or self._search in content.lower() or b"\\u" in content
 
     def _may_pass(self, raw: bytes) -> bool:
@@ -378,10 +418,16 @@ def _overlapping(
     chunks: list[_Chunk], since_line: int, before_line: int, backwards: bool
 ) -> Iterator[_Chunk]:
     """Yield the chunks with lines of a range, the last one first if ``backwards`` is true."""
-    found = chunks[bisect_right(chunks, since_line, key=lambda chunk: chunk.end) :]
-    for chunk in reversed(found) if backwards else found:
+    overlapping = chunks[bisect_right(chunks, since_line, key=attrgetter("end")) :]
+    if backwards:
+        overlapping.reverse()
+    for chunk in overlapping:
         if chunk.first < before_line:
             yield chunk
+
+
+def _end(chunks: list[_Chunk]) -> int:
+    return chunks[-1].end if chunks else 0
 
 
 def _content(chunk: _Chunk) -> bytes:
@@ -394,7 +440,7 @@ def _content(chunk: _Chunk) -> bytes:
 
 
 def _page(
-    found: list[NumberedLine],
+    lines: list[NumberedLine],
     since_line: int,
     before_line: int,
     position: int,
@@ -402,8 +448,8 @@ def _page(
     backwards: bool,
 ) -> LogPage:
     if backwards:
-        return LogPage(found[::-1], before_line, position, matches)
-    return LogPage(found, position, since_line, matches)
+        return LogPage(lines[::-1], before_line, position, matches)
+    return LogPage(lines, position, since_line, matches)
 
 
 def log_limit_bytes() -> int:
@@ -429,43 +475,37 @@ def last_file(folder: Path) -> Path:
     return _files(folder)[-1][1]
 
 
-def _count_lines(path: Path) -> int:
-    with open_at_once(path) as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(_PAGE_BYTES), b""))
-
-
 def _files(folder: Path) -> list[tuple[int, Path]]:
     """Return the files of a log with the numbers of their first lines, in order."""
-    found = [(0, folder / _FIRST)]
+    files = [(0, folder / _FIRST)]
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             later = _LATER.fullmatch(name)
             if later is not None:
-                found.append((int(later[1]), folder / name))
-    return sorted(found)
+                files.append((int(later[1]), folder / name))
+    return sorted(files)
 
 
 def _line(rank: int | None, stream: str, text: str, date: str | None = None) -> bytes:
     if date is None:
-        date = (
-            datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
-        )
+        now = datetime.now(timezone.utc).replace(tzinfo=None)
+        date = f"{now.isoformat(timespec='microseconds')}Z"
     content = {"rank": rank, "stream": stream, "text": text, "date": date}
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def _decode(raw: bytes) -> LogLine:
-    """Read a line of a log; keep a line of another format as text, because workers may write into the file."""
+    """Read a line of a log; keep a line of another format as text."""
     usual = _USUAL_LINE.fullmatch(raw)
     if usual is not None:  # several times as fast as JSON
-        number, stream, said, date = usual.groups()
-        rank = None if number == b"null" else int(number)
+        number, name, content, time_of_line = usual.groups()
         return {
-            "rank": rank,
-            "stream": stream.decode(),
-            "text": _plain(said.decode("utf-8", "replace")),
-            "date": date.decode(),
+            "rank": None if number == b"null" else int(number),
+            "stream": name.decode(),
+            "text": _plain(content.decode("utf-8", "replace")),
+            "date": time_of_line.decode(),
         }
+    # Workers may write into the file.
     text = raw.decode("utf-8", "replace")
     try:
         line: Any = json.loads(text)
@@ -476,12 +516,12 @@ def _decode(raw: bytes) -> LogLine:
     words = [word for word in map(fields.get, ("stream", "text", "date")) if isinstance(word, str)]
     if len(words) < 3 or not isinstance(rank, int | None):
         return {"rank": None, "stream": "system", "text": _plain(text.rstrip()), "date": ""}
-    stream, said, date = map(_plain, words)
-    return {"rank": rank, "stream": stream, "text": said, "date": date}
+    stream, text, date = map(_plain, words)
+    return {"rank": rank, "stream": stream, "text": text, "date": date}
 
 
 def _plain(text: str) -> str:
-    """Remove escape sequences of terminals, and replace characters that would change how other text is shown."""
+    """Remove escape sequences of terminals, and replace control characters but tabs."""
     if text.isprintable():
         return text
     # JSON can escape half of a surrogate pair, which the answer to a request cannot hold.

@@ -118,51 +118,50 @@ class Containers:
     ) -> list[str]:
         """Return the command line of Docker or Podman."""
         argv, rank = command["argv"], command["rank"]
-        volumes = [*(f"{path}:{path}" for path in mounts), *self.volumes]
-        cores = job.num_cpus * (job.num_workers if rank is None else 1)
+        # One mpirun starts all workers in one container.
+        cores = job.num_cpus if rank is not None else job.num_cpus * job.num_workers
+        name, label = _name(job.run_id, rank, folder), f"{_LABEL}={folder}"
         options = [
-            *(
-                "--rm",
-                "--init",
-                "--name",
-                _name(job.run_id, rank, folder),
-                "--label",
-                f"{_LABEL}={folder}",
-            ),
+            *("--rm", "--init", "--name", name, "--label", label),
             *("--network", "host", "--ipc", "host"),
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", *_user(self.program)),
             *("--cpus", f"{cores:g}", *self._gpus(job, rank)),
-            *(word for volume in volumes for word in ("--volume", volume)),
-            # Not from the environment of the program, which finds its own settings in its HOME.
-            *("--env", f"HOME={mounts[0]}"),
-            *(word for name in names for word in ("--env", name)),
         ]
+        for path in mounts:
+            options += ["--volume", f"{path}:{path}"]
+        for volume in self.volumes:
+            options += ["--volume", volume]
+        # Not from the environment of the program, which finds its own settings in its HOME.
+        options += ["--env", f"HOME={mounts[0]}"]
+        for variable in names:
+            options += ["--env", variable]
         return [self.program, "run", *options, "--entrypoint", argv[0], job.image, *argv[1:]]
 
     def _apptainer(self, job: Job, argv: Sequence[str], mounts: Sequence[Path]) -> list[str]:
         """Return the command line of Apptainer."""
-        binds = [*map(str, mounts[1:]), *self.volumes]
-        gpus = ["--nv"] if job.gpus else []
-        image = job.image if _APPTAINER_SOURCE.match(job.image) else f"docker://{job.image}"
-        words = [word for bind in binds for word in ("--bind", bind)]
-        return [
-            "apptainer",
-            "exec",
-            "--cleanenv",
-            "--home",
-            str(mounts[0]),
-            *gpus,
-            *words,
-            image,
-            *argv,
-        ]
+        options = ["--cleanenv", "--home", str(mounts[0])]
+        if job.gpus:
+            options.append("--nv")
+        for bind in (*map(str, mounts[1:]), *self.volumes):
+            options += ["--bind", bind]
+        image = job.image
+        # Apptainer takes a name without a source for a file.
+        if not _APPTAINER_SOURCE.match(image):
+            image = f"docker://{image}"
+        return ["apptainer", "exec", *options, image, *argv]
 
     def _gpus(self, job: Job, rank: int | None) -> list[str]:
-        gpus = job.gpus if rank is None or not job.all_nodes else job.gpus[rank : rank + 1]
+        gpus = job.gpus
+        # A process that starts the other workers needs the GPUs of all.
+        if rank is not None and job.all_nodes:
+            gpus = gpus[rank : rank + 1]
         if not gpus:
             return []
         if self.program == "podman":
-            return [word for gpu in gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
+            devices = []
+            for gpu in gpus:
+                devices += ["--device", f"nvidia.com/gpu={gpu}"]
+            return devices
         # Docker reads the value as a line of CSV, so a list needs the quotation marks.
         return ["--gpus", f'"device={",".join(gpus)}"']
 
@@ -173,7 +172,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_options(options: Sequence[str]) -> Containers | None:
-    """Return the containers that options of the local launcher ask for, or None if workers are processes.
+    """Return the containers that options of the local launcher request; None without containers.
 
     Args:
         options: ``--container PROGRAM``, and with it ``--volume SOURCE:TARGET[:ro]`` and ``--env
@@ -192,38 +191,37 @@ def read_options(options: Sequence[str]) -> Containers | None:
     parser.add_argument("--container")
     parser.add_argument("--volume", action="append", default=[])
     parser.add_argument("--env", action="append", default=[])
-    known, rest = parser.parse_known_args(options)
+    values, rest = parser.parse_known_args(options)
     if rest:
         raise ValueError(
             "engine_options: must be --container, --volume or --env for the local launcher, not "
             f"{' '.join(rest)[:80]!r}: leave it out"
         )
-    if known.container is None:
-        if known.volume or known.env:
+    if values.container is None:
+        if values.volume or values.env:
             raise ValueError(
                 "engine_options: --container must be given with --volume or --env, which it needs"
             )
         return None
-    if known.container not in PROGRAMS:
+    if values.container not in PROGRAMS:
         raise ValueError(
             f"engine_options: --container must be one of {', '.join(PROGRAMS)}, not "
-            f"{known.container[:80]!r}"
+            f"{values.container[:80]!r}"
         )
-    for volume in known.volume:
+    for volume in values.volume:
         if not _VOLUME.fullmatch(volume):
             raise ValueError(
                 "engine_options: --volume must be /SOURCE:/TARGET or /SOURCE:/TARGET:ro, not "
-                f"{volume[:80]!r}: give "
-                "absolute paths"
+                f"{volume[:80]!r}: give absolute paths"
             )
-    for name in known.env:
+    for name in values.env:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(
                 "engine_options: --env must be the name of a variable, not "
-                f"{name.partition('=')[0][:80]!r}: its value "
-                "comes from the environment of the master"
+                f"{name.partition('=')[0][:80]!r}: its value comes from the environment of the "
+                "master"
             )
-    return Containers(known.container, tuple(known.volume), tuple(known.env))
+    return Containers(values.container, tuple(values.volume), tuple(values.env))
 
 
 def check_program(program: str) -> None:
@@ -233,8 +231,8 @@ def check_program(program: str) -> None:
         ValueError: It was not found.
     """
     if shutil.which(program) is None:
-        found = [name for name in PROGRAMS if shutil.which(name)]
-        advice = f"give {' or '.join(found)} instead" if found else f"install {program}"
+        installed = [name for name in PROGRAMS if shutil.which(name)]
+        advice = f"give {' or '.join(installed)} instead" if installed else f"install {program}"
         raise ValueError(
             f"engine_options: {program} was not found on the master's machine: {advice}, or leave "
             "out --container to start processes"
@@ -245,8 +243,10 @@ def image_problem(image: str) -> str:
     """Return why a text cannot be the name of an image, or an empty text if it can.
 
     Example:
-        >>> image_problem("registry.example.com:5000/me/mine@sha256:ab"), image_problem("--privileged")
-        ('', "must be the name of an image such as registry.example.com/me/mine:1, not '--privileged'")
+        >>> image_problem("registry.example.com:5000/me/mine@sha256:ab")
+        ''
+        >>> image_problem("--privileged").rpartition(", ")[2]
+        "not '--privileged'"
     """
     if _IMAGE.fullmatch(image):
         return ""
@@ -268,17 +268,15 @@ def remove_containers(program: str, folder: Path) -> str:
     if program not in ("docker", "podman"):
         return ""
     try:
-        found = _call(
-            program, "ps", "--all", "--quiet", "--filter", f"label={_LABEL}={folder}"
-        ).split()
-        if found:
-            _call(program, "rm", "--force", *found)
+        # Also those that have ended: a container that was killed may still be there.
+        label = f"label={_LABEL}={folder}"
+        ids = _call(program, "ps", "--all", "--quiet", "--filter", label).split()
+        if ids:
+            _call(program, "rm", "--force", *ids)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return (
-            f"cannot remove containers of this run: {program}: "
-            f"{said.strip().splitlines()[-1][:300]}"
-        )
+        message = getattr(error, "stderr", None) or str(error)
+        last = message.strip().splitlines()[-1][:300]
+        return f"cannot remove containers of this run: {program}: {last}"
     return ""
 
 
@@ -296,14 +294,17 @@ def _call(*command: str) -> str:
 
 def _name(run_id: int, rank: int | None, folder: Path) -> str:
     """Return the name of a container, which differs from those of other masters of this machine."""
-    place = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
-    return f"mlbench-{place}-{run_id}" + ("" if rank is None else f"-{rank}")
+    folder_hash = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    name = f"mlbench-{folder_hash}-{run_id}"
+    return name if rank is None else f"{name}-{rank}"
 
 
 def _user(program: str) -> list[str]:
     """Return the options with which the files of a container belong to the user of this process."""
     if not hasattr(os, "getuid"):
         return []
+    options = ["--user", f"{os.getuid()}:{os.getgid()}"]
     # Without root, Podman maps users; this keeps the number of the one who starts it.
-    keep = ["--userns", "keep-id"] if program == "podman" and os.getuid() else []
-    return ["--user", f"{os.getuid()}:{os.getgid()}", *keep]
+    if program == "podman" and os.getuid():
+        options += ["--userns", "keep-id"]
+    return options

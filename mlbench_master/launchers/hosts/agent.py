@@ -31,15 +31,20 @@ from typing import Any
 
 import mlbench_core
 from mlbench_core.client.masters import boot_id
-from mlbench_master.launchers.command_line import variables_to_remove, worker_environment
+from mlbench_master.launchers.command_line import (
+    threads_per_worker,
+    usable_cores,
+    variables_to_remove,
+    worker_environment,
+)
 from mlbench_master.launchers.hosts.ssh import MARK
 from mlbench_master.launchers.interface import WORKERS_PER_CORE
 from mlbench_master.launchers.local.gpus import find_gpus
 from mlbench_master.launchers.logs import LogReader, NumberedLine
 from mlbench_master.launchers.supervisor.start import (
-    FOLDER_VARIABLE,
     end_marked,
     find_supervisor,
+    folder_variables,
     hold_port,
     read_state,
     signal_to,
@@ -70,23 +75,28 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         ``version``, ``now``, ``boot``, and ``runs``: the answer of each run by its root.
     """
-    found: dict[str, Any] = {"version": mlbench_core.__version__, "boot": boot_id(), "runs": {}}
+    runs: dict[str, dict[str, Any]] = {}
+    # Another version could mean something else by a step, so none is done.
     if request["version"] == mlbench_core.__version__:
         left = _ANSWER_BYTES
         for root, step in request["runs"].items():
             try:
-                found["runs"][root] = _do(_Run(root, step), step, left)
+                runs[root] = _do(_Run(root, step), step, left)
             except _Refused as error:
-                found["runs"][root] = {"state": "refused", "reason": str(error)}
+                runs[root] = {"state": "refused", "reason": str(error)}
             except OSError as error:
                 # It may pass, and the workers continue.
-                found["runs"][root] = {
-                    "state": "troubled",
-                    "reason": f"{error.filename or root}: {error.strerror}",
-                }
-            left -= sum(len(line["text"]) + 100 for line in found["runs"][root].get("lines", ()))
-    found["now"] = time.time()
-    return found
+                reason = f"{error.filename or root}: {error.strerror}"
+                runs[root] = {"state": "troubled", "reason": reason}
+            # About 100 bytes for the other fields of a line.
+            left -= sum(len(line["text"]) + 100 for line in runs[root].get("lines", ()))
+    # The time last: the master computes from it how much the clock of this host differs.
+    return {
+        "version": mlbench_core.__version__,
+        "boot": boot_id(),
+        "runs": runs,
+        "now": time.time(),
+    }
 
 
 def _do(run: _Run, step: dict[str, Any], left_bytes: int) -> dict[str, Any]:
@@ -111,23 +121,22 @@ def _do(run: _Run, step: dict[str, Any], left_bytes: int) -> dict[str, Any]:
 def _lines(
     folder: Path, since_line: int, left_bytes: int
 ) -> tuple[list[dict[str, Any]], int, bool]:
-    """Return the next lines of a log, the number of the line after them, and whether there are more."""
+    """Return the next lines of a log, the number of the line after them, and if there are more."""
     reader = LogReader(folder)
     if left_bytes <= 0:
         return [], since_line, reader.end() > since_line
     page = reader.read(since_line, _LINES)
-    return (
-        [_sound(line) for line in page.lines],
-        page.next,
-        bool(page.lines) and reader.end() > page.next,
-    )
+    lines = list(map(_sound, page.lines))
+    return lines, page.next, bool(lines) and reader.end() > page.next
 
 
 def _sound(line: NumberedLine) -> dict[str, Any]:
-    """Return a line as the master takes it. A worker may write anything into the log, which must not stop the run."""
+    """Return a line as the master accepts it."""
     rank, stream, date = line["rank"], line["stream"], line["date"]
-    is_sound = (rank is None or rank >= 0) and _STREAM.fullmatch(stream) and _DATE.fullmatch(date)
-    rank, stream, date = (rank, stream, date) if is_sound else (None, "system", "")
+    has_valid_rank = rank is None or rank >= 0
+    # A worker may write anything into the log, which must not stop the run.
+    if not (has_valid_rank and _STREAM.fullmatch(stream) and _DATE.fullmatch(date)):
+        rank, stream, date = None, "system", ""
     return {"rank": rank, "stream": stream, "text": line["text"], "date": date}
 
 
@@ -156,21 +165,20 @@ class _Run:
                     f"there is no file {Path(cwd, word)}: use a file system that all hosts "
                     "share, or the same path"
                 )
-        most = WORKERS_PER_CORE * _cores()
+        most = WORKERS_PER_CORE * usable_cores()
         if len(self._job["slots"]) > most and not self._job.get("oversubscribe"):
             raise _Refused(
                 f"it can get at most {most} workers, not {len(self._job['slots'])}: more than "
-                f"{WORKERS_PER_CORE} on "
-                "each core mostly wait for each other; give it fewer slots, or start the run "
-                "with --oversubscribe"
+                f"{WORKERS_PER_CORE} on each core mostly wait for each other; give it fewer slots, "
+                "or start the run with --oversubscribe"
             )
         self.root.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if not os.access(self.root.parent, os.W_OK):
             raise _Refused(
                 f"{self.root.parent} cannot be written: name another folder with --folder"
             )
-        with contextlib.closing(hold_port("")) as held:
-            return int(held.getsockname()[1])
+        with contextlib.closing(hold_port("")) as port_socket:
+            return int(port_socket.getsockname()[1])
 
     def start(self) -> None:
         """Start the supervisor once, also if the request arrives twice."""
@@ -183,18 +191,20 @@ class _Run:
             return
         try:
             # The port is one of all addresses, because workers of other hosts connect to it.
-            held = hold_port("", self._job["port"] if self._job["holds_port"] else 0)
+            port_socket = hold_port("", self._job["port"] if self._job["holds_port"] else 0)
         except OSError as error:
             raise _Refused(
                 f"the port {self._job['port']} was taken: start the run again ({error.strerror})"
             ) from error
-        with held:
-            (self.folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
-            (self.folder / "job.json").write_text(json.dumps(self._content()))
-            start_supervisor(self.folder, held)
+        with port_socket:
+            job_file = self.folder / "job.json"
+            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
+            job_file.write_text(json.dumps(self._content()))
+            start_supervisor(self.folder, port_socket)
 
     def stop(self) -> None:
-        """Ask the supervisor to end the workers, and start none if a request to start arrives late."""
+        """Ask the supervisor to end the workers."""
+        # A request to start that arrives late must start none.
         if self.root.parent.exists():
             self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError), self._launched.open("x") as file:
@@ -219,6 +229,7 @@ class _Run:
         if booted == _NEVER:
             return {"state": "missing"}
         has_begun = (self.folder / "supervisor.json").exists()
+        # A clock that was set back must not keep the run in this state.
         if not has_begun and 0 <= time.time() - self._launched.stat().st_mtime < _STARTING_S:
             return {"state": "running"}
         # A supervisor that was killed leaves its workers behind.
@@ -226,44 +237,36 @@ class _Run:
         if booted != boot_id():
             return {"state": "lost", "reason": "it was restarted while the run continued"}
         if not has_begun:
-            said = b""
-            with contextlib.suppress(OSError):
-                said = read_state(self.folder / "supervisor.log").strip()
-            why = said.splitlines()[-1].decode(errors="replace") if said else "it gave no reason"
-            return {
-                "state": "lost",
-                "reason": f"the supervisor of the workers did not start: {why}",
-            }
+            why = "it gave no reason"
+            # Its last line is the exception that ended it.
+            with contextlib.suppress(OSError, IndexError):
+                log = read_state(self.folder / "supervisor.log").strip()
+                why = log.splitlines()[-1].decode(errors="replace")
+            reason = f"the supervisor of the workers did not start: {why}"
+            return {"state": "lost", "reason": reason}
         return {"state": "lost", "reason": "the supervisor of the workers was killed"}
 
     def _content(self) -> dict[str, Any]:
         """Return the supervisor's ``job.json``."""
         job = self._job
         gpus = self._gpus()
-        cores = _cores()
-        # More threads than cores slow down all workers.
-        threads = max(1, int(min(job["num_cpus"], cores / min(len(job["slots"]), cores))))
+        threads = threads_per_worker(job["num_cpus"], len(job["slots"]), usable_cores())
         commands = []
-        for place, command in enumerate(job["commands"]):
+        for index, command in enumerate(job["commands"]):
             env = {"MASTER_PORT": str(job["port"]), **command["env"]}
             if gpus and len(job["commands"]) < len(gpus):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # this worker starts the others
             elif gpus:
-                env.update(CUDA_VISIBLE_DEVICES=gpus[place], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-            argv = [
-                sys.executable if word == job["python"] else word for word in command["argv"][:1]
-            ]
-            commands.append(
-                {"argv": argv + command["argv"][1:], "env": env, "rank": command["rank"]}
-            )
-        own = {
-            FOLDER_VARIABLE: str(self.folder),
-            "MLBENCH_SPOOL": str(self.folder / "spool"),
-            "MLBENCH_OUTPUT": str(self.folder / "output"),
-        }
+                env.update(CUDA_VISIBLE_DEVICES=gpus[index], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+            argv = list(command["argv"])
+            # The Python of the master may have another path on this host.
+            if argv[:1] == [job["python"]]:
+                argv[0] = sys.executable
+            commands.append({"argv": argv, "env": env, "rank": command["rank"]})
         by_rank = [""] * job["num_workers"]
         for gpu, command in zip(gpus, commands, strict=False):
             by_rank[command["rank"]] = gpu
+        own = folder_variables(self.folder)
         return {
             "commands": commands,
             "env": worker_environment(job["env"], job.get("caller_env"), own, threads),
@@ -281,23 +284,19 @@ class _Run:
         """Return the folder in which the workers start; empty for that of the run."""
         cwd = str(self._job.get("cwd", ""))
         # The script of a task needs no file of the user's folder.
-        return "" if self._job.get("is_task") and not os.path.isdir(cwd) else cwd
+        if self._job.get("is_task") and not os.path.isdir(cwd):
+            return ""
+        return cwd
 
     def _gpus(self) -> list[str]:
         """Return the GPU of each worker here by its slot; none for a run without GPUs."""
         if not self._job["gpu_enabled"]:
             return []
         gpus = find_gpus()
-        if max(self._job["slots"]) >= len(gpus):
-            raise _Refused(
-                f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it "
-                "fewer slots"
-            )
+        last = max(self._job["slots"])
+        if last >= len(gpus):
+            raise _Refused(f"slot {last} has no GPU: there are {len(gpus)}; give it fewer slots")
         return [gpus[slot] for slot in self._job["slots"]]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _send_files(request: dict[str, Any]) -> None:
@@ -319,8 +318,7 @@ def _main() -> None:
     if "fetch" in request:
         _send_files(request)
     else:
-        found = answer(request)
-        sys.stdout.buffer.write(MARK + json.dumps(found).encode())
+        sys.stdout.buffer.write(MARK + json.dumps(answer(request)).encode())
 
 
 if __name__ == "__main__":

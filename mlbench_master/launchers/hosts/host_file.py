@@ -1,4 +1,7 @@
-"""Read the hosts of a run: host files in the form of MPI and DeepSpeed, and the options of the hosts launcher."""
+"""Read the hosts of a run.
+
+Host files have the form of those of MPI and DeepSpeed. The options are those of the hosts launcher.
+"""
 
 from __future__ import annotations
 
@@ -119,34 +122,34 @@ def read_options(words: Sequence[str]) -> HostOptions:
     group.add_argument("--host")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--folder", default=_FOLDER)
-    given = parser.parse_args(list(words))
+    options = parser.parse_args(list(words))
     # The folder in which a login begins may differ from host to host.
     for name, begin in (("python", "/"), ("folder", ("/", "~/"))):
-        value = getattr(given, name)
+        value = getattr(options, name)
         if not value.startswith(begin):
             raise ValueError(
                 f"engine_options: --{name} must be an absolute path on the hosts, not "
                 f"{value[:80]!r}"
             )
-    return HostOptions(_hosts(given.host, given.hostfile), given.python, given.folder)
+    hosts = _hosts(options.host, options.hostfile)
+    return HostOptions(hosts, options.python, options.folder)
 
 
 def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     if listed is not None:
-        return parse_hosts([_line_of(part) for part in listed.split(",")], "--host", "part")
+        return parse_hosts(list(map(_line_of, listed.split(","))), "--host", "part")
     path = hostfile or os.environ.get(HOSTFILE_VARIABLE, "")
     if not path:
         raise ValueError(
             "engine_options: --hostfile or --host must be given: write a file with a line such "
-            "as 'node1 slots=4' for "
-            f"each host, and name it, or set {HOSTFILE_VARIABLE} before the master starts"
+            "as 'node1 slots=4' for each host, and name it, or set "
+            f"{HOSTFILE_VARIABLE} before the master starts"
         )
     file = Path(path).expanduser().absolute()
     try:
         with open_at_once(file) as content:
-            text = content.read(_FILE_BYTES).decode(
-                "utf-8-sig"
-            )  # editors on Windows begin a file with a mark
+            # Editors on Windows begin a file with a mark.
+            text = content.read(_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(
@@ -156,16 +159,18 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 
 def _line_of(part: str) -> str:
-    """Return the line of a host file for a part of ``--host``, such as ``a:2`` or ``[2001:db8::5]:2``."""
+    """Return the line of a host file for a part of ``--host``, such as ``a:2``."""
     part = part.strip()
     if part.count(":") > 1 and not _BRACKETS.fullmatch(part):
         raise ValueError(
             f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: "
-            "its last group could be "
-            "a number of slots; write for example [2001:db8::5] or [2001:db8::5]:2"
+            "its last group could be a number of slots; write for example [2001:db8::5] or "
+            "[2001:db8::5]:2"
         )
     name, colon, slots = part.rpartition(":")
-    return f"{name} slots={slots}" if colon and not part.endswith("]") else part
+    if not colon or part.endswith("]"):
+        return part
+    return f"{name} slots={slots}"
 
 
 def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[Host, ...]:
@@ -215,12 +220,8 @@ def _parse_host(words: Sequence[str]) -> Host:
     for word in rest:
         key, _, value = word.partition("=")
         if key == "slots":
-            if not (
-                value.isascii()
-                and value.isdecimal()
-                and len(value) < 6
-                and 1 <= int(value) <= _MOST_SLOTS
-            ):
+            is_number = value.isascii() and value.isdecimal() and len(value) < 6
+            if not (is_number and 1 <= int(value) <= _MOST_SLOTS):
                 raise ValueError(
                     f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for "
                     "example slots=4"
@@ -238,16 +239,16 @@ def _parse_host(words: Sequence[str]) -> Host:
 def _parse_name(name: str) -> str:
     """Return the name of a host, or its address without brackets, as ssh and torch take it."""
     user, at, host = name.rpartition("@")
-    is_ipv6 = host.startswith("[") and host.endswith("]")
-    if is_ipv6 or ":" in host:
-        host = host[1:-1] if is_ipv6 else host
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if has_brackets or ":" in host:
+        if has_brackets:
+            host = host[1:-1]
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
             raise ValueError(
                 "a name with colons must be an IPv6 address such as [2001:db8::5], not "
-                f"{name[:60]!r}: write the "
-                "number of slots as slots=4"
+                f"{name[:60]!r}: write the number of slots as slots=4"
             ) from None
     elif not _NAME.fullmatch(host):
         raise ValueError(
@@ -275,17 +276,19 @@ def share_slots(
         The slots of each host with workers; fewer than ``num_workers`` slots if too few are free.
 
     Example:
-        >>> [(share.host.name, share.slots, share.first_rank) for share in share_slots(
-        ...     [Host("a", 2), Host("b", 4)], 3, {"a": {0}})]
-        [('a', (1,), 0), ('b', (0, 1), 1)]
+        >>> first, second = share_slots([Host("a", 2), Host("b", 4)], 3, {"a": {0}})
+        >>> first.host.name, first.slots, first.first_rank
+        ('a', (1,), 0)
+        >>> second.host.name, second.slots, second.first_rank
+        ('b', (0, 1), 1)
     """
     shares: list[Share] = []
     rank = 0
     for host in hosts:
-        free = [slot for slot in range(host.slots) if slot not in taken.get(host.name, ())][
-            : num_workers - rank
-        ]
-        if free:
-            shares.append(Share(host, tuple(free), rank))
-            rank += len(free)
+        taken_here = taken.get(host.name, ())
+        free = [slot for slot in range(host.slots) if slot not in taken_here]
+        slots = tuple(free[: num_workers - rank])
+        if slots:
+            shares.append(Share(host, slots, rank))
+            rank += len(slots)
     return shares

@@ -5,7 +5,7 @@ under the same path. The master calls each host through ``ssh``, once for each i
 runs. There, ``agent`` starts the supervisor of local runs, so a run outlives the master and its
 connections. The files in the run's folder are::
 
-    job.json       written by the master before it calls a host: the workers of each host, for the eyes of the user only
+    job.json       the workers of each host, written before the first call; only for their user
     progress.json  the step of the run; see the module ``run_state``
     ended.json     written at the end: the status
     left_on_hosts  there while the run is over and hosts have their folders of it
@@ -29,12 +29,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import fill, script_python, split_command
-from mlbench_master.launchers.folders import FolderLauncher, read_interval
+from mlbench_master.launchers.folders import FolderLauncher, read_interval, unreachable_note
 from mlbench_master.launchers.hosts.host_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.launchers.hosts.link import HostLink
 from mlbench_master.launchers.hosts.run_state import LEFT_ON_HOSTS, HostRun
@@ -100,27 +99,29 @@ class HostsLauncher(FolderLauncher):
         if backend == "mpi":
             raise ValueError(
                 "backend: must be gloo or nccl, not mpi: the hosts launcher starts no mpirun; "
-                "give your own mpirun as "
-                "the command of a custom backend with run_all_nodes=false, and --host {hosts}"
+                "give your own mpirun as the command of a custom backend with "
+                "run_all_nodes=false, and --host {hosts}"
             )
-        found = read_options(options)
-        if num_workers > found.slots:
+        host_options = read_options(options)
+        slots = host_options.slots
+        if num_workers > slots:
             raise ValueError(
-                f"num_workers: must be at most {found.slots}, not {num_workers}: the "
-                f"{len(found.hosts)} host(s) have "
-                f"{found.slots} slots together; start fewer workers, or give more slots in the "
-                "host file"
+                f"num_workers: must be at most {slots}, not {num_workers}: the "
+                f"{len(host_options.hosts)} host(s) have {slots} slots together; start fewer "
+                "workers, or give more slots in the host file"
             )
-        self._check_addresses(found)
+        self._check_addresses(host_options)
 
     def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
         """Return whether enough slots are free; see :meth:`Launcher.has_room`."""
         try:
-            found = self._options(tuple(options))
+            host_options = self._options(tuple(options))
         except ValueError:
             return True  # the start says why
-        shares = share_slots(found.hosts, num_workers, self._taken())
-        return num_workers > found.slots or sum(len(share.slots) for share in shares) == num_workers
+        if num_workers > host_options.slots:
+            return True
+        shares = share_slots(host_options.hosts, num_workers, self._taken())
+        return _count_slots(shares) == num_workers
 
     def start(self, job: Job) -> str:
         """Start a job; see :meth:`Launcher.start`."""
@@ -132,14 +133,15 @@ class HostsLauncher(FolderLauncher):
             self.stop(job_id)
             self.remove(job_id)
         shares = share_slots(options.hosts, job.num_workers, self._taken())
-        if sum(len(share.slots) for share in shares) < job.num_workers:
+        if _count_slots(shares) < job.num_workers:
             raise ConfigurationError(
                 f"cannot start run {job.run_id}: fewer than {job.num_workers} slots are free"
             )
         try:
             (folder / "output").mkdir(parents=True)
-            (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
-            (folder / "job.json").write_text(json.dumps(self._content(job, options, shares)))
+            job_file = folder / "job.json"
+            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
+            job_file.write_text(json.dumps(self._content(job, options, shares)))
             for note in (*job.notes, *_notes(job, shares)):
                 append_log(folder / "log.jsonl", None, "system", note)
             self._known(job_id)
@@ -169,6 +171,7 @@ class HostsLauncher(FolderLauncher):
             return
         began = time.monotonic()
         run.stop()
+        # The threads of the hosts do the rest; this one only waits for them.
         while not run.is_over:
             asked_at = {name: self._link(name, run.python).asked_at for name in run.hosts}
             problem = run.problem_since(asked_at, began)
@@ -210,7 +213,7 @@ class HostsLauncher(FolderLauncher):
         super().close()
 
     def _known(self, job_id: str) -> HostRun | None:
-        """Return a run, which is watched from now on if it is not over; None if it was not recorded."""
+        """Return a run and watch it from now on; None if it was not recorded."""
         with self._lock:
             run = self._runs.get(job_id)
             if run is None:
@@ -228,9 +231,8 @@ class HostsLauncher(FolderLauncher):
         with self._lock:
             link = self._links.get((name, python))
             if link is None:
-                link = self._links[name, python] = HostLink(
-                    name, python, self._ssh, self._interval_s
-                )
+                link = HostLink(name, python, self._ssh, self._interval_s)
+                self._links[name, python] = link
             return link
 
     def _wake(self, run: HostRun) -> None:
@@ -264,16 +266,19 @@ class HostsLauncher(FolderLauncher):
         return taken
 
     def _options(self, words: tuple[str, ...]) -> HostOptions:
-        """Return options, which the scheduler asks for four times a second and for each run that waits."""
-        read_at, found = self._read.get(words, (-math.inf, None))
-        if found is None or time.monotonic() - read_at > _READ_S:
-            found = read_options(words)
-            self._read[words] = (time.monotonic(), found)
-        return found
+        """Return options of a run, which may have been read up to ``_READ_S`` seconds ago."""
+        # The scheduler asks four times a second, and for each run that waits.
+        read_at, options = self._read.get(words, (-math.inf, None))
+        if options is None or time.monotonic() - read_at > _READ_S:
+            options = read_options(words)
+            self._read[words] = (time.monotonic(), options)
+        return options
 
     def _check_addresses(self, options: HostOptions) -> None:
         """Refuse several hosts of which one is known to the others as this machine."""
-        for host in options.hosts if len(options.hosts) > 1 else ():
+        if len(options.hosts) < 2:
+            return
+        for host in options.hosts:
             address = host.address or self._ssh.address(host.name)
             if is_loopback(address):
                 raise ValueError(
@@ -285,14 +290,13 @@ class HostsLauncher(FolderLauncher):
         """Return the content of ``job.json``."""
         # Several hosts may share one home folder.
         root = f"{options.folder.rstrip('/')}/{uuid.uuid4().hex}"
-        addresses = {
-            share.host.name: share.host.address or self._ssh.address(share.host.name)
-            for share in shares
-        }
+        addresses: list[str] = []  # of each worker's host
+        for share in shares:
+            address = share.host.address or self._ssh.address(share.host.name)
+            addresses += [address] * len(share.slots)
         # Without a network between them, workers of one host meet on its loopback interface.
-        meeting = "127.0.0.1" if len(shares) == 1 else addresses[shares[0].host.name]
-        listed = [addresses[share.host.name] for share in shares for _ in share.slots]
-        argv = [fill(word, {"{hosts}": ",".join(listed)}) for word in split_command(job)]
+        meeting = "127.0.0.1" if len(shares) == 1 else addresses[0]
+        argv = [fill(word, {"{hosts}": ",".join(addresses)}) for word in split_command(job)]
         common = {
             "num_workers": job.num_workers,
             "num_cpus": job.num_cpus,
@@ -307,10 +311,13 @@ class HostsLauncher(FolderLauncher):
             "oversubscribe": job.oversubscribe,
         }
         hosts = {}
-        for place, share in enumerate(shares if job.all_nodes else shares[:1]):
+        # A command that runs only in worker 0 starts the others itself.
+        started = shares if job.all_nodes else shares[:1]
+        for index, share in enumerate(started):
             commands = _commands(job, argv, share, meeting)
-            own = {"commands": commands, "slots": share.slots, "holds_port": place == 0}
-            hosts[share.host.name] = {**common, **own, "root": f"{root}-{place}"}
+            # Rank 0, which listens on the port, is on the first host.
+            own = {"commands": commands, "slots": share.slots, "holds_port": index == 0}
+            hosts[share.host.name] = {**common, **own, "root": f"{root}-{index}"}
         slots = {share.host.name: share.slots for share in shares}
         return {
             "run_id": job.run_id,
@@ -322,31 +329,30 @@ class HostsLauncher(FolderLauncher):
 
 
 def _commands(job: Job, argv: Sequence[str], share: Share, meeting: str) -> list[dict[str, Any]]:
-    """Return the processes of a run on one host, with the variables of torchrun; the host adds the port."""
+    """Return the processes of a run on one host, with the variables of torchrun."""
+    # The host adds the port.
+    common = {"MASTER_ADDR": meeting}
+    num_local = 1
+    if job.all_nodes:
+        num_local = len(share.slots)
+        common.update(WORLD_SIZE=str(job.num_workers), LOCAL_WORLD_SIZE=str(num_local))
     commands: list[dict[str, Any]] = []
-    for local, rank in enumerate(range(share.first_rank, share.first_rank + len(share.slots))):
-        env = {"MASTER_ADDR": meeting}
+    for local_rank in range(num_local):
+        rank = share.first_rank + local_rank
+        env = dict(common)
         if job.all_nodes:
-            size = {"WORLD_SIZE": str(job.num_workers), "LOCAL_WORLD_SIZE": str(len(share.slots))}
-            env.update(RANK=str(rank), LOCAL_RANK=str(local), **size)
-        commands.append(
-            {"argv": [fill(word, {"{rank}": str(rank)}) for word in argv], "env": env, "rank": rank}
-        )
-    # A command that runs only in worker 0 starts the others itself.
-    return commands if job.all_nodes else commands[:1]
+            env.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
+        ranked = [fill(word, {"{rank}": str(rank)}) for word in argv]
+        commands.append({"argv": ranked, "env": env, "rank": rank})
+    return commands
+
+
+def _count_slots(shares: Sequence[Share]) -> int:
+    return sum(len(share.slots) for share in shares)
 
 
 def _notes(job: Job, shares: Sequence[Share]) -> list[str]:
     """Return lines for the beginning of the log."""
-    notes = [
-        f"command: {shlex.join(split_command(job))}",
-        f"hosts: {', '.join(f'{share.host.name} ({len(share.slots)} workers)' for share in shares)}",
-    ]
-    url = job.env.get("MLBENCH_MASTER_URL", "")
-    if is_loopback(urlsplit(url).hostname or ""):
-        notes.append(
-            f"note: workers on other machines cannot reach the master at {url}, so their "
-            "metrics arrive when the run "
-            "ends; to see them earlier, start the master with --host and an address of this machine"
-        )
-    return notes
+    hosts = ", ".join(f"{share.host.name} ({len(share.slots)} workers)" for share in shares)
+    command = shlex.join(split_command(job))
+    return [f"command: {command}", f"hosts: {hosts}", *unreachable_note(job)]

@@ -57,8 +57,10 @@ class HostLink:
         self.name = name
         self.asked_at = 0.0
         self._ssh = ssh
+        self._command = [python, "-m", _AGENT]
         path = python_environment()["PYTHONPATH"]
-        self._command = [*(["env", f"PYTHONPATH={path}"] if path else []), python, "-m", _AGENT]
+        if path:
+            self._command = ["env", f"PYTHONPATH={path}", *self._command]
         self._interval_s = interval_s
         self._runs: dict[str, HostRun] = {}  # by the root on the host
         self._lock = threading.Lock()
@@ -94,20 +96,19 @@ class HostLink:
             has_more = False
             with self._lock:
                 runs = dict(self._runs)
-            steps = {
-                root: step
-                for root, run in runs.items()
-                if (step := run.step(self.name)) is not None
-            }
+            steps: dict[str, dict[str, Any]] = {}
+            for root, run in runs.items():
+                step = run.step(self.name)
+                if step is not None:
+                    steps[root] = step
             if steps:
                 has_more = self._try(runs, steps, partial(self._ask, runs, steps))
             self._start_fetching(runs)
             with self._lock:
-                self._runs = {
-                    root: run
-                    for root, run in self._runs.items()
-                    if not run.is_over or run.step(self.name) is not None
-                }
+                # Of a run that is over, the host may still have to delete its folder.
+                for root, run in list(self._runs.items()):
+                    if run.is_over and run.step(self.name) is None:
+                        del self._runs[root]
                 is_idle = not self._runs
             if not has_more:
                 self._wake.wait(None if is_idle else self._interval_s)
@@ -117,7 +118,7 @@ class HostLink:
     def _try(
         self, runs: dict[str, HostRun], steps: dict[str, Any], call: Callable[[], bool]
     ) -> bool:
-        """Make a call, and tell the runs if it fails."""
+        """Make a call, and notify the runs if it fails."""
         began = time.monotonic()
         try:
             return call()
@@ -134,31 +135,34 @@ class HostLink:
         return False
 
     def _ask(self, runs: dict[str, HostRun], steps: dict[str, dict[str, Any]]) -> bool:
-        """Send the steps of all runs, and give each run its answer; return whether there is more to say."""
+        """Send the steps of all runs and give each run its answer; return if there is more."""
         request = json.dumps({"version": __version__, "runs": steps}).encode()
         with self._ssh.call(self.name, self._command, request, _TIMEOUT_S, _ANSWER_BYTES) as file:
             content = file.read()
         try:
-            found = _answers.validate_json(content)
+            answers = _answers.validate_json(content)
         except ValidationError as error:
-            why = str(error).splitlines()[-2:]
+            why = " ".join(str(error).splitlines()[-2:])
             raise HostError(
-                f"host {self.name} gave a damaged answer: {' '.join(why)}", is_reached=True
+                f"host {self.name} gave a damaged answer: {why}", is_reached=True
             ) from error
-        if found["version"] != __version__:
+        if answers["version"] != __version__:
             raise HostError(
-                f"host {self.name} has MLBench {found['version']}, and the master has "
-                f"{__version__}: install the same "
-                "version there, or name another Python with --python",
+                f"host {self.name} has MLBench {answers['version']}, and the master has "
+                f"{__version__}: install the same version there, or name another Python with "
+                "--python",
                 is_reached=True,
             )
-        offset = found["now"] - time.time()
-        told = {root: run for root, run in runs.items() if root in found["runs"]}
-        more = [run.answered(self.name, found["runs"][root], offset) for root, run in told.items()]
-        return any(more)
+        offset = answers["now"] - time.time()
+        has_more = False
+        for root, run in runs.items():
+            if root in answers["runs"] and run.answered(self.name, answers["runs"][root], offset):
+                has_more = True
+        return has_more
 
     def _start_fetching(self, runs: dict[str, HostRun]) -> None:
-        """Fetch the files of runs that have ended here, in another thread, because they may be large."""
+        """Fetch the files of runs that have ended here."""
+        # In another thread, because they may be large.
         wanted = [run for run in runs.values() if run.to_fetch(self.name)]
         if wanted and (self._fetching is None or not self._fetching.is_alive()):
             self._fetching = threading.Thread(target=self._fetch_all, args=(wanted,), daemon=True)
@@ -171,16 +175,15 @@ class HostLink:
 
     def _fetch(self, run: HostRun) -> bool:
         root = run.root(self.name)
-        request = json.dumps(
-            {"fetch": root, "id": run.run_id, "parts": run.to_fetch(self.name)}
-        ).encode()
+        parts = run.to_fetch(self.name)
+        request = json.dumps({"fetch": root, "id": run.run_id, "parts": parts}).encode()
+        limits = (_FETCH_TIMEOUT_S, ARCHIVE_BYTES)
         problem = ""
         try:
-            with self._ssh.call(
-                self.name, self._command, request, _FETCH_TIMEOUT_S, ARCHIVE_BYTES
-            ) as archive:
+            with self._ssh.call(self.name, self._command, request, *limits) as archive:
                 unpack(archive, run.folder, run.hosts.index(self.name))
         except (UnpackError, HostError) as error:
+            # Another attempt can get over a broken connection, but not over a wrong archive.
             if isinstance(error, HostError) and not error.is_too_large:
                 raise
             problem = f"the files in {root} on host {self.name} stay there: {error}"

@@ -1,4 +1,4 @@
-"""Unpack the files of a run that a host sends: its results, and metrics that its workers could not deliver."""
+"""Unpack the files of a run that a host sends: results, and metrics that were not delivered."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
 
 class UnpackError(Exception):
-    """An archive is damaged, too large, or has something else than files in the folders of a run."""
+    """An archive is damaged, too large, or has other content than files in folders of a run."""
 
 
-def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
+def unpack(archive: IO[bytes], folder: Path, host_index: int) -> None:
     """Write the files of an archive below the folder of a run.
 
     Only plain files are written, so no later file can follow a link out of the folder.
@@ -38,8 +38,8 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
     Args:
         archive: A tar archive, which may have any content.
         folder: The folder.
-        place: Number of the host among those of the run. The workers of all hosts have files of the
-            same names for their metrics, so it becomes a part of these names.
+        host_index: Number of the host among those of the run. The workers of all hosts have files
+            of the same names for their metrics, so it becomes a part of these names.
 
     Raises:
         UnpackError: The archive is not one of the agent.
@@ -52,12 +52,12 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
                 size, count = size + max(member.size, 0), count + 1
                 if size > RESULT_BYTES or count > _MOST_FILES:
                     raise UnpackError(f"more than {_MOST_FILES} files or {RESULT_BYTES >> 30} GiB")
-                content = (
-                    tar.extractfile(member) if member.isreg() and not member.issparse() else None
-                )
+                content = None
+                if member.isreg() and not member.issparse():
+                    content = tar.extractfile(member)
                 if content is None:
                     raise UnpackError(f"{member.name[:80]!r} is not a plain file")
-                _write(content, _target(member.name, folder, place))
+                _write(content, _target(member.name, folder, host_index))
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UnpackError(f"the archive is damaged: {error}") from error
     except OSError as error:
@@ -66,13 +66,13 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
         raise UnpackError(f"a name in the archive cannot be used: {error.strerror}") from error
 
 
-def _target(name: str, folder: Path, place: int) -> Path:
+def _target(name: str, folder: Path, host_index: int) -> Path:
     first, *rest = PurePosixPath(name).parts or ("",)
     if first not in ("spool", "output") or not rest or ".." in rest:
         raise UnpackError(f"{name[:80]!r} is outside the folders of the run")
     # The names of lost metrics are different on each host, and the master reads the number in them.
     if first == "spool" and not re.fullmatch(LOST_NAME, rest[-1]):
-        rest[-1] = f"host{place}-{rest[-1]}"
+        rest[-1] = f"host{host_index}-{rest[-1]}"
     return folder.joinpath(first, *rest)
 
 

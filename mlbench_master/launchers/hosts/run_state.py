@@ -4,9 +4,11 @@ Its steps are::
 
     checking  every host checks the script, the GPUs and the version; a host that fails ends the run
     -> the port of the first host is recorded in progress.json: from here on, workers may exist
-    running   every host starts its supervisor once, and is looked at; if one fails, the others are stopped
-    -> all hosts have ended, their lines are here, and their results and undelivered metrics were fetched
-    over      ended.json has the status; the hosts delete their folders of the run, and the file left_on_hosts with them
+    running   every host starts its supervisor once, and is looked at;
+              if one fails, the others are stopped
+    -> all hosts have ended, their lines are here, and their files were fetched
+    over      ended.json has the status; the hosts delete their folders of the run,
+              and then the file left_on_hosts is deleted
 
 A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on
 at the same step. It looks for ``left_on_hosts``, because nobody asks about the status of a run that
@@ -30,7 +32,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from mlbench_master.launchers.error_search import is_consequence
 from mlbench_master.launchers.interface import JobStatus
-from mlbench_master.launchers.logs import LogWriter
+from mlbench_master.launchers.logs import DROPPING, LogWriter, dropping_problem
 from mlbench_master.launchers.supervisor.supervise import write_json
 
 __all__ = ["LEFT_ON_HOSTS", "Answer", "HostRun"]
@@ -39,7 +41,6 @@ LEFT_ON_HOSTS = "left_on_hosts"
 """Name of the file in the folder of a run that is over, while hosts have their folders of it."""
 
 _LOAD_BYTES = 4 * 2**20
-_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 
 
 class _Line(TypedDict):
@@ -50,7 +51,7 @@ class _Line(TypedDict):
 
 
 class Answer(TypedDict):
-    """What a host says about its part of a run; see the module ``agent``."""
+    """The answer of a host about its part of a run; see the module ``agent``."""
 
     state: Annotated[
         str, Field(pattern="^(?:prepared|running|ended|lost|missing|refused|troubled)$")
@@ -78,7 +79,10 @@ _status = TypeAdapter(_Status)
 
 @dataclass
 class _Kept:
-    """What ``progress.json`` has of a host."""
+    """The part of ``progress.json`` about a host.
+
+    ``log`` and ``load`` are the numbers of the next lines to ask for.
+    """
 
     log: int = 0
     load: int = 0
@@ -109,6 +113,10 @@ class _Part:
         return self.state == "ended" and self.is_complete
 
     @property
+    def is_done(self) -> bool:
+        return self.is_over and self.kept.is_fetched
+
+    @property
     def is_left(self) -> bool:
         """Return whether its folder is to be removed when the run is over."""
         return self.kept.is_started and self.kept.is_fetched and not self.kept.is_removed
@@ -133,7 +141,9 @@ class HostRun:
         self.run_id = int(job["run_id"])
         self.python = str(job["python"])
         self.options: tuple[str, ...] = tuple(job["options"])
-        self.slots: dict[str, set[int]] = {name: set(slots) for name, slots in job["slots"].items()}
+        self.slots: dict[str, set[int]] = {}
+        for name, slots in job["slots"].items():
+            self.slots[name] = set(slots)
         self._jobs: dict[str, dict[str, Any]] = job["hosts"]
         self._parts = {name: _Part(name, part["root"]) for name, part in self._jobs.items()}
         self._port: int | None = None
@@ -141,9 +151,9 @@ class HostRun:
         self._is_deleted = False
         self._ended: JobStatus | None = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads((folder / "progress.json").read_text())
-            self._port, self._is_stopping = known["port"], bool(known["is_stopping"])
-            for name, kept in known["hosts"].items():
+            progress = json.loads((folder / "progress.json").read_text())
+            self._port, self._is_stopping = progress["port"], bool(progress["is_stopping"])
+            for name, kept in progress["hosts"].items():
                 self._parts[name].kept = _Kept(**kept)
         with contextlib.suppress(OSError, ValueError, TypeError):
             self._ended = JobStatus(**json.loads((folder / "ended.json").read_text()))
@@ -161,10 +171,11 @@ class HostRun:
     @property
     def is_cleared(self) -> bool:
         """Return whether the run has ended and no host has a folder of it that is to be removed."""
-        return self.is_over and not any(part.is_left for part in self._parts.values())
+        return self.is_over and not self._is_left()
 
     def forget_folder(self) -> None:
-        """Write nothing more, because the folder on this machine is deleted, and the next run may get its path."""
+        """Write nothing more into the folder on this machine, which is being deleted."""
+        # The next run may get its path.
         with self._lock:
             self._is_deleted = True
 
@@ -176,9 +187,7 @@ class HostRun:
             problems = "; ".join(part.problem for part in self._parts.values() if part.problem)
             if self._port is None:
                 return JobStatus("waiting", problems or f"asks the hosts: {', '.join(self._parts)}")
-            return JobStatus(
-                "running", problems or (_DROPPING if self.log.dropping_mark.exists() else "")
-            )
+            return JobStatus("running", problems or dropping_problem(self.folder))
 
     def stop(self) -> None:
         """Have the workers of all hosts ended."""
@@ -199,6 +208,7 @@ class HostRun:
             )
             self.log.write(None, "system", text)
             part.state, part.problem = "ended", ""
+            # Nothing more is expected from it.
             part.is_complete = part.kept.is_removed = part.kept.is_fetched = True
             self._save()
             self._look_at_all()
@@ -206,21 +216,23 @@ class HostRun:
     def open_hosts(self) -> list[str]:
         """Return the hosts whose workers have not ended, or whose files are not here."""
         with self._lock:
-            return [
-                part.name
-                for part in self._parts.values()
-                if not (part.is_over and part.kept.is_fetched)
-            ]
+            return [part.name for part in self._open_parts()]
+
+    def _open_parts(self) -> list[_Part]:
+        return [part for part in self._parts.values() if not part.is_done]
 
     def problem_since(self, asked_at: dict[str, float], since: float) -> str:
-        """Return why hosts that have to answer did not, in calls since a time; empty if another one still may."""
+        """Return why hosts that have to answer did not, in calls since a time.
+
+        The text is empty if another one still may.
+        """
+        problems = []
         with self._lock:
-            open_parts = [self._parts[name] for name in self.open_hosts()]
-            if not open_parts or any(
-                not part.problem or asked_at.get(part.name, 0) < since for part in open_parts
-            ):
-                return ""
-            return "; ".join(part.problem for part in open_parts)
+            for part in self._open_parts():
+                if not part.problem or asked_at.get(part.name, 0) < since:
+                    return ""
+                problems.append(part.problem)
+        return "; ".join(problems)
 
     def step(self, name: str) -> dict[str, Any] | None:
         """Return what a host has to do next, or None if nothing."""
@@ -228,7 +240,9 @@ class HostRun:
             part = self._parts[name]
             step: dict[str, Any] = {"id": self.run_id, "log": part.kept.log, "load": part.kept.load}
             if self._ended is not None:
-                return {**step, "want": "remove"} if part.is_left else None
+                if part.is_left:
+                    return {**step, "want": "remove"}
+                return None
             if self._port is None:
                 if part.state == "prepared":
                     return None
@@ -252,8 +266,9 @@ class HostRun:
             part = self._parts[name]
             if not part.is_over or part.kept.is_fetched or self._ended is not None:
                 return []
-            # Rank 0 writes the results.
-            return ["spool", "output"] if name == self.hosts[0] else ["spool"]
+            if name == self.hosts[0]:  # of rank 0, which writes the results
+                return ["spool", "output"]
+            return ["spool"]
 
     def fetched(self, name: str, problem: str = "") -> None:
         """Record that the files of a host are here, or that they never will be."""
@@ -320,19 +335,18 @@ class HostRun:
                 self._port = self._parts[self.hosts[0]].port
                 self._save()
         else:
-            self._end(
-                JobStatus(
-                    "failed",
-                    f"host {part.name}: {_one_line(answer.get('reason', answer['state']))}",
-                )
-            )
+            reason = _one_line(answer.get("reason", answer["state"]))
+            self._end(JobStatus("failed", f"host {part.name}: {reason}"))
 
     def _keep_lines(self, part: _Part, answer: Answer) -> None:
         for line in answer.get("lines", ()):
+            text = line["text"]
             # Each supervisor says how its workers ended.
-            of_host = f"host {part.name}: " if line["rank"] is None else ""
-            self.log.write(line["rank"], line["stream"], of_host + line["text"], line["date"])
+            if line["rank"] is None:
+                text = f"host {part.name}: {text}"
+            self.log.write(line["rank"], line["stream"], text, line["date"])
         self.log.close()
+        # Dates of this form have the order of their texts.
         now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat() + "Z"
         if answer.get("load"):
             (self.folder / "load").mkdir(exist_ok=True)
@@ -360,39 +374,43 @@ class HostRun:
             self._save()
         if state == "running":
             part.state = "running"
-            part.problem = f"host {part.name}: {_DROPPING}" if answer.get("dropping") else ""
+            part.problem = ""
+            if answer.get("dropping"):
+                part.problem = f"host {part.name}: {DROPPING}"
             return
         part.state, part.is_complete = "ended", not answer.get("more")
         if state == "ended":
             self._take_status(part, answer.get("status", ""), clock_offset_s)
             return
+        # Only a host that has lost its workers has files to fetch.
         part.kept.is_fetched = part.kept.is_fetched or state != "lost"
         if not self._is_stopping:
             reason = answer.get("reason", "its folder of the run is gone")
-            how = (
-                f"host {part.name}"
-                if state == "refused"
-                else f"the workers on host {part.name} were lost"
-            )
-            part.failure = _one_line(f"{how}: {reason}")
+            who = f"host {part.name}"
+            if state != "refused":
+                who = f"the workers on {who} were lost"
+            part.failure = _one_line(f"{who}: {reason}")
 
     def _take_status(self, part: _Part, content: str, clock_offset_s: float) -> None:
         try:
             status = _status.validate_json(content)
         except ValidationError as error:
-            part.failure = (
-                f"status.json of host {part.name} is damaged: {str(error).splitlines()[0]}"
-            )
+            problem = str(error).splitlines()[0]
+            part.failure = f"status.json of host {part.name} is damaged: {problem}"
             return
         part.returncode = status["returncode"]
-        part.ended_at = status["finished_at"] - clock_offset_s
+        # By the clock of this machine, so that the failures of several hosts can be compared.
+        part.ended_at = part.failed_at = status["finished_at"] - clock_offset_s
         failed_at = status.get("failed_at")
-        part.failed_at = part.ended_at if failed_at is None else failed_at - clock_offset_s
+        if failed_at is not None:
+            part.failed_at = failed_at - clock_offset_s
         reason = _one_line(status["reason"])
         if status["returncode"] and reason != "stopped":
+            # After a failure, the workers of the other hosts are stopped with SIGTERM.
             part.is_consequence = "signal 15 " in reason or is_consequence(reason)
-            named = re.sub(r"^(worker \d+) ", rf"\1 on host {part.name} ", reason)
-            part.failure = named if named != reason else f"host {part.name}: {reason}"
+            part.failure = re.sub(r"^(worker \d+) ", rf"\1 on host {part.name} ", reason)
+            if part.failure == reason:
+                part.failure = f"host {part.name}: {reason}"
 
     def _look_at_all(self) -> None:
         """End the run if all of its hosts have ended."""
@@ -402,19 +420,17 @@ class HostRun:
             if self._is_stopping:
                 self._end(JobStatus("failed", "stopped"))
             return
-        parts = self._parts.values()
-        if not all(part.is_over and part.kept.is_fetched for part in parts):
+        if self._open_parts():
             return
-        finished_at = max(
-            (part.ended_at for part in parts if part.ended_at is not None), default=None
-        )
-        # A host without a status ended for its own reason, at a time that nobody knows.
-        failed = sorted(
-            (part for part in parts if part.failure),
-            key=lambda part: (part.is_consequence, part.failed_at or 0.0),
-        )
+        parts = self._parts.values()
+        end_times = [part.ended_at for part in parts if part.ended_at is not None]
+        finished_at = max(end_times, default=None)
+        failed = [part for part in parts if part.failure]
         if failed and not self._is_stopping:
-            self._end(JobStatus("failed", failed[0].failure, failed[0].returncode, finished_at))
+            # A cause comes first. A host without a status ended for its own reason, at a time that
+            # nobody knows.
+            first = min(failed, key=lambda part: (part.is_consequence, part.failed_at or 0.0))
+            self._end(JobStatus("failed", first.failure, first.returncode, finished_at))
         elif self._is_stopping or any(part.returncode for part in parts):
             self._end(JobStatus("failed", "stopped", finished_at=finished_at))
         else:
@@ -429,9 +445,12 @@ class HostRun:
         write_json(self.folder / "ended.json", asdict(status))
         self._ended = status
 
+    def _is_left(self) -> bool:
+        return any(part.is_left for part in self._parts.values())
+
     def _mark_left(self) -> None:
         mark = self.folder / LEFT_ON_HOSTS
-        if any(part.is_left for part in self._parts.values()):
+        if self._is_left():
             mark.touch()
         else:
             mark.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ _FOLDER_PREFIX = "mlbench-ssh-"
 _LOCK = "lock"
 # The path of a socket has at most 104 bytes on macOS, 108 on Linux. Of these, ssh adds 1 + 40 for
 # %C, and 17 for a temporary name; the name of the folder has 1 + 12 + 8, and a 0 ends the path.
-_LONGEST_PLACE = 104 - (1 + 40) - 17 - (1 + 12 + 8) - 1
+_LONGEST_FOLDER = 104 - (1 + 40) - 17 - (1 + 12 + 8) - 1
 _NEW_S = 60
 
 
@@ -80,13 +80,13 @@ class Ssh:
         if shutil.which(self._program[0]) is None:
             raise ConfigurationError(
                 f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: "
-                "install it "
-                f"(apt-get install openssh-client), or set {_VARIABLE}"
+                f"install it (apt-get install openssh-client), or set {_VARIABLE}"
             )
         _remove_old_folders()
         self._sockets = _make_folder()
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(lock(self._sockets / _LOCK))
+        # Kept until close(): by it, other masters know that this folder is in use.
+        self._folder_lock = contextlib.ExitStack()
+        self._folder_lock.enter_context(lock(self._sockets / _LOCK))
         self._used: set[str] = set()
         self._addresses: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -116,13 +116,11 @@ class Ssh:
         # Not pipes: the process that keeps the connection open would hold them.
         out = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
-            with tempfile.TemporaryFile() as said:
-                files = (request, out, said)
-                status = self._run(
-                    [*self._options(), "-T", "--", host, line], files, timeout_s, limit_bytes
-                )
+            with tempfile.TemporaryFile() as errors:
+                ssh = [*self._options(), "-T", "--", host, line]
+                status = self._run(ssh, (request, out, errors), timeout_s, limit_bytes)
                 out.seek(0)
-                place = out.read(_GREETING_BYTES).find(MARK)
+                mark_at = out.read(_GREETING_BYTES).find(MARK)
                 if status is None:
                     # The connection may be dead, and the next call needs a new one.
                     self._control("exit", host)
@@ -130,19 +128,22 @@ class Ssh:
                     raise HostError(
                         f"host {host} sends more than {limit_bytes >> 20} MiB", is_too_large=True
                     )
-                if status != 0 or place < 0:
-                    said.seek(max(0, said.seek(0, os.SEEK_END) - _GREETING_BYTES))
-                    raise _error(host, command, status, timeout_s, readable(said.read()))
-            out.seek(place + len(MARK))
+                if status != 0 or mark_at < 0:
+                    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _GREETING_BYTES))
+                    raise _error(host, command, status, timeout_s, readable(errors.read()))
+            out.seek(mark_at + len(MARK))
         except BaseException:
             out.close()
             raise
         return out
 
     def address(self, host: str) -> str:
-        """Return the name or address by which ssh reaches a host, from its configuration; this asks no host."""
+        """Return the name or address by which ssh reaches a host.
+
+        It is that of the configuration of ssh; no host is asked.
+        """
         if host not in self._addresses:
-            found = host.rpartition("@")[2]
+            address = host.rpartition("@")[2]
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run(
                     [*self._program, "-G", "--", host],
@@ -151,13 +152,11 @@ class Ssh:
                     timeout=10,
                     check=True,
                 )
-                names = [
-                    line.partition(" ")[2]
-                    for line in done.stdout.splitlines()
-                    if line.startswith("hostname ")
-                ]
-                found = names[0] if names else found
-            self._addresses[host] = found
+                for line in done.stdout.splitlines():
+                    if line.startswith("hostname "):
+                        address = line.removeprefix("hostname ")
+                        break
+            self._addresses[host] = address
         return self._addresses[host]
 
     def close(self) -> None:
@@ -167,19 +166,18 @@ class Ssh:
         for host in hosts:
             self._control("exit", host)
         shutil.rmtree(self._sockets, ignore_errors=True)
-        self._held.close()
+        self._folder_lock.close()
 
     def _control(self, command: str, host: str) -> None:
-        """Send a command to the process that keeps the connection to a host open, if there is one."""
+        """Send a command to the process that keeps the connection to a host open."""
         with tempfile.TemporaryFile() as out, contextlib.suppress(HostError):
             self._run([*self._options(), "-O", command, "--", host], (b"", out, out), 5, 2**20)
 
     def _options(self) -> list[str]:
-        settings = {**_OPTIONS, "ControlPath": str(self._sockets / "%C")}
-        return [
-            *self._program,
-            *(word for name, value in settings.items() for word in ("-o", f"{name}={value}")),
-        ]
+        words = list(self._program)
+        for name, value in _OPTIONS.items():
+            words += ["-o", f"{name}={value}"]
+        return [*words, "-o", f"ControlPath={self._sockets / '%C'}"]
 
     def _run(
         self,
@@ -188,12 +186,12 @@ class Ssh:
         timeout_s: float,
         limit_bytes: int,
     ) -> int | None:
-        """Run a program and return its exit status, or None if it took too long or wrote too much."""
-        request, out, said = files
+        """Run a program and return its exit status; None if it took too long or wrote too much."""
+        request, out, errors = files
         deadline = time.monotonic() + timeout_s
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
             )
         except OSError as error:
             raise HostError(f"ssh cannot be started: {error}") from error
@@ -210,58 +208,56 @@ class Ssh:
                 return None
 
 
-def _places() -> list[str]:
-    """Return the folders for temporary files whose paths are short enough for a socket below them."""
-    known = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
-    return [
-        place
-        for place in dict.fromkeys(known)
-        if place and len(os.fsencode(place)) <= _LONGEST_PLACE
-    ]
+def _temporary_folders() -> list[str]:
+    """Return the folders for temporary files whose paths are short enough for a socket in them."""
+    candidates = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
+    folders = []
+    for folder in dict.fromkeys(candidates):
+        if folder and len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            folders.append(folder)
+    return folders
 
 
 def _make_folder() -> Path:
     """Make the private folder for the sockets of the connections."""
     problem = "all of their paths are too long"
-    for place in _places():
+    for parent in _temporary_folders():
         try:
-            return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=place))
+            return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
         except OSError as error:
-            problem = f"{place}: {error.strerror}"
+            problem = f"{parent}: {error.strerror}"
     raise ConfigurationError(
-        f"TMPDIR must be a folder that can be written, with a path of at most {_LONGEST_PLACE} "
-        "characters, for the "
-        f"sockets of ssh: {problem}"
+        f"TMPDIR must be a folder that can be written, with a path of at most {_LONGEST_FOLDER} "
+        f"characters, for the sockets of ssh: {problem}"
     )
 
 
 def _remove_old_folders() -> None:
     """Remove the folders of masters that were killed, which hold no lock any more."""
-    for folder in (
-        folder for place in _places() for folder in Path(place).glob(f"{_FOLDER_PREFIX}*")
-    ):
-        with contextlib.suppress(OSError):  # TimeoutError, if its master continues, is one
-            status = folder.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            # A new one may have no lock yet.
-            if is_own and time.time() - status.st_mtime > _NEW_S:
-                with lock(folder / _LOCK, wait=False):
-                    shutil.rmtree(folder, ignore_errors=True)
+    for parent in map(Path, _temporary_folders()):
+        for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
+            with contextlib.suppress(OSError):  # TimeoutError, if its master continues, is one
+                status = folder.lstat()
+                is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                # A new one may have no lock yet.
+                if is_own and time.time() - status.st_mtime > _NEW_S:
+                    with lock(folder / _LOCK, wait=False):
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _error(
-    host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str
+    host: str, command: Sequence[str], status: int | None, timeout_s: float, output: str
 ) -> HostError:
     """Return why a call failed."""
-    # A connection that is shared by several calls ends without a message.
-    silent = "the connection broke" if status == _NO_CONNECTION else "it gave no reason"
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or [silent]
-    last = lines[-1][:_LONGEST_ERROR]
     if status is None:
         return HostError(f"host {host} does not answer: no complete answer within {timeout_s:g} s")
+    lines = output.strip().splitlines()
+    last = lines[-1].strip()[:_LONGEST_ERROR] if lines else ""
     if status == _NO_CONNECTION:
-        how = "refuses the login" if "Permission denied" in said else "does not answer"
-        return HostError(f"host {host} {how}: {last}")
+        how = "refuses the login" if "Permission denied" in output else "does not answer"
+        # A connection that is shared by several calls ends without a message.
+        return HostError(f"host {host} {how}: {last or 'the connection broke'}")
+    last = last or "it gave no reason"
     if "No module named" in last:
         # The Python is the word before -m.
         python = command[command.index("-m") - 1]

@@ -12,6 +12,11 @@ __all__ = ["FILE", "check_network", "host_addresses", "open_network", "place_wor
 FILE = "network"
 """The file in the folder of a run that exists if the run has an emulated network."""
 
+# Backends whose traffic would not pass through the emulated network.
+_WHY_NOT = {
+    "nccl": "workers of one machine use its memory",
+    "mpi": "mpirun starts all workers on one host",
+}
 _NOTE = (
     "note: the workers cannot reach the master from their emulated hosts, so their metrics "
     "arrive when the run ends"
@@ -34,14 +39,10 @@ def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool)
         ValueError: The network is wrong, or this machine cannot emulate it.
     """
     parse_network(text).check_hosts(num_workers)
-    if backend in ("nccl", "mpi"):
-        way = (
-            "workers of one machine use its memory"
-            if backend == "nccl"
-            else "mpirun starts all workers on one host"
-        )
+    if backend in _WHY_NOT:
         raise ValueError(
-            f"must be left out with backend {backend}, not {text!r}: {way}; choose the backend gloo"
+            f"must be left out with backend {backend}, not {text!r}: {_WHY_NOT[backend]}; choose "
+            "the backend gloo"
         )
     if not all_nodes:
         raise ValueError(
@@ -56,7 +57,7 @@ def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool)
 
 
 def place_worker(job: Job, port: int, env: dict[str, str], rank: int) -> None:
-    """Add the variables of a worker's emulated host to its environment, if the job has a network."""
+    """Add the variables of a worker's emulated host to its environment, if there is a network."""
     if job.network:
         env.update(EmulatedNetwork(job.num_workers, network=job.network).environment(rank, port))
         # The result names it: runs on different networks are not repeats of each other.
@@ -71,7 +72,7 @@ def host_addresses(job: Job) -> list[str]:
     if not job.network:
         return ["127.0.0.1"] * job.num_workers
     network = EmulatedNetwork(job.num_workers, network=job.network)
-    return [network.address(host) for host in range(job.num_workers)]
+    return list(map(network.address, range(job.num_workers)))
 
 
 def open_network(text: str, num_workers: int) -> EmulatedNetwork:

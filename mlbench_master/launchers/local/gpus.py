@@ -17,7 +17,9 @@ _ENTRY = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def find_gpus() -> tuple[str, ...]:
-    """Return the GPUs that workers may use: all of this machine, or those of this process's CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that workers may use.
+
+    They are all GPUs of this machine, or those of this process's CUDA_VISIBLE_DEVICES.
 
     Returns:
         Entries for the CUDA_VISIBLE_DEVICES of a worker.
@@ -26,7 +28,9 @@ def find_gpus() -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return installed or ()
-    return visible_gpus(visible, None if installed is None else len(installed))
+    if installed is None:
+        return visible_gpus(visible)
+    return visible_gpus(visible, len(installed))
 
 
 def visible_gpus(visible: str, installed: int | None = None) -> tuple[str, ...]:
@@ -40,8 +44,10 @@ def visible_gpus(visible: str, installed: int | None = None) -> tuple[str, ...]:
         installed: Number of GPUs of this machine, if it is known.
 
     Example:
-        >>> visible_gpus("1,GPU-8932f937"), visible_gpus("0,-1,1"), visible_gpus("0,4", installed=4), visible_gpus("")
-        (('1', 'GPU-8932f937'), ('0',), ('0',), ())
+        >>> visible_gpus("1,GPU-8932f937"), visible_gpus("0,-1,1"), visible_gpus("")
+        (('1', 'GPU-8932f937'), ('0',), ())
+        >>> visible_gpus("0,4", installed=4)
+        ('0',)
     """
     entries = []
     for entry in map(str.strip, visible.split(",")):
@@ -55,19 +61,21 @@ def visible_gpus(visible: str, installed: int | None = None) -> tuple[str, ...]:
 
 
 def installed_gpus(listing: str) -> tuple[str, ...]:
-    """Return the UUIDs in the output of ``nvidia-smi -L``; the instances of a divided GPU (MIG) take its place.
+    """Return the UUIDs in the output of ``nvidia-smi -L``.
+
+    The instances of a divided GPU (MIG) take its place.
 
     Example:
         >>> installed_gpus("GPU 0: NVIDIA H100 (UUID: GPU-1a)\\nGPU 1: NVIDIA H100 (UUID: GPU-2b)")
         ('GPU-1a', 'GPU-2b')
     """
-    found: list[str] = []
+    uuids: list[str] = []
     for uuid in _UUID.findall(listing):
         # CUDA cannot use a divided GPU as a whole.
-        if uuid.startswith("MIG") and found and found[-1].startswith("GPU"):
-            found.pop()
-        found.append(uuid)
-    return tuple(found)
+        if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
+            uuids.pop()
+        uuids.append(uuid)
+    return tuple(uuids)
 
 
 def _ask_nvidia_smi() -> tuple[str, ...] | None:

@@ -16,13 +16,13 @@ Each run has a supervisor process, which outlives the master. The files in the r
 its state::
 
     job.json         written by the master before the start: commands, environment
-    supervisor.json  written by the supervisor before it starts a worker: its process id and start mark
+    supervisor.json  written by the supervisor before it starts a worker: process id, start mark
     load/            the load of the workers, from the supervisor; see the module ``load_sampler``
-    log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
+    log.jsonl        lines of the workers, from the supervisor, and notes of the master; see ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
-    container        the program that runs containers, if the workers run in them; see the module ``containers``
-    status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
-    spool/           metrics that the workers could not deliver; the master stores them at the end of the run
+    container        the program that runs containers, if there are any; see ``containers``
+    status.json      written by the supervisor at the end; without both, the run is lost
+    spool/           metrics that were not delivered; the master stores them at the end of the run
     network          exists if each worker has an emulated host
     work/            the folder in which the workers run, unless the run has another one
     output/          the results of the workers, for example output/task1a/7/result.json
@@ -55,6 +55,8 @@ from mlbench_master.launchers.command_line import (
     fill,
     split_command,
     split_container_command,
+    threads_per_worker,
+    usable_cores,
     variables_to_remove,
     worker_environment,
 )
@@ -69,11 +71,16 @@ from mlbench_master.launchers.interface import WORKERS_PER_CORE, Job, JobStatus
 from mlbench_master.launchers.local import emulated_hosts
 from mlbench_master.launchers.local.gpus import find_gpus
 from mlbench_master.launchers.local.mpirun import is_mpirun, mpirun_command
-from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
+from mlbench_master.launchers.logs import (
+    append_log,
+    dropping_problem,
+    last_file,
+    log_limit_bytes,
+)
 from mlbench_master.launchers.supervisor.start import (
-    FOLDER_VARIABLE,
     end_marked,
     find_supervisor,
+    folder_variables,
     hold_port,
     read_state,
     signal_to,
@@ -85,7 +92,6 @@ __all__ = ["LocalLauncher", "worker_commands"]
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects
 # share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
-_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
@@ -129,15 +135,7 @@ class LocalLauncher(FolderLauncher):
     ) -> None:
         super().__init__(folder)
         self.place = f"{socket.gethostname()}:{self._folder}"
-        if cores is None:
-            # A container or taskset may leave this process fewer cores than the machine has; macOS
-            # cannot say.
-            cores = (
-                len(os.sched_getaffinity(0))
-                if hasattr(os, "sched_getaffinity")
-                else os.cpu_count() or 1
-            )
-        self._cores = cores
+        self._cores = usable_cores() if cores is None else cores
         self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
 
@@ -146,7 +144,7 @@ class LocalLauncher(FolderLauncher):
         return read_options(options) is not None
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse options that are unknown, and containers without their program; see :meth:`Launcher.check_options`."""
+        """Refuse unknown options and missing programs; see :meth:`Launcher.check_options`."""
         containers = read_options(options)
         if containers is not None:
             check_program(containers.program)
@@ -162,7 +160,7 @@ class LocalLauncher(FolderLauncher):
         return WORKERS_PER_CORE * self._cores
 
     def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
-        """Refuse a command whose program or script is missing; see :meth:`Launcher.check_program`."""
+        """Refuse a command that does not exist; see :meth:`Launcher.check_program`."""
         check_program_in(words, cwd, path)
 
     @property
@@ -192,13 +190,13 @@ class LocalLauncher(FolderLauncher):
             problem = remove_containers(containers.program, folder)
             if problem:
                 raise ConfigurationError(f"cannot start run {job.run_id}: {problem}")
-        held: socket.socket | None = None
+        port_socket: socket.socket | None = None
         limit_bytes = log_limit_bytes()
         # The containers of Docker and Podman are not below the supervisor, which measures the
         # processes below it.
-        sample_s = (
-            load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
-        )
+        sample_s = 0.0
+        if containers is None or containers.program == "apptainer":
+            sample_s = load_interval_s()
         try:
             (folder / "work").mkdir(parents=True)
             if containers is not None:
@@ -206,11 +204,12 @@ class LocalLauncher(FolderLauncher):
             if job.network:
                 (folder / emulated_hosts.FILE).write_text(job.network)
             self.results(job_id).mkdir()
-            held = hold_port()
-            commands, env = self._commands(job, folder, held.getsockname()[1], containers)
+            port_socket = hold_port()
+            commands, env = self._commands(job, folder, port_socket.getsockname()[1], containers)
             content = {
                 "commands": commands,
                 "env": env,
+                # A container inherits nothing of the master.
                 "remove": variables_to_remove(job.caller_env) if containers is None else [],
                 "cwd": job.cwd,
                 "grace_s": self._grace_s,
@@ -221,49 +220,41 @@ class LocalLauncher(FolderLauncher):
                 "container": containers.program if containers else "",
                 "network": job.network,
             }
-            (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
-            (folder / "job.json").write_text(json.dumps(content))
+            job_file = folder / "job.json"
+            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
+            job_file.write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            _children[folder] = start_supervisor(folder, held)
+            _children[folder] = start_supervisor(folder, port_socket)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot start run {job.run_id} in {folder}: {error}"
             ) from error
         finally:
-            if held is not None:
-                held.close()  # the supervisor has inherited it
+            if port_socket is not None:
+                port_socket.close()  # the supervisor has inherited it
         return job_id
 
     def _commands(
         self, job: Job, folder: Path, port: int, containers: Containers | None
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the processes to start for a job, and the environment of all of them."""
-        # More threads than cores slow down all workers, so a run that shares the cores gets fewer
-        # per worker.
-        threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
-        # A job may set its own number of threads, but not the folder, by which its processes are
-        # found, nor those below it, which the master reads.
-        own = {
-            FOLDER_VARIABLE: str(folder),
-            "MLBENCH_SPOOL": str(folder / "spool"),
-            "MLBENCH_OUTPUT": str(folder / "output"),
-        }
+        threads = threads_per_worker(job.num_cpus, job.num_workers, self._cores)
+        # A job may set its own number of threads, but not these.
+        own = folder_variables(folder)
         if containers is None:
-            return worker_commands(job, port), worker_environment(
-                job.env, job.caller_env, own, threads
-            )
-        mounts = [folder / name for name in ("work", "output", "spool")]
+            env = worker_environment(job.env, job.caller_env, own, threads)
+            return worker_commands(job, port), env
         # Not the whole folder of the user, which holds the master's database and its token.
-        mounts += [user_folder(name) for name in _USER_FOLDERS]
+        mounts = [folder / "work", folder / "output", folder / "spool"]
+        mounts += map(user_folder, _USER_FOLDERS)
         for mount in mounts:  # Docker would make them for root
             mount.mkdir(parents=True, exist_ok=True)
-        given = {name: os.environ[name] for name in containers.variables if name in os.environ}
+        inherited = {name: os.environ[name] for name in containers.variables if name in os.environ}
         home = {"MLBENCH_HOME": str(user_folder()), "PYTHONUNBUFFERED": "1"}
-        env = {"OMP_NUM_THREADS": str(threads), **given, **job.env, **home, **own}
-        commands = containers.wrap(
-            job, worker_commands(job, port, in_container=True), folder, mounts, list(env)
-        )
+        env = {"OMP_NUM_THREADS": str(threads), **inherited, **job.env, **home, **own}
+        commands = worker_commands(job, port, in_container=True)
+        commands = containers.wrap(job, commands, folder, mounts, list(env))
         return commands, containers.environment(env)
 
     def poll(self, job_id: str) -> JobStatus:
@@ -272,7 +263,7 @@ class LocalLauncher(FolderLauncher):
         # A status does not count before its supervisor has ended: its last steps may take time, and
         # a worker that writes the file must not end the run.
         if self._supervisor(folder) is not None:
-            return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
+            return JobStatus("running", dropping_problem(folder))
         try:
             status = _status.validate_json(read_state(folder / "status.json"))
         except FileNotFoundError:
@@ -283,10 +274,8 @@ class LocalLauncher(FolderLauncher):
             return JobStatus("lost", "lost: the run is not running, and it left no status")
         except (ValidationError, IsADirectoryError, PermissionError) as error:
             self._end_marked(folder)
-            return JobStatus(
-                "failed",
-                f"failed: {folder / 'status.json'} is damaged: {str(error).splitlines()[0]}",
-            )
+            problem = str(error).splitlines()[0]
+            return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {problem}")
         returncode = status["returncode"]
         state = "failed" if returncode else "finished"
         return JobStatus(state, status["reason"], returncode, status["finished_at"])
@@ -343,8 +332,7 @@ def load_interval_s() -> float:
     if interval != 0 and not _SHORTEST_LOAD_INTERVAL_S <= interval <= threading.TIMEOUT_MAX:
         raise ConfigurationError(
             f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least {_SHORTEST_LOAD_INTERVAL_S} "
-            f"seconds, not {text!r}: "
-            "set it to 0 for runs without samples of their load"
+            f"seconds, not {text!r}: set it to 0 for runs without samples of their load"
         )
     return interval
 
@@ -384,6 +372,7 @@ def worker_commands(
     for rank in range(job.num_workers):
         env = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if job.gpus:
+            # The only GPU that a worker sees has the number 0.
             env.update(CUDA_VISIBLE_DEVICES=job.gpus[rank], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         emulated_hosts.place_worker(job, port, env, rank)
         commands.append({"argv": _ranked(argv, rank), "env": env, "rank": rank})
@@ -391,11 +380,12 @@ def worker_commands(
 
 
 def _mpi_command(job: Job, argv: list[str], in_container: bool) -> dict[str, Any]:
-    """Return the single command that starts all workers of a job with the backend ``mpi``; MPI assigns ranks."""
+    """Return the single command that starts all workers of a job; MPI assigns the ranks."""
     if is_mpirun(argv[0]):  # the user's own mpirun, with its own options
         return {"argv": argv}
-    has_rank = any("{rank}" in word for word in argv)
-    workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
+    workers = [argv]
+    if any("{rank}" in word for word in argv):
+        workers = [_ranked(argv, rank) for rank in range(job.num_workers)]
     command, prefix = mpirun_command(job.num_workers, workers, in_container)
     return {"argv": command, "prefix": prefix}
 

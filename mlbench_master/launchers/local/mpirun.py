@@ -30,7 +30,7 @@ _VERSION_TIMEOUT_S = 30
 def mpirun_command(
     num_workers: int, workers: Sequence[Sequence[str]], in_container: bool = False
 ) -> tuple[list[str], str]:
-    """Return the command that starts workers through the ``mpirun`` of this machine, or through that of an image.
+    """Return the command that starts workers through the ``mpirun`` of this machine or an image.
 
     Args:
         num_workers: Number of workers.
@@ -45,19 +45,22 @@ def mpirun_command(
     Raises:
         ConfigurationError: ``mpirun`` was not found, or it does not run.
     """
-    program = "mpirun" if in_container else _find_mpirun()
-    version = "Open MPI" if in_container else _version(program)
+    if in_container:
+        program, version = "mpirun", "Open MPI"
+    else:
+        program = _find_mpirun()
+        version = _version(program)
     options, prefix = mpirun_options(version, as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
     # A line with ':' between its sections gives every worker its own arguments.
-    each = num_workers // len(workers)
-    parts: list[str] = []
-    for worker in workers:
-        parts += [*([":"] if parts else []), "-n", str(each), *worker]
+    each = str(num_workers // len(workers))
+    parts = ["-n", each, *workers[0]]
+    for worker in workers[1:]:
+        parts += [":", "-n", each, *worker]
     return [program, *options, *parts], prefix
 
 
 def mpirun_options(version: str, *, as_root: bool) -> tuple[list[str], str]:
-    """Return options of an ``mpirun``, and a regular expression for the beginning of each worker's lines.
+    """Return options of an ``mpirun``, and a regular expression for the beginning of its lines.
 
     Args:
         version: Output of ``mpirun --version``.
@@ -73,8 +76,11 @@ def mpirun_options(version: str, *, as_root: bool) -> tuple[list[str], str]:
         ['-prepend-rank']
     """
     if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
-        root = ["--allow-run-as-root"] if as_root else []
-        return [*root, "--oversubscribe", "--bind-to", "none", "--tag-output"], OPEN_MPI_PREFIX
+        # More workers than cores, and no binding: the master has divided the cores already.
+        options = ["--oversubscribe", "--bind-to", "none", "--tag-output"]
+        if as_root:
+            options.insert(0, "--allow-run-as-root")
+        return options, OPEN_MPI_PREFIX
     return ["-prepend-rank"], MPICH_PREFIX
 
 
@@ -89,9 +95,11 @@ def is_mpirun(word: str) -> bool:
 
 
 def _find_mpirun() -> str:
-    """Return the path of ``mpirun``; this Python's environment comes first, because mpi4py loads its library."""
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    program = shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places)
+    """Return the path of ``mpirun``."""
+    # This Python's environment comes first, because mpi4py loads its library.
+    programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    path = os.pathsep.join(programs)
+    program = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
     if program is None:
         raise ConfigurationError(
             "the backend mpi starts workers through mpirun, which was not found: install Open MPI "

@@ -7,21 +7,20 @@ imported; NVML is loaded if the driver of the GPUs has it.
 
 All figures of a worker belong to its process tree:
 
-==============  ==================================================================================
-cpu             Percent of one core since the last sample, with processes that started and ended in
-                between.
-memory          Resident memory in bytes. Memory that processes of the tree share counts once for
-                each of them.
-gpu             Percent of the time in which the worker's GPU was busy; of the whole GPU, whoever
-                used it.
-gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
-network_in      Bytes per second that arrived, and
-network_out     bytes per second that left. A worker in its own network namespace has its own
-                figures, without its loopback interface. Workers that share the network of the
-                machine have the figures of the whole machine, with the loopback interface, which
-                carries the traffic between local workers. The system counts no bytes of a single
-                process, so these figures are marked with ``"network": "machine"``.
-==============  ==================================================================================
+==============  ====================================================================cpu
+    Percent of one core since the last sample, with processes that started and ended in between.
+memory
+    Resident memory in bytes. Memory that processes of the tree share counts once for each of them.
+gpu
+    Percent of the time in which the worker's GPU was busy; of the whole GPU, whoever used it.
+gpu_memory
+    Bytes in use on the worker's GPU; of the whole GPU.
+network_in, network_out
+    Bytes per second that arrived and that left. A worker in its own network namespace has its own
+    figures, without its loopback interface. Workers that share the network of the machine have the
+    figures of the whole machine, with the loopback interface, which carries the traffic between
+    local workers. The system counts no bytes of a single process, so these figures are marked with
+    ``"network": "machine"``.
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ class LoadSampler:
         self._starts_others = len(roots) < num_workers or None in roots.values()
         self._gpus = GpuMeter(gpus)
         self._own_namespace = _namespace(_OWN_PROCESS)
-        self._known: dict[psutil.Process, int] = {}
+        self._ranks: dict[psutil.Process, int] = {}
         self._seconds: dict[int, float] = {}  # of the CPU, by rank
-        self._bytes = {
-            self._own_namespace: _machine_bytes()
-        }  # received and sent, by network namespace
+        # Received and sent, by network namespace.
+        self._bytes = {self._own_namespace: _machine_bytes()}
         self._time = time.monotonic()
 
     def sample(self) -> dict[int, dict[str, Any]]:
@@ -93,10 +91,11 @@ class LoadSampler:
                 if namespace not in counters:
                     counters[namespace] = _namespace_bytes(process.pid)
         gpus = self._gpus.read()
-        found: dict[int, dict[str, Any]] = {}
+        loads: dict[int, dict[str, Any]] = {}
         for rank in sorted(seconds):
+            # It falls when a process goes whose parent did not wait for it.
             busy = max(seconds[rank] - self._seconds.get(rank, 0.0), 0.0)
-            found[rank] = {
+            loads[rank] = {
                 "cpu": round(100 * busy / elapsed, 1),
                 "memory": memory.get(rank, 0),
                 **gpus.get(rank, {}),
@@ -104,48 +103,46 @@ class LoadSampler:
             namespace = namespaces.get(rank, self._own_namespace)
             before, after = self._bytes.get(namespace), counters[namespace]
             if before is not None and after is not None:
-                rates = (round(max(b - a, 0) / elapsed) for a, b in zip(before, after, strict=True))
-                found[rank].update(zip(("network_in", "network_out"), rates, strict=True))
+                loads[rank]["network_in"] = round(max(after[0] - before[0], 0) / elapsed)
+                loads[rank]["network_out"] = round(max(after[1] - before[1], 0) / elapsed)
                 if namespace == self._own_namespace:
-                    found[rank]["network"] = "machine"
+                    loads[rank]["network"] = "machine"
         self._time, self._seconds, self._bytes = now, seconds, counters
-        return found
+        return loads
 
     def _workers(self) -> Iterator[tuple[psutil.Process, int]]:
         """Yield the processes of all workers with their ranks."""
-        ranks: dict[int, int] = {}
-        known: dict[psutil.Process, int] = {}
-        for process in psutil.Process().children(
-            recursive=True
-        ):  # parents come before their children
+        ranks_by_id: dict[int, int] = {}
+        ranks: dict[psutil.Process, int] = {}
+        # Parents come before their children.
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
-                rank = self._known.get(process)
+                rank = self._ranks.get(process)
+                is_certain = rank is not None
+                if rank is None:
+                    rank = self._roots.get(process.pid, ranks_by_id.get(process.ppid()))
+                    is_certain = not self._starts_others
+                    if self._starts_others or rank is None:
+                        own_rank = self._rank_in_environment(process)
+                        if own_rank is not None:
+                            rank, is_certain = own_rank, True
                 if rank is not None:
-                    known[process] = rank
-                else:
-                    rank = self._roots.get(process.pid, ranks.get(process.ppid()))
-                    told = self._told_rank(process) if self._starts_others or rank is None else None
-                    rank = rank if told is None else told
                     # A launcher may just have forked a process, which has the launcher's variables
-                    # until it executes another program.
-                    if rank is not None and (told is not None or not self._starts_others):
-                        known[process] = rank
-                if rank is not None:
-                    ranks[process.pid] = rank
+                    # until it executes another program: ask it again at the next sample.
+                    if is_certain:
+                        ranks[process] = rank
+                    ranks_by_id[process.pid] = rank
                     yield process, rank
-        self._known = known
+        self._ranks = ranks
 
-    def _told_rank(self, process: psutil.Process) -> int | None:
+    def _rank_in_environment(self, process: psutil.Process) -> int | None:
         """Return the rank in a process's environment, also of one whose parent has ended."""
         environment = process.environ()
         for variable in _RANK_VARIABLES:
             text = environment.get(variable, "")
-            if (
-                text.isascii()
-                and text.isdigit()
-                and len(text) < 10
-                and int(text) < self._num_workers
-            ):
+            # The command of a run may have set the variable to anything.
+            is_number = text.isascii() and text.isdigit() and len(text) < 10
+            if is_number and int(text) < self._num_workers:
                 return int(text)
         return None
 
@@ -167,7 +164,9 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMeter:
-    """A meter of GPUs, through the library of their driver (NVML), which answers in microseconds without a program.
+    """A meter of GPUs, through the library of their driver (NVML).
+
+    It answers in microseconds, without a program.
 
     Args:
         gpus: Entries of CUDA_VISIBLE_DEVICES by rank. A number is taken in the order of the PCI
@@ -195,16 +194,17 @@ class GpuMeter:
                 self._devices[rank] = device
 
     def read(self) -> dict[int, dict[str, int]]:
-        """Return ``gpu`` and ``gpu_memory`` of each rank; a figure that the GPU does not have is absent."""
-        found: dict[int, dict[str, int]] = {}
+        """Return ``gpu`` and ``gpu_memory`` of each rank, if the GPU has these figures."""
+        figures: dict[int, dict[str, int]] = {}
         for rank, device in self._devices.items():
-            found[rank] = {}
+            figures[rank] = {}
             busy, memory = _Utilization(), _Memory()
+            # The functions of NVML return 0 for success.
             if not self._nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(busy)):
-                found[rank]["gpu"] = busy.gpu
+                figures[rank]["gpu"] = busy.gpu
             if not self._nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-                found[rank]["gpu_memory"] = memory.used
-        return found
+                figures[rank]["gpu_memory"] = memory.used
+        return figures
 
 
 def _namespace(pid: int | str) -> str:
@@ -222,9 +222,10 @@ def _machine_bytes() -> tuple[int, int] | None:
 
 
 def _namespace_bytes(pid: int) -> tuple[int, int]:
-    """Return the bytes that a process's network namespace has received and sent through its network interfaces."""
+    """Return the bytes that a process's network namespace has received and sent."""
     received = sent = 0
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]:
+        # Each line has 8 numbers of received data, of which the first is bytes, then 8 of sent data.
         name, _, values = line.partition(":")
         if name.strip() != "lo":
             received += int(values.split()[0])

@@ -1,4 +1,7 @@
-"""Start, find and end the supervisor of a run on this machine. Its imports are light, as those of the supervisor."""
+"""Start, find and end the supervisor of a run on this machine.
+
+Its imports are light, as those of the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ __all__ = [
     "FOLDER_VARIABLE",
     "end_marked",
     "find_supervisor",
+    "folder_variables",
     "hold_port",
     "read_state",
     "signal_to",
@@ -31,6 +35,18 @@ FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
 
 _SUPERVISOR = "mlbench_master.launchers.supervisor.supervise"
 _STATE_BYTES = 65_536
+
+
+def folder_variables(folder: Path) -> dict[str, str]:
+    """Return the variables of the workers of a run that a job cannot set itself.
+
+    The processes of the run are found by the first one. The master reads the folders of the others.
+    """
+    return {
+        FOLDER_VARIABLE: str(folder),
+        "MLBENCH_SPOOL": str(folder / "spool"),
+        "MLBENCH_OUTPUT": str(folder / "output"),
+    }
 
 
 def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
@@ -62,33 +78,38 @@ def find_supervisor(folder: Path) -> int | None:
     with contextlib.suppress(
         OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, psutil.Error
     ):
-        known = json.loads(read_state(folder / "supervisor.json"))
-        pid = int(known["pid"])
-        if start_mark(pid) == known["started"] and _supervises(psutil.Process(pid), folder):
+        state = json.loads(read_state(folder / "supervisor.json"))
+        pid = int(state["pid"])
+        # Another process may have got the id since.
+        if start_mark(pid) == state["started"] and _supervises(psutil.Process(pid), folder):
             return pid
     # A supervisor that has just started has not written the file yet, and a worker may have
     # replaced it.
-    for process in processes_with(FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
-        with contextlib.suppress(psutil.Error):
-            if _supervises(process, folder):
-                return int(process.pid)
+    if folder.exists():
+        for process in processes_with(FOLDER_VARIABLE, str(folder)):
+            with contextlib.suppress(psutil.Error):
+                if _supervises(process, folder):
+                    return int(process.pid)
     return None
 
 
 def _supervises(process: psutil.Process, folder: Path) -> bool:
-    """Return True if a process is the supervisor of a run: its command line ends with the module and the folder."""
-    module, of = ["", "", *process.cmdline()][-2:]
-    same = module == _SUPERVISOR and os.path.realpath(of) == os.path.realpath(folder)
-    return same and process.status() != psutil.STATUS_ZOMBIE
+    """Return True if a process is the supervisor of a run and has not ended."""
+    # The command line ends with the module and the folder.
+    module, supervised = ["", "", *process.cmdline()][-2:]
+    if module != _SUPERVISOR or os.path.realpath(supervised) != os.path.realpath(folder):
+        return False
+    return bool(process.status() != psutil.STATUS_ZOMBIE)
 
 
 def end_marked(folder: Path, grace_s: float) -> None:
-    """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
+    """End processes that a killed supervisor left behind."""
     end_processes(processes_with(FOLDER_VARIABLE, str(folder)), grace_s)
 
 
 def read_state(path: Path) -> bytes:
-    """Return the content of a small file, which a worker may have replaced by a pipe or a large one."""
+    """Return the content of a small file."""
+    # A worker may have replaced it by a pipe or a large file.
     with open_at_once(path) as file:
         return file.read(_STATE_BYTES)
 

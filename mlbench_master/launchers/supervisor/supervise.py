@@ -39,14 +39,14 @@ import psutil
 
 from mlbench_master.launchers.containers.launcher import remove_containers
 from mlbench_master.launchers.error_search import CONTAINER_STATUSES, ErrorSearch, is_consequence
-from mlbench_master.launchers.logs import LogWriter, readable
+from mlbench_master.launchers.logs import LogWriter, readable_line
 from mlbench_master.launchers.supervisor.load_sampler import LoadSampler
 from mlbench_master.processes import end_processes, start_mark
 
 if TYPE_CHECKING:
     from mlbench_core.network.emulated import EmulatedNetwork
 
-__all__ = ["describe_exit", "write_json"]
+__all__ = ["describe_exit", "from_shell_status", "write_json"]
 
 # Longer lines are divided. A line of the log is at most six times as long, and its end still shows
 # on a page.
@@ -71,6 +71,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content))
     part.replace(path)
+
+
+def from_shell_status(status: int) -> int:
+    """Return the exit status of a process from the one that a shell or mpirun reports.
+
+    Example:
+        >>> from_shell_status(137), from_shell_status(3)
+        (-9, 3)
+    """
+    if _SHELL_SIGNAL < status < 2 * _SHELL_SIGNAL:
+        return _SHELL_SIGNAL - status
+    return status
 
 
 def describe_exit(rank: int | None, returncode: int) -> str:
@@ -99,13 +111,6 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     return f"{who} died: signal {-returncode} ({name})"
 
 
-def _open_network(text: str, num_workers: int) -> EmulatedNetwork:
-    # Imported here, because most runs have no emulated network.
-    from mlbench_master.launchers.local.emulated_hosts import open_network
-
-    return open_network(text, num_workers)
-
-
 class _Supervisor:
     """Run the processes of one job to their end."""
 
@@ -115,9 +120,8 @@ class _Supervisor:
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
         self._cwd = job.get("cwd") or folder / "work"
-        for name in job.get(
-            "remove", ()
-        ):  # of the call that started the master, which the run must not inherit
+        # Variables of the call that started the master, which the run must not inherit.
+        for name in job.get("remove", ()):
             os.environ.pop(name, None)
         self._grace_s = float(job["grace_s"])
         self._num_workers = int(job["num_workers"])
@@ -136,9 +140,8 @@ class _Supervisor:
         self._failed_rank: int | None = None
         self._failed_at: float | None = None
         self._failed_to_start = ""
-        self._failures: list[
-            tuple[int, int]
-        ] = []  # rank and exit status, in the order in which they ended
+        # Rank and exit status of the workers that failed, in the order in which they ended.
+        self._failures: list[tuple[int, int]] = []
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
@@ -150,11 +153,10 @@ class _Supervisor:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Before any worker starts: without this file, a master knows that none has started, and may
         # start the run.
-        write_json(
-            self._folder / "supervisor.json",
-            {"pid": os.getpid(), "started": start_mark(os.getpid())},
-        )
-        self._reserve_status()
+        pid = os.getpid()
+        write_json(self._folder / "supervisor.json", {"pid": pid, "started": start_mark(pid)})
+        with contextlib.suppress(OSError):
+            self._status_part.write_bytes(b" " * _STATUS_BYTES)
         if sys.platform.startswith("linux"):
             # Adopt grandchildren whose parent dies, so that they are ended, too.
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -163,7 +165,10 @@ class _Supervisor:
         for command in self._commands:
             try:
                 if self._network_text and self._network is None:
-                    self._network = _open_network(self._network_text, self._num_workers)
+                    # Imported here, because most runs have no emulated network.
+                    from mlbench_master.launchers.local.emulated_hosts import open_network
+
+                    self._network = open_network(self._network_text, self._num_workers)
                 self._start(**command)
             except OSError as error:
                 self._failed_to_start = (
@@ -209,10 +214,9 @@ class _Supervisor:
         if self._failed_to_start or not returncode:
             return self._failed_to_start
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
-        by_signal = (
-            by_mpirun or self._container
-        ) and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
-        returncode = _SHELL_SIGNAL - returncode if by_signal else returncode
+        # Without these two, a status above 128 is the worker's own.
+        if by_mpirun or self._container:
+            returncode = from_shell_status(returncode)
         errors = self._errors[self._failed_rank]
         error = errors.said(returncode)
         if self._container and returncode in CONTAINER_STATUSES:
@@ -221,46 +225,39 @@ class _Supervisor:
         return f"{reason}: {error}" if error else reason
 
     def _cause(self, returncode: int) -> int:
-        """Set the rank that failed to the one that made the others fail, and return its exit status.
+        """Set the rank that failed to the one that made the others fail; return its exit status.
 
         A worker that raises an exception closes its connections before it ends, so another one may
         end before it.
         """
-        first = self._failures[0] if self._failures else None
-        if (
-            first is None
-            or self._failed_rank != first[0]
-            or not is_consequence(self._errors[first[0]].said(first[1]))
-        ):
+        if not self._failures:
+            return returncode
+        rank, status = self._failures[0]
+        if self._failed_rank != rank or not is_consequence(self._errors[rank].said(status)):
             return returncode
         for rank, status in self._failures[1:]:
-            said = self._errors[rank].said(status)
-            if (said or status < 0) and not is_consequence(said):
+            error = self._errors[rank].said(status)
+            # A worker that a signal has ended may have written nothing.
+            if (error or status < 0) and not is_consequence(error):
                 self._failed_rank = rank
                 return status
         return returncode
 
-    def _reserve_status(self) -> None:
-        with contextlib.suppress(OSError):
-            self._status_part.write_bytes(b" " * _STATUS_BYTES)
-
     def _write_status(self, status: dict[str, Any]) -> None:
-        content = (
-            json.dumps(status).encode().ljust(_STATUS_BYTES)
-        )  # blanks may follow a value in JSON
+        # Blanks may follow a value in JSON.
+        content = json.dumps(status).encode().ljust(_STATUS_BYTES)
         while True:
             try:
-                # Not "wb", which would give up the room.
-                with self._status_part.open(
-                    "r+b" if self._status_part.exists() else "wb", buffering=0
-                ) as file:
+                # Not always "wb", which would give up the room.
+                mode = "r+b" if self._status_part.exists() else "wb"
+                with self._status_part.open(mode, buffering=0) as file:
                     if file.write(content) == len(content):
                         self._status_part.replace(self._folder / "status.json")
                         return
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
                     raise
-            # The master takes the run for running until there is room.
+            # Until there is room, the run counts as running for the master.
             time.sleep(_DISK_PAUSE_S)
 
     @property
@@ -290,15 +287,16 @@ class _Supervisor:
         self._roots[process.pid] = rank
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            reader = threading.Thread(
-                target=self._read, args=(pipe, rank, stream, prefix), daemon=True
-            )
+            arguments = (pipe, rank, stream, prefix)
+            reader = threading.Thread(target=self._read, args=arguments, daemon=True)
             reader.start()
             self._readers.append(reader)
+
+        def wait_for_end() -> None:
+            self._ended.put((rank, process.wait()))
+
         # One thread per process: polling would not show which of two processes ended first.
-        threading.Thread(
-            target=lambda: self._ended.put((rank, process.wait())), daemon=True
-        ).start()
+        threading.Thread(target=wait_for_end, daemon=True).start()
 
     def _close_network(self) -> None:
         """End the workers on emulated hosts, and remove the hosts."""
@@ -313,7 +311,7 @@ class _Supervisor:
         self._network.close()
 
     def _sample_load(self) -> None:
-        """Write the load of the workers again and again; the run does not depend on it."""
+        """Write the load of the workers until they end; the run does not depend on it."""
         folder = self._folder / "load"
         with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
@@ -332,13 +330,12 @@ class _Supervisor:
         status = 0
         deadline: float | None = None
         for _ in self._commands:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                ended = self._ended.get(
-                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-                )
+                ended = self._ended.get(timeout=timeout)
             except queue.Empty:
                 break
-            if ended is None:
+            if ended is None:  # a request to stop
                 break
             rank, returncode = ended
             if returncode and rank is not None:
@@ -351,25 +348,24 @@ class _Supervisor:
         return status
 
     def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
-        """Log the lines of a process; lines of an mpirun come from its workers, or name the worker that failed."""
+        """Log the lines of a process.
+
+        The lines of an mpirun come from its workers, or name the worker that failed.
+        """
         with pipe:
             # The limit keeps a line that never ends from filling the memory.
             while raw := pipe.readline(_MAX_LINE_BYTES):
-                # A progress bar overwrites itself with carriage returns: log only its last state.
-                text = readable(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
+                text = readable_line(raw)
                 marked = re.match(prefix, text) if prefix else None
                 if marked is not None:
                     self._write_line(int(marked[1]), stream, text[marked.end() :])
                     continue
                 self._write_line(rank, stream, text)
                 # Open MPI and MPICH report the failed rank nowhere but in their output.
-                failure = (
-                    _MPIRUN_FAILURE.search(text)
-                    if rank is None and self._failed_rank is None
-                    else None
-                )
-                if failure is not None:
-                    self._failed_rank = int(failure[1] or failure[2])
+                if rank is None and self._failed_rank is None:
+                    failure = _MPIRUN_FAILURE.search(text)
+                    if failure is not None:
+                        self._failed_rank = int(failure[1] or failure[2])
 
     def _write_line(self, rank: int | None, stream: str, text: str) -> None:
         """Log a line of a worker."""
