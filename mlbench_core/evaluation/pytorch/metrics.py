@@ -226,7 +226,7 @@ class _StatisticsMetric(MLBenchMetric):
 
         Args:
             perc: The value that a call returned, as the tensor or its number. Only the last 256
-                calls that were not added yet are known. If no update has a value that a call
+                calls that were not added yet are kept. If no update has a value that a call
                 returned, the average is the weighted mean of the values.
             size: Number of samples in the batch.
 

@@ -330,6 +330,7 @@ class Model(tf.Module):
                 strides = 1
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
         self.final_norm = BatchNorm(width, data_format) if resnet_version == 2 else None
+        # Variance 1/(fan in), as in the networks for PyTorch.
         self.weights = tf.Variable(
             lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)),
             name="dense/kernel",

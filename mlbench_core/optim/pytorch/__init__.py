@@ -90,7 +90,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "sparsified_sgd": SparsifiedSGD,
     "streaming_diloco": StreamingDiLoCo,
 }
-"""The optimizers that :func:`get_optimizer` knows, by name."""
+"""The optimizers that :func:`get_optimizer` can make, by name."""
 
 
 class UnknownOptimizerError(ValueError, KeyError):
@@ -122,6 +122,6 @@ def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
     """
     if optimizer not in optimizers:
         raise UnknownOptimizerError(
-            f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}"
+            f"optimizer must be one of {', '.join(sorted(optimizers))}, not {optimizer!r}"
         )
     return optimizers[optimizer](**kwargs)

@@ -284,9 +284,12 @@ def _fused(
 ) -> bool | None:
     """Return torch's argument ``fused``: the user's choice, or one that fits the parameters."""
     overlaps = isinstance(aggregation, Aggregation) and aggregation.overlap
+    # Without overlap, every bit is that of torch's plain update, which the fused one rounds
+    # differently.
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlaps):
         return fused
     if not fused:
+        # None, not False, with which torch would not use its foreach update on GPUs either.
         return suits_fused(model) or None
     for name, parameter in model.named_parameters():
         if not is_dense(parameter):

@@ -212,6 +212,7 @@ class CompressedOptimizer(Optimizer):
             parameters = {name: parameter for name, parameter, _ in named}
             refuse_complex(self.aggregation, parameters)
         except (TypeError, ValueError):
+            # A refused group leaves the optimizer as it was.
             self.param_groups.pop()
             raise
 

@@ -91,6 +91,7 @@ class Dion(CompressedOptimizer):
         lr = float(group["lr"])
         parameter.mul_(1 - lr * group["weight_decay"])
         if is_matrix(parameter):
+            # A kernel is a matrix with one row per output channel.
             rows = len(parameter)
             parameter.add_(agreed, alpha=-lr * math.sqrt(rows / (parameter.numel() // rows)))
             return

@@ -150,7 +150,7 @@ class DynamicLossScaler:
         if missing:
             raise ValueError(
                 f"the state of a DynamicLossScaler lacks {sorted(missing)}; it has "
-                f"{sorted(state_dict)}: give what its state_dict() returned"
+                f"{sorted(state_dict)}: give the result of its state_dict()"
             )
         loss_scale = _in_range("loss_scale", state_dict["loss_scale"], 0.0)
         self.updates_without_overflow = check_int(

@@ -110,6 +110,8 @@ class OneBitAdam(CompressedOptimizer):
         beta2 = group["betas"][1]
         if t <= warmup_steps:
             v.mul_(beta2).addcmul_(agreed, agreed, value=1 - beta2)
+        # One bit cannot represent a momentum of zero, and with v = 0 the step would be divided by
+        # epsilon alone.
         m = self.aggregation.momentum(name).to(v.dtype).masked_fill(v == 0, 0)
         # The momentum forgets values that are not finite, but this step must show them.
         is_finite = all_finite(agreed)

@@ -213,6 +213,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         aggregation: DiLoCoAggregation | None = None,
     ) -> None:
         if inner_optimizer is None:
+            # None for fused, not False, with which torch would not use its foreach update either.
             inner_optimizer = partial(
                 AdamW,
                 lr=check_lr(lr, "DiLoCo"),
@@ -226,6 +227,7 @@ class DiLoCo(GenericCentralizedOptimizer):
                 f"lr must be left out, not {lr!r}, because "
                 "inner_optimizer has its own: write it there"
             )
+        # The defaults of outer_lr and outer_momentum count as left out.
         if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):
             raise ValueError(
                 "outer_lr and outer_momentum must be left out, because outer_optimizer has its own"

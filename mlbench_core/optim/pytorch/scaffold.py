@@ -121,6 +121,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
         }
         gradients: list[tuple[Tensor, Tensor]] = []
         for name, parameter in named.items():
+            # A parameter that the optimizer does not update has the rate 0.
             self._scaffold.count(name, rates.get(id(parameter), 0.0))
             correction = self._scaffold.correction(name)
             if parameter.grad is not None and correction is not None:

@@ -140,7 +140,8 @@ class SparsifiedSGD(CompressedOptimizer):
         if changed is None or not (parameter.is_contiguous() and agreed.is_contiguous()):
             super()._update(name, parameter, agreed, group)
             return
-        # Several workers may have sent a coordinate. Each writes the same result.
+        # All other coordinates of the result are zero. Several workers may have sent a coordinate;
+        # each writes the same result.
         x, steps = parameter.view(-1), agreed.view(-1).index_select(0, changed)
         x.index_copy_(0, changed, x.index_select(0, changed).sub_(steps))
 

@@ -183,6 +183,7 @@ class Translator:
         start = inputs.new_full((inputs.shape[1],), self.bos)
         with evaluation_mode(self.model):
             state = GNMTState(self.model, inputs, lengths)
+            # The search does not count the start symbol.
             return search(LogitProposer(state), start, self.options, self.max_seq_len - 1)
 
     def _words_of_each(self, ids: Tensor, lengths: Tensor) -> list[list[int]]:

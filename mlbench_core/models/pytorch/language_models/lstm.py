@@ -290,6 +290,7 @@ class _LossInPieces(torch.autograd.Function):
             of_x.append(of_piece)
             for total, gradient in zip(of_parameters, further, strict=True):
                 total += gradient
+        # The gradients are saved instead of the inputs, and the backward pass only scales them.
         ctx.save_for_backward(torch.cat(of_x), *of_parameters)
         return torch.stack(losses).sum()
 

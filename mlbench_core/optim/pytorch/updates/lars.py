@@ -120,9 +120,9 @@ class LARS(Optimizer):
                     rate = rate * _ratio(
                         parameter, parameter.grad, group["weight_decay"], group["trust_coefficient"]
                     )
-                parameter.sub_(
-                    state["momentum_buffer"].mul_(group["momentum"]).add_(update.mul_(rate))
-                )
+                # The buffer contains the rate: a change of the rate affects only later gradients.
+                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(update.mul_(rate))
+                parameter.sub_(buffer)
         return loss
 
 

@@ -137,7 +137,7 @@ class MuonAdamW(Optimizer):
         for matrix, parameter in zip(matrices, parameters, strict=True):
             matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]
         optimizer = Muon(matrices, **options)
-        # The same dictionaries, so that this optimizer keeps what the step writes into them.
+        # The same dictionaries, so that this optimizer keeps the values that the step writes.
         for matrix, parameter in zip(matrices, parameters, strict=True):
             optimizer.state[matrix] = self.state[parameter]
         optimizer.step()

@@ -323,6 +323,7 @@ def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        # Not in place: a rate that is a tensor could not be restored.
         group["lr"] = rate * factor
     try:
         yield

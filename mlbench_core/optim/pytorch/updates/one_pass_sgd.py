@@ -78,14 +78,16 @@ class OnePassSGD(SGD):
             else:
                 plain.append(row)
         options = {name: group[name] for name in _OPTIONS}
+        # torch's function takes a list of parameters, one of gradients and one of buffers.
         if fused:
             parameters, gradients, buffers = map(list, zip(*fused, strict=True))
             sgd(parameters, gradients, buffers, fused=True, **options)
         if plain:
             parameters, gradients, buffers = map(list, zip(*plain, strict=True))
             sgd(parameters, gradients, buffers, foreach=False, fused=False, **options)
-            for parameter, row in new.items():
-                self.state[parameter]["momentum_buffer"] = buffers[row]
+            # It has written the new buffers into its list.
+            for parameter, position in new.items():
+                self.state[parameter]["momentum_buffer"] = buffers[position]
 
 
 def sgd_step(optimizer: SGD, closure: Closure | None = None) -> Any:
