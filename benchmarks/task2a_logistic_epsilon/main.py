@@ -34,7 +34,6 @@ from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLR
 from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standardization
 from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.tasks import get_task
-from mlbench_core.tracking.tracker import Tracker
 
 TASK = get_task("2a")
 L2 = 2.5e-6
@@ -116,17 +115,15 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
     record = partial(tracker.record_stat, log_to_api=run.rank == 0)
 
-    def evaluate(
-        on: LinearBatches, tracker: Tracker | None
-    ) -> tuple[dict[MLBenchMetric, float], float]:
-        return validation_round(
-            on, model, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu
-        )
+    evaluate = partial(
+        validation_round, model=model, loss_function=loss_function, metrics=metrics, dtype="fp32",
+        use_cuda=run.gpu,
+    )  # fmt: skip
 
     def validate() -> tuple[dict[MLBenchMetric, float], float]:
-        values, loss = evaluate(validation_batches, tracker)
+        values, loss = evaluate(validation_batches, tracker=tracker)
         if args.full_train:
-            full_values, full_loss = evaluate(all_batches, None)
+            full_values, full_loss = evaluate(all_batches)
             record("global_full_train_loss", full_loss)
             for metric, value in full_values.items():
                 record(f"global_full_train_{metric.name}", value)
