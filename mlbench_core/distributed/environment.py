@@ -59,7 +59,7 @@ class Place:
     master_port: int = DEFAULT_PORT
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which torch reads this place; none for a worker alone."""
+        """Return the variables from which torch reads this place; none for a worker alone."""
         if self.master_address is None:
             return {}
         return {
@@ -84,7 +84,7 @@ class ClusterEnvironment(ABC):
         self.environment = os.environ if environment is None else environment
 
     def is_active(self) -> bool:
-        """Return True if this process was started this way; always for ways that leave no trace in the environment."""
+        """Return True if this process was started this way; always if the way leaves no trace."""
         return True
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ClusterEnvironment(ABC):
         return self.place().rank
 
     def is_on_one_machine(self, place: Place) -> bool:
-        """Return True if all workers are known to run on this machine, so that nobody else needs to reach them.
+        """Return True if all workers are known to run here, so nobody else needs to reach them.
 
         Args:
             place: This worker's place, from :meth:`place`.
@@ -199,7 +199,9 @@ class HostsEnvironment(ClusterEnvironment):
 
 
 class TorchrunEnvironment(ClusterEnvironment):
-    """Workers started by ``torchrun``, or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Workers started by ``torchrun``, or by anything else that sets torch's four variables.
+
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Example:
         >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "4000"}
@@ -270,7 +272,10 @@ class _MPIEnvironment(ClusterEnvironment):
 
 
 class OpenMPIEnvironment(_MPIEnvironment):
-    """Workers started by Open MPI's ``mpirun``; over several hosts it needs ``-x MASTER_ADDR=<first host>``."""
+    """Workers started by Open MPI's ``mpirun``.
+
+    Over several hosts it needs ``-x MASTER_ADDR=<first host>``.
+    """
 
     name = "Open MPI's mpirun"
     rank_name = "OMPI_COMM_WORLD_RANK"
@@ -280,7 +285,10 @@ class OpenMPIEnvironment(_MPIEnvironment):
 
 
 class MPICHEnvironment(_MPIEnvironment):
-    """Workers started by MPICH's or Intel's ``mpirun``; over several hosts it needs ``-genv MASTER_ADDR <host>``."""
+    """Workers started by MPICH's or Intel's ``mpirun``.
+
+    Over several hosts it needs ``-genv MASTER_ADDR <host>``.
+    """
 
     name = "MPICH's mpirun"
     rank_name = "PMI_RANK"
@@ -290,7 +298,7 @@ class MPICHEnvironment(_MPIEnvironment):
 
 
 class MPIWorldEnvironment(ClusterEnvironment):
-    """Workers of the backend ``mpi``, started in any way: MPI itself gives the rank and the world size.
+    """Workers of the backend ``mpi``, started in any way: MPI gives rank and world size.
 
     The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place`
     starts MPI.
@@ -342,7 +350,7 @@ class MPIWorldEnvironment(ClusterEnvironment):
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
+    """Workers started by SLURM's ``srun``, one per task; the rendezvous is the first node.
 
     Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name
     resolves here. If not, it is the address by which SLURM reaches the node (``NodeAddr`` of
@@ -353,7 +361,8 @@ class SlurmEnvironment(ClusterEnvironment):
     the same variables as task 0.
 
     Example:
-        >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
+        >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0",
+        ...              "SLURM_JOB_ID": "71234",
         ...              "SLURM_NODELIST": "node[07-08]"}
         >>> SlurmEnvironment(variables).place()
         Place(rank=2, world_size=4, local_rank=0, master_address='node07', master_port=26234)
@@ -431,7 +440,7 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def _slurm_address(nodes: str) -> str:
-    """Return the name of the first node, or the address that SLURM has for it if the name does not resolve."""
+    """Return the first node's name, or SLURM's address for it if the name does not resolve."""
     # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as
     # containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
@@ -443,7 +452,7 @@ def _slurm_address(nodes: str) -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    """Return the answer of SLURM's ``scontrol``; empty if it is missing, fails or does not answer in time."""
+    """Return the output of SLURM's ``scontrol``; empty if it is missing, fails or is too slow."""
     try:
         done = subprocess.run(
             ["scontrol", *arguments],

@@ -25,7 +25,7 @@ _DISCARD_PORT = 9
 def interface_variables(
     address: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
+    """Return environment variables that lead Gloo, TensorPipe and NCCL to an address's interface.
 
     Args:
         address: Host or address of rank 0; None for a worker alone.
@@ -51,7 +51,7 @@ def interface_variables(
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the network interface that has the address from which this machine reaches another one.
+    """Return the network interface through which this machine reaches another one.
 
     Nothing is sent: connecting a datagram socket only asks the system for the route.
 
@@ -102,7 +102,7 @@ def resolves(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Return the IP addresses at which others may reach this machine: IPv4 first, without loopback addresses.
+    """Return IP addresses at which others may reach this machine: IPv4 first, no loopback.
 
     Example:
         >>> "127.0.0.1" in own_addresses()

@@ -1,4 +1,4 @@
-"""Let each worker learn the address of every other one, for a framework that needs the whole list at its start.
+"""Exchange the addresses of all workers, for a framework that needs them at its start.
 
 A launcher gives every worker the address of rank 0 only. The workers meet there once::
 
@@ -49,7 +49,8 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
         WorkerError: A worker did not arrive in time, or two workers have the same rank.
 
     Example:
-        >>> with worker_addresses(environment.Place(rank=0, world_size=1), timeout_s=1) as addresses:
+        >>> place = environment.Place(rank=0, world_size=1)
+        >>> with worker_addresses(place, timeout_s=1) as addresses:
         ...     addresses[0].partition(":")[0]
         '127.0.0.1'
     """

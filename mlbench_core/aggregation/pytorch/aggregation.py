@@ -234,7 +234,10 @@ class Aggregation(ABC):
         self._reduce(flag, process_groups.dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, op: Any) -> None:
-        """Reduce a tensor over the workers, in place, in a message of its own; one worker alone sends none."""
+        """Reduce a tensor over the workers, in place, in a separate message.
+
+        One worker alone sends none.
+        """
         if self.world_size == 1:
             return
         # Gloo needs it in the host's memory, NCCL on the GPU.
@@ -245,7 +248,7 @@ class Aggregation(ABC):
             tensor.copy_(sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values kept between calls, keyed by parameter name; empty if there are none."""
+        """Return the values kept between calls, by parameter name; empty if there are none."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -265,7 +268,7 @@ class Aggregation(ABC):
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Aggregation:
-        """Return a copy that communicates through the same group, because a group cannot be copied."""
+        """Return a copy in the same process group, because a group cannot be copied."""
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = object.__new__(type(self))
         state = copy.deepcopy(self.__getstate__(), memo)
@@ -294,7 +297,7 @@ class Aggregation(ABC):
         return {name for name in names if not is_buffer(name)}
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
-        """Return the mappings from names to remembered values, which must not change if a tensor is skipped."""
+        """Return the remembered values by name, which must not change if a tensor is skipped."""
         return []
 
     def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
@@ -306,7 +309,7 @@ class Aggregation(ABC):
         raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
 
     def _count(self, op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
-        """Count a collective for the tracker, and its bytes as sent; see :func:`count_collective`."""
+        """Count a collective for the tracker, and its bytes; see :func:`count_collective`."""
         self._count_bytes(size_bytes)
         count_collective(op, group, size_bytes, overlapped)
 
@@ -322,14 +325,14 @@ class Aggregation(ABC):
         op: str,
         denom: Denominator | None = None,
     ) -> None:
-        """Let another aggregation, a part of this one, aggregate tensors; its bytes count as this one's."""
+        """Aggregate tensors by another aggregation, and count its bytes as this one's."""
         if tensors:
             with self._counting_bytes_of(part):
                 part.aggregate(tensors, op, denom)
 
     @contextmanager
     def _counting_bytes_of(self, part: Aggregation) -> Iterator[None]:
-        """Count the bytes that another aggregation, a part of this one, sends in the block as this one's."""
+        """Count the bytes that another aggregation sends in the block as this one's."""
         before = part.bytes_sent
         yield
         self._count_bytes(part.bytes_sent - before)
@@ -367,7 +370,7 @@ class Aggregation(ABC):
             self._aggregate_some_gradients(admitted, op, denom)
 
     def mark(self, flags: Tensor, frozen: Collection[str]) -> None:
-        """Write into the first flag of a message that this worker has trained a parameter that was frozen until now.
+        """Mark the first flag of a message if this worker has trained a frozen parameter.
 
         The mark is infinite, so it stays in a sum over any number of workers in any dtype, and
         needs no room.
@@ -380,7 +383,7 @@ class Aggregation(ABC):
             flags[0] = math.inf
 
     def read_mark(self, flags: Tensor, frozen: Sequence[str], is_present: bool) -> None:
-        """Let the frozen parameters that a worker has trained travel from now on, if the first flag has a mark.
+        """Let the frozen parameters that a worker has trained travel, if the first flag has a mark.
 
         It replaces the mark by the flag itself.
 
@@ -422,7 +425,9 @@ class Aggregation(ABC):
         parameters: Mapping[str, Tensor] | None = None,
         pending: list[Callable[[], None]] | None = None,
     ) -> None:
-        """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
+        """Compare the parameters that are new in the layout with those of the other workers.
+
+        It is a collective operation.
 
         Args:
             parameters: Parameters to note in the layout before, by name.
@@ -506,7 +511,7 @@ class Aggregation(ABC):
                     self._restore(name, before)
 
     def _restore(self, name: str, before: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the remembered values of a parameter that was skipped, because no worker has a gradient of it."""
+        """Restore the remembered values of a parameter that no worker has a gradient of."""
         for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
             if name not in kept:
                 remembered.pop(name, None)
@@ -546,7 +551,7 @@ class Aggregation(ABC):
     def _traveling(
         self, weights: Mapping[str, Tensor], pending: list[Callable[[], None]] | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights that travel, the same on all workers, which all call this before they send.
+        """Return the weights that travel, the same on all workers; all call it before they send.
 
         Args:
             weights: All weights.
@@ -566,7 +571,7 @@ def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_complex(aggregation: Aggregation, parameters: Mapping[str, Tensor]) -> None:
-    """Raise a TypeError if parameters to train are complex and the aggregation takes real numbers only."""
+    """Raise a TypeError if a trained parameter is complex and the aggregation takes only reals."""
     for name, parameter in parameters.items():
         if parameter.is_complex() and parameter.requires_grad and not aggregation.takes_complex:
             raise TypeError(

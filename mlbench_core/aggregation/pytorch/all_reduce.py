@@ -182,12 +182,12 @@ class AllReduceAggregation(Aggregation):
             self._shared = SharedMemorySum(self.group)
 
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
-        """Make the function that aggregates a model's gradients; see :meth:`Aggregation.agg_grad`."""
+        """Make the function that aggregates gradients; see :meth:`Aggregation.agg_grad`."""
         function = super().agg_grad()
         return functools.partial(self._aggregate_by_layer, function) if by_layer else function
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
-        """Make the function that aggregates a model's weights; see :meth:`Aggregation.agg_model`."""
+        """Make the function that aggregates weights; see :meth:`Aggregation.agg_model`."""
         function = super().agg_model()
         return functools.partial(self._aggregate_by_layer, function) if by_layer else function
 
@@ -243,7 +243,9 @@ class AllReduceAggregation(Aggregation):
                     divide(tensor, divisor)
 
     def divides_early(self, dtype: torch.dtype) -> bool:
-        """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
+        """Return whether tensors of a dtype are divided before they are sent.
+
+        This is so on request, and if the message is converted.
 
         Args:
             dtype: Of the tensors; complex numbers travel as pairs of real ones.
@@ -251,7 +253,7 @@ class AllReduceAggregation(Aggregation):
         return self.divide_before or self.comm_dtype not in (None, dtype.to_real())
 
     def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
-        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`.
+        """Begin to sum a flat message over the workers; do not touch it before :meth:`finish`.
 
         Args:
             message: The message.
@@ -273,13 +275,13 @@ class AllReduceAggregation(Aggregation):
         return message if self.comm_dtype is None else as_real(message).to(self.comm_dtype)
 
     def _shared_sum(self) -> SharedMemorySum:
-        """Return the sum through shared memory; make a new one in a copy or in a new process group."""
+        """Return the sum through shared memory; renew it in a copy or in a new process group."""
         if self._shared is None or not self._shared.is_of_this_group():
             self._shared = SharedMemorySum(self.group)
         return self._shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings, because memory shared with other processes belongs to this process."""
+        """Return the settings; shared memory belongs to this process and is left out."""
         return {**self.__dict__, "_shared": None}
 
     def finish(self, transfer: Transfer) -> None:
@@ -358,7 +360,7 @@ class AllReduceAggregation(Aggregation):
                 unpack(message, group)
 
     def _goes_directly(self, tensor: Tensor) -> bool:
-        """Return whether the workers average by sends and receives. The answer is the same on all workers."""
+        """Return whether the workers average by sends and receives; the same on all workers."""
         dist = process_groups.dist
         return (
             tensor.device.type == "cpu"

@@ -105,7 +105,7 @@ class Compression(ABC):
         """Compress a tensor of shape (n,), with n at least 1."""
 
     def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
-        """Compress x - y, of shape (n,), in the dtype of ``x``; ``kept`` is memory for the difference."""
+        """Compress x - y, shape (n,), in the dtype of ``x``; ``kept`` is memory for it."""
         difference = torch.sub(x, y, out=kept.flat("difference", len(x), x.dtype, x.device))
         return _without_views(self.compress(difference), difference)
 
@@ -134,7 +134,7 @@ class Identity(Compression):
 
 
 class TopK(Compression):
-    """Keep the k = max(1, round(ratio n)) entries of largest magnitude, with their indices; delta = k / n.
+    """Keep the k = max(1, round(ratio n)) entries of largest magnitude; delta = k / n.
 
     Args:
         ratio: Share of the entries that are kept, in (0, 1].
@@ -178,7 +178,7 @@ class TopK(Compression):
 
 
 class RandomK(Compression):
-    """Keep k = max(1, round(ratio n)) entries drawn uniformly, the same on all workers; delta = k / n.
+    """Keep k = max(1, round(ratio n)) random entries, the same on all workers; delta = k / n.
 
     Indices are not sent, because all workers draw them from generators with the same seed.
 
@@ -216,7 +216,9 @@ class RandomK(Compression):
 
 
 class ScaledSign(Compression):
-    r"""One bit per entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
+    r"""One bit per entry and the mean magnitude.
+
+    .. math:: Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)
 
     :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A
     complex number counts as two real ones.
@@ -345,7 +347,7 @@ class ChocoAggregation(DecentralizedAggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
+        """Return the bytes of the tensors over those sent for them; 1 before any message."""
         return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
     # Weights change little from step to step, so a compressed difference brings the copies closer.
@@ -434,7 +436,7 @@ class ChocoAggregation(DecentralizedAggregation):
         return x_i[start:stop] + self.gamma * s_i[start:stop]
 
     def _agree_on_state(self) -> None:
-        """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
+        """Keep copies and sums if those of all workers belong together, or else start from zero."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
         # Not Python's hash(), which differs between processes. repr() of these values is the same
         # on every worker.
@@ -457,7 +459,7 @@ class ChocoAggregation(DecentralizedAggregation):
         self._must_agree = False
 
     def _edges(self) -> list[list[int]] | None:
-        """Return the edges of the graph as lists, which a checkpoint can hold; None before they are known."""
+        """Return the edges of the graph as lists, for a checkpoint; None before they are known."""
         return None if self.topology is None else [list(edge) for edge in self.topology.edges]
 
     def state_dict(self) -> dict[str, Any]:
@@ -536,7 +538,7 @@ class ChocoAggregation(DecentralizedAggregation):
 
 
 def _without_views(q: Compressed, x: Tensor) -> Compressed:
-    """Copy the parts of a compressed tensor that share the memory of ``x``, which the next tensor overwrites."""
+    """Copy the parts that share the memory of ``x``, which the next tensor overwrites."""
     memory = x.untyped_storage().data_ptr()
     return replace(
         q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent)
@@ -544,7 +546,7 @@ def _without_views(q: Compressed, x: Tensor) -> Compressed:
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
-    """Split a neighbor's message into tensors; they have the sizes and dtypes of this worker's own tensors."""
+    """Split a neighbor's message into tensors of the sizes and dtypes of this worker's own."""
     result, start = {}, 0
     for name, q_i in own.items():
         parts = []

@@ -25,7 +25,9 @@ __all__ = ["CompressedAggregation", "LossyAggregation"]
 
 
 class LossyAggregation(Aggregation):
-    r"""Base class of aggregations that send less than the whole gradients and may remember the rest.
+    r"""Base class of aggregations that send less than the whole gradients.
+
+    They may remember the rest.
 
     The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at
     least in float32. If no worker has a gradient of a parameter, the parameter is skipped, and its
@@ -62,7 +64,7 @@ class LossyAggregation(Aggregation):
         )
 
     def memory(self, name: str) -> Tensor | None:
-        """Return a tensor's error memory, the part that this worker has not sent yet; None without one.
+        """Return a tensor's error memory, the part not sent yet by this worker; None without one.
 
         Args:
             name: The tensor's name.
@@ -192,7 +194,7 @@ class CompressedAggregation(LossyAggregation):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the error memory by parameter name under ``"memory"``; an empty dictionary without one."""
+        """Return the error memory by parameter name under ``"memory"``; empty without one."""
         return {"memory": dict(self._memory)} if self._memory else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,7 +208,7 @@ class CompressedAggregation(LossyAggregation):
         self._memory = {name: error.clone() for name, error in memory.items()}
 
     def _gather(self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]) -> Tensor:
-        """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing.
+        """Return every worker's message, shape (k, length), by rank; one worker sends nothing.
 
         Extra tensors travel at the end of the message. They are replaced by their sum over the
         workers, divided by the divisor.

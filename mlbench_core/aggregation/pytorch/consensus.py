@@ -67,7 +67,9 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
 
 
 def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> None:
-    """Replace all weights and floating-point buffers of every worker by their average, for example to evaluate.
+    """Replace all weights and floating-point buffers of every worker by their average.
+
+    Use it to evaluate the average, for example.
 
     Frozen parameters are averaged too, because workers may have frozen them at different values.
     Every worker must call it.
@@ -134,7 +136,7 @@ def _wait_for_gpu(tensors: Mapping[str, Tensor]) -> None:
 def averaged_weights(
     model: nn.Module, process_group: Any = None, tracker: Any = None
 ) -> Iterator[nn.Module]:
-    """Give every worker the average of all workers' weights and floating-point buffers during a validation.
+    """Give every worker the average of all weights and floating-point buffers for a validation.
 
     After the block, even if it raises an exception, each worker has its own values again, bit for
     bit: all parameters, all buffers (persistent or not) and the values of ``get_extra_state``. So

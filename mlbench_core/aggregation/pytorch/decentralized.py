@@ -143,7 +143,7 @@ class DecentralizedAggregation(Aggregation):
             self._all_reduce.average(extra, self.world_size)
 
     def _mix(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype and device by their weighted average with the neighbors', in place."""
+        """Average tensors of one dtype and device with the neighbors', weighted and in place."""
         if not self._weights:
             self._compare_neighbors()
         groups = messages_of(tensors)
@@ -162,7 +162,7 @@ class DecentralizedAggregation(Aggregation):
                 unpack(message, group)
 
     def _pack(self, number: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy tensors into a flat message, in memory that is kept for the message of this number."""
+        """Copy tensors into a flat message, in memory that is kept for its number."""
         numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         return pack(
             tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device)
@@ -258,7 +258,9 @@ class DecentralizedAggregation(Aggregation):
 
 
 def check_average(op: str) -> None:
-    """Raise an error for operations other than ``"avg_world"``: weights are divided only by the number of workers.
+    """Raise an error for operations other than ``"avg_world"``.
+
+    Averages of weights are divided only by the number of workers.
 
     Raises:
         UnknownOperationError: ``op`` is another one.

@@ -64,7 +64,8 @@ class DeMoAggregation(CompressedAggregation):
 
     Example:
         >>> aggregation, gradient = DeMoAggregation(top_k=1), torch.tensor([1.0, 2.0, 3.0])
-        >>> aggregation.aggregate({"weight": gradient}, "avg_world")  # sends the first coefficient, the mean
+        >>> # It sends the first coefficient, the mean.
+        >>> aggregation.aggregate({"weight": gradient}, "avg_world")
         >>> gradient.round(decimals=4), aggregation.memory("weight").round(decimals=4)
         (tensor([2., 2., 2.]), tensor([-1.,  0.,  1.]))
 
@@ -141,7 +142,7 @@ class DeMoAggregation(CompressedAggregation):
             tensor.copy_(self._invert(mean, tensor.shape))
 
     def _sides(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """Return the number of blocks and the side of a block, along the rows and along the columns of a matrix."""
+        """Return the number of blocks and the side of one, along a matrix's rows and columns."""
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // rows
         a, b = (
@@ -167,7 +168,7 @@ class DeMoAggregation(CompressedAggregation):
         return blocks.transpose(1, 2).reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum by parameter name under ``"momentum"``; an empty dictionary without one."""
+        """Return the momentum by parameter name under ``"momentum"``; empty without one."""
         return {"momentum": dict(self._memory)} if self._memory else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -69,7 +69,8 @@ class DionAggregation(LossyAggregation):
         TypeError: ``rank`` or ``seed`` is not an integer, or ``momentum`` is not a number.
 
     Example:
-        >>> aggregation, gradient = DionAggregation(rank=1), torch.outer(torch.tensor([3.0, -4.0]), torch.ones(4))
+        >>> aggregation = DionAggregation(rank=1)
+        >>> gradient = torch.outer(torch.tensor([3.0, -4.0]), torch.ones(4))
         >>> aggregation.aggregate({"weight": gradient}, "avg_world")  # the gradient has rank 1
         >>> gradient.round(decimals=4)  # (0.6, -0.8) times (0.5, 0.5, 0.5, 0.5)
         tensor([[ 0.3000,  0.3000,  0.3000,  0.3000],

@@ -61,7 +61,8 @@ class OneBitAggregation(EFSignAggregation):
 
     Example:
         >>> import torch
-        >>> aggregation, gradient = OneBitAggregation(beta=0.5, warmup_steps=0), torch.tensor([6.0, -2.0])
+        >>> aggregation = OneBitAggregation(beta=0.5, warmup_steps=0)
+        >>> gradient = torch.tensor([6.0, -2.0])
         >>> aggregation.aggregate({"weight": gradient}, "avg_world")
         >>> gradient, aggregation.memory("weight")
         (tensor([ 2., -2.]), tensor([1., 1.]))

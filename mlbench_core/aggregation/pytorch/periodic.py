@@ -11,9 +11,9 @@
 
 With a delay of tau steps, A is an average that does not block::
 
-    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---------> IN FLIGHT (tau more local steps)
-         ^                                                                    |
-         +--- add (average - copy) to x_i <--- t mod H = tau: wait -----------+
+    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---> IN FLIGHT (tau more local steps)
+         ^                                                               |
+         +--- add (average - copy) to x_i <--- t mod H = tau: wait ------+
 
 A worker waits for a message only in the step that adds it, or when its state is saved or copied.
 
@@ -151,7 +151,7 @@ class PeriodicAggregation(Aggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the compression ratio of the wrapped aggregation; steps that send nothing do not count."""
+        """Return the wrapped aggregation's ratio; steps that send nothing do not count."""
         return self.inside.compression_ratio
 
     # The other workers would never receive the gradients of a step that sends nothing.
@@ -161,7 +161,7 @@ class PeriodicAggregation(Aggregation):
     def aggregate(
         self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
     ) -> None:
-        """Count a step of every tensor. Aggregate the tensors whose count is a multiple of H, in place.
+        """Count a step of every tensor, and aggregate those whose count is a multiple of H.
 
         With a delay, start to average these tensors, and correct those whose average is due.
 
@@ -197,7 +197,10 @@ class PeriodicAggregation(Aggregation):
             self._delegate(self.inside, due, op, denom)
 
     def _send(self, due: Mapping[str, Tensor], pending: list[Callable[[], None]]) -> None:
-        """Start to average copies of tensors, and also wait for what is pending. A worker alone is its own average."""
+        """Start to average copies of tensors, and also wait for the pending messages.
+
+        A worker alone is its own average.
+        """
         if due and self.world_size > 1:
             assert isinstance(self.inside, AllReduceAggregation)
             copies = {name: tensor.clone() for name, tensor in due.items()}
@@ -216,7 +219,7 @@ class PeriodicAggregation(Aggregation):
         self._flights = [flight for flight in self._flights if flight.values]
 
     def _corrections(self) -> dict[str, Tensor]:
-        """Wait for the averages on their way, and return the corrections, which are added at their time."""
+        """Wait for averages on their way, and return the corrections not added yet."""
         for flight in self._flights:
             flight.arrive()
         return {name: value for flight in self._flights for name, value in flight.values.items()}
@@ -255,7 +258,10 @@ class PeriodicAggregation(Aggregation):
         self._flights = [_Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries that differ between workers. The counters are the same on all workers."""
+        """Return a state without the entries that differ between workers.
+
+        The counters are the same on all workers.
+        """
         inside = (
             {"inside": self.inside.shared_state(state_dict["inside"])}
             if "inside" in state_dict
@@ -343,7 +349,9 @@ class DiLoCoAggregation(Aggregation):
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Use the weights of a model, which are equal on all workers, as shared weights. A second call does nothing.
+        """Use a model's weights, which are equal on all workers, as shared weights.
+
+        A second call does nothing.
 
         Parameters that are added later are averaged without an outer step at their first
         aggregation, and take outer steps from then on. Without this call, this holds for all
@@ -386,7 +394,7 @@ class DiLoCoAggregation(Aggregation):
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
-        """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
+        """Average the outer gradients, and tensors that are only averaged, in one message."""
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
@@ -433,7 +441,7 @@ class DiLoCoAggregation(Aggregation):
         return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
-        """Store a copy of weights as shared weights, which the outer optimizer updates; leave out buffers."""
+        """Store a copy of weights as shared weights for the outer optimizer; leave out buffers."""
         if is_buffer(name):
             return
         theta = nn.Parameter(
@@ -445,7 +453,7 @@ class DiLoCoAggregation(Aggregation):
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shared weights and the outer optimizer's state, by parameter name, and its options."""
+        """Return shared weights and outer optimizer state by parameter name, and its options."""
         if not self._shared:
             return {}
         # The group's parameters are the shared weights, which have a key of their own.
@@ -486,7 +494,7 @@ class DiLoCoAggregation(Aggregation):
 
 
 def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
-    """Count a step of the tensors of a call, in place. A new one counts from the others in the call.
+    """Count a step of the tensors of a call; a new one starts from the count of the others.
 
     Args:
         counts: Numbers of steps by name.

@@ -34,7 +34,9 @@ _OUTSIDE_MODEL = re.compile(
 
 
 class PowerAggregation(LossyAggregation):
-    r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
+    r"""Average gradients over all workers by a low-rank approximation (PowerSGD).
+
+    One step of power iteration computes it.
 
     A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n`
     rows (its first dimension) and :math:`m` columns (all others). It is sent as two factors of rank
@@ -256,7 +258,7 @@ class PowerAggregation(LossyAggregation):
         return [self._memory, self._queries, self._uncompressed_steps]
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is compressed in this step; count its first, uncompressed steps."""
+        """Return True if a tensor is compressed now; count its first, uncompressed steps."""
         if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -342,7 +344,7 @@ class _Matrix:
     has_memory: bool
 
     def accumulate(self, query: Tensor) -> Tensor:
-        r"""Compute :math:`\Delta = g + e` in place of :math:`e`, and return the rows of :math:`(\Delta Q)^\top`."""
+        r"""Compute :math:`\Delta = g + e` in place of :math:`e`; return :math:`(\Delta Q)^\top`."""
         if not self.has_memory:
             return query @ self.delta.t()
         left = query.new_empty(len(query), len(self.delta))
@@ -352,7 +354,7 @@ class _Matrix:
         return left
 
     def project(self, left: Tensor) -> Tensor:
-        r"""Return the rows of :math:`(P^\top \Delta)`, shape (r, m), for those of :math:`P^\top`."""
+        r"""Return :math:`P^\top \Delta`, shape (r, m), for the rows of :math:`P^\top`."""
         right = left.new_zeros(len(left), self.delta.shape[1])
         # Each block adds to all of the result, which must stay in the cache as well.
         if right.numel() > BLOCK_ELEMENTS:
@@ -363,7 +365,9 @@ class _Matrix:
         return right
 
     def replace(self, left: Tensor, right: Tensor, scale: Denominator | None = None) -> None:
-        r"""Compute :math:`g = P Q^\top` in place of :math:`g`, and :math:`e = \Delta - P Q^\top` in place of Delta.
+        r"""Compute :math:`g = P Q^\top` and the error :math:`e = \Delta - P Q^\top`.
+
+        :math:`g` takes the place of the gradient, and :math:`e` that of :math:`\Delta`.
 
         ``scale`` multiplies :math:`g` alone.
         """
@@ -385,7 +389,7 @@ class _Matrix:
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Split gradient and delta into blocks of rows, and ``left`` into the columns that belong to these rows."""
+        """Split gradient and delta into blocks of rows, and ``left`` into their columns."""
         rows, columns = self.delta.shape
         # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in
         # fewer launches.
@@ -397,7 +401,7 @@ class _Matrix:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the product of the transpose of ``left``, shape (r, n), and ``right``, shape (r, m), into ``out``."""
+    """Write ``left`` transposed, of shape (r, n), times ``right``, shape (r, m), into ``out``."""
     # A product of a column and a row is fast on every CPU, and has the same bits for any number of
     # threads. On an AMD EPYC, the sum of two or four of them takes less than half as long as MKL's
     # product of matrices (2048 rows and columns).

@@ -1,4 +1,4 @@
-"""Send each number with a few bits, rounded at random so that the result is right on average (QSGD)."""
+"""Send each number with a few bits, rounded at random to the right result on average (QSGD)."""
 
 from __future__ import annotations
 
@@ -161,7 +161,9 @@ class QSGDAggregation(CompressedAggregation):
         )
 
     def _in_blocks(self, flats: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
-        """Split flat tensors into views of whole buckets that fit into a CPU's cache; on a GPU each is one view.
+        """Split flat tensors into views of whole buckets that fit into a CPU's cache.
+
+        On a GPU each tensor is one view.
 
         Yields:
             The view, the number of elements before it, and the number of buckets before it.
@@ -175,7 +177,7 @@ class QSGDAggregation(CompressedAggregation):
                 start, first = start + len(block), first + self._buckets(block)
 
     def _quantize(self, flat: Tensor, draw: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the norm of each bucket, and for each coordinate a code from 0 to twice the number of levels."""
+        """Return each bucket's norm, and a code for each coordinate, 0 to twice the levels."""
         # Zeros at the end change no norm. The draws for them are not used.
         v = self._pad(flat)
         norms = torch.linalg.vector_norm(v, ord=self.norm, dim=1)

@@ -17,7 +17,7 @@ __all__ = ["ScaffoldAggregation"]
 
 
 class ScaffoldAggregation(Aggregation):
-    r"""Average weights, and learn for each worker how its gradients differ from those of all workers.
+    r"""Average weights, and learn how each worker's gradients differ from those of all workers.
 
     Worker :math:`i` of :math:`k` has a control variate :math:`c_i` for each tensor, an estimate of
     its mean gradient. All workers share their average :math:`c`. All are zero at first. From the
@@ -85,7 +85,7 @@ class ScaffoldAggregation(Aggregation):
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Use the weights of a model, which are equal on all workers, as :math:`x`. A second call does nothing.
+        """Use a model's weights, equal on all workers, as :math:`x`. A second call does nothing.
 
         Args:
             model: The model before its first step, or a mapping from names to parameters.
@@ -107,7 +107,7 @@ class ScaffoldAggregation(Aggregation):
             self._rates[name] = self._rates.get(name, 0.0) + lr
 
     def correction(self, name: str) -> Tensor | None:
-        """Return :math:`c - c_i`, which corrects a gradient of this worker; None before the first aggregation.
+        """Return :math:`c - c_i`, which corrects this worker's gradients; None at first.
 
         Args:
             name: Name of the parameter.
@@ -118,7 +118,7 @@ class ScaffoldAggregation(Aggregation):
     def aggregate(
         self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
     ) -> None:
-        """Update the control variates and replace every tensor by the average over workers, in place.
+        """Update the control variates and replace every tensor by the workers' average.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -185,7 +185,9 @@ class ScaffoldAggregation(Aggregation):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; an empty state starts again from the weights at the next step.
+        """Restore the result of :meth:`state_dict`.
+
+        An empty state starts again from the weights at the next step.
 
         A worker without control variates of its own takes the common ones, so that its first
         gradients are not corrected.

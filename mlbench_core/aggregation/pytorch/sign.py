@@ -150,7 +150,7 @@ class SignAggregation(CompressedAggregation):
             first += tensor.numel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of votes under ``"votes_held"``, by the name of the first tensor of each message."""
+        """Return the counters of votes under ``"votes_held"``, by each message's first tensor."""
         return {"votes_held": dict(self._votes_held)} if self._votes_held else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -314,12 +314,12 @@ def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Te
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
-    """Return ``scale`` for True and ``-scale`` for False; on a CPU many times faster than ``torch.where``."""
+    """Return ``scale`` for True and ``-scale`` for False; faster than ``torch.where`` on a CPU."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
 
 
 def mean_in_range(mean: Tensor, values: Tensor) -> Tensor:
-    """Return the mean absolute value of a tensor as given; on a CPU compute it again if its sum overflowed.
+    """Return the mean absolute value as given; on a CPU compute it again if its sum overflowed.
 
     Args:
         mean: The mean of the absolute values, without dimensions.
@@ -331,7 +331,7 @@ def mean_in_range(mean: Tensor, values: Tensor) -> Tensor:
 
 
 def signs_or_nan(tensor: Tensor) -> Tensor:
-    """Return the signs of a tensor, and nan for infinity and nan, of which :func:`torch.sign` makes 1 and 0.
+    """Return the signs, with nan for infinity and nan; :func:`torch.sign` makes 1 and 0 of them.
 
     Example:
         >>> signs_or_nan(torch.tensor([-2.0, 0.0, torch.inf, torch.nan]))
@@ -440,5 +440,5 @@ def unpack_with_torch(packed: Tensor, count: int) -> Tensor:
 
 
 def _places(device: torch.device) -> Tensor:
-    """Return the shifts of the eight bits of a byte. They are computed on the device, without a copy from the host."""
+    """Return the shifts of a byte's eight bits, computed on the device without a copy to it."""
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Send the largest coordinates of each chunk with a few bits, and update shared weights by them (SparseLoCo)."""
+"""Send the largest coordinates of each chunk with a few bits to shared weights (SparseLoCo)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class ChunkedTopKAggregation(CompressedAggregation):
         TypeError: A number has the wrong type.
 
     Example:
-        >>> aggregation, change = ChunkedTopKAggregation(density=2, chunk_size=4), torch.tensor([8.0, 1.0, -4.0, 2.0])
+        >>> aggregation = ChunkedTopKAggregation(density=2, chunk_size=4)
+        >>> change = torch.tensor([8.0, 1.0, -4.0, 2.0])
         >>> aggregation.aggregate({"weight": change}, "avg_world")
         >>> change, aggregation.memory("weight")
         (tensor([ 8.,  0., -4.,  0.]), tensor([0., 1., 0., 2.]))
@@ -141,7 +142,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
         unpack(divide(torch.cat(total), divisor), tensors.values())
 
     def _chunks(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield a flat tensor as matrices with one chunk per row: the full chunks, then the shorter last one."""
+        """Yield a flat tensor as matrices of a chunk per row: full chunks, then a shorter one."""
         full = len(flat) // self.chunk_size * self.chunk_size
         if full:
             yield flat[:full].view(-1, self.chunk_size)
@@ -149,7 +150,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
             yield flat[full:][None]
 
     def _encode(self, chunks: Tensor) -> Tensor:
-        """Return the message of chunks, and subtract from them, in place, the values that it stands for."""
+        """Return the message of chunks, and subtract the values in it from them, in place."""
         # Sorted: the first value of a chunk is its largest, or nan.
         picked = chunks.abs().topk(coordinates_sent(self.density, chunks.shape[1]), dim=1).indices
         values = chunks.gather(1, picked)
@@ -181,12 +182,12 @@ class ChunkedTopKAggregation(CompressedAggregation):
         )
 
     def _intervals(self, count: int) -> int:
-        """Return the number of intervals for the sizes of ``count`` values, whose means are sent."""
+        """Return the number of intervals, whose means are sent, for ``count`` values."""
         assert self.bits is not None
         return min(1 << (self.bits - 1), count)
 
     def _add_decoded(self, chunks: Tensor, message: Tensor) -> int:
-        """Add the values in a message to chunks, in place; return the number of bytes that were read."""
+        """Add the values in a message to chunks, in place; return the number of bytes read."""
         rows, width = chunks.shape
         sent = coordinates_sent(self.density, width)
         count = rows * sent
@@ -301,7 +302,7 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         self._delegate(self._all_reduce, averages, AVG_WORLD)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shared weights by parameter name, and the error memory under ``"compressed"``."""
+        """Return shared weights by parameter name, and the error memory under ``"compressed"``."""
         state = super().state_dict()
         return {**state, "compressed": self.compressed.state_dict()} if state else {}
 

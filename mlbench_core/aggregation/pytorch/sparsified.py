@@ -85,7 +85,8 @@ class SparsifiedAggregation(CompressedAggregation):
         TypeError: ``size`` is not a number.
 
     Example:
-        >>> aggregation, gradient = SparsifiedAggregation(None, size=1), torch.tensor([1.0, -3.0, 2.0])
+        >>> aggregation = SparsifiedAggregation(None, size=1)
+        >>> gradient = torch.tensor([1.0, -3.0, 2.0])
         >>> aggregation.aggregate({"weight": gradient}, "avg_world")
         >>> gradient, aggregation.memory("weight")
         (tensor([ 0., -3.,  0.]), tensor([1., 0., 2.]))
@@ -132,12 +133,14 @@ class SparsifiedAggregation(CompressedAggregation):
         return self._changed.get(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory by parameter name and, with ``random=True``, the state of the generator."""
+        """Return the memory by parameter name and, if random, the state of the generator."""
         generator = {"generator": self._generator.get_state()} if self.random else {}
         return {**super().state_dict(), **generator}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; an empty state clears the memory and keeps the generator.
+        """Restore the result of :meth:`state_dict`.
+
+        An empty state clears the memory and keeps the generator.
 
         Raises:
             ValueError: The state is that of another aggregation or another model.
@@ -237,7 +240,10 @@ class SparsifiedAggregation(CompressedAggregation):
                 tensor.copy_(total.view(tensor.shape))
 
     def _take(self, m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
-        """Subtract the values to send from ``m`` and return them in ``dtype``; the rounding error stays in ``m``."""
+        """Subtract the values to send from ``m`` and return them in ``dtype``.
+
+        The rounding error stays in ``m``.
+        """
         # On a CPU, index_select is many times faster than an index in brackets.
         values = m.index_select(0, coordinates).to(dtype)
         m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
@@ -316,7 +322,8 @@ def largest_entries(
         The coordinates, shape (k,), int32, ascending, and the values at them, shape (k,).
 
     Example:
-        >>> largest_entries(torch.tensor([1.0, -3.0, 2.0]).__getitem__, numel=3, k=2, kept=KeptMemory())
+        >>> m = torch.tensor([1.0, -3.0, 2.0])
+        >>> largest_entries(m.__getitem__, numel=3, k=2, kept=KeptMemory())
         (tensor([1, 2], dtype=torch.int32), tensor([-3.,  2.]))
     """
     if (
@@ -380,7 +387,7 @@ def _not_below(
     values: Tensor,
     kept: KeptMemory,
 ) -> tuple[Tensor, Tensor] | None:
-    """Write the coordinates, ascending, and the values of all entries whose absolute value is not below a limit.
+    """Write coordinates, ascending, and values of the entries not below a limit in size.
 
     Returns:
         The parts of ``coordinates`` and ``values`` that were written; None if there is not room for
@@ -401,7 +408,7 @@ def _not_below(
 
 
 def _positions(flags: Tensor) -> Tensor:
-    """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
+    """Return the ascending positions of True on the CPU. NumPy is many times faster than torch."""
     searched = flags.numpy()
     n, count = len(searched), np.count_nonzero(searched)
     # NumPy searches without branches if more than a tenth are True, and otherwise with branches.

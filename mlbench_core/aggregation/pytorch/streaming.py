@@ -2,9 +2,9 @@
 
 Each fragment of the parameters goes around this circle once in H steps, each at its own offset::
 
-    LOCAL STEPS --- step t: start to average theta - theta_i -----------> IN FLIGHT (delay more local steps)
+    LOCAL STEPS -- step t: start to average theta - theta_i ------> IN FLIGHT (delay more local steps)
          ^                                                                    |
-         +--- outer step on theta; theta_i = mix of theta_i and theta <-------+  step t + delay: wait, merge
+              +-- outer step on theta; mix theta_i and theta <-- step t + delay: wait --+
 
 All workers start messages in the same order, because the offsets depend only on the names and the
 number of calls. A worker waits for a message only in the step that merges it, or when its state is
@@ -60,7 +60,9 @@ class _Fragment(Flight):
 
 
 class StreamingDiLoCoAggregation(DiLoCoAggregation):
-    r"""Update weights that all workers share fragment by fragment, each some steps after its message was started.
+    r"""Update weights that all workers share fragment by fragment.
+
+    The update of a fragment comes some steps after its message was started.
 
     Parameter :math:`j` belongs to fragment :math:`p = j \bmod P`. Let :math:`t` count the calls. If
     :math:`t \equiv \lfloor p H / P \rfloor \pmod H`, the workers start to average the outer
@@ -114,7 +116,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     Example:
         >>> from functools import partial
         >>> weights = {"x": torch.zeros(1)}
-        >>> aggregation = StreamingDiLoCoAggregation(partial(torch.optim.SGD, lr=1), period=2, fragments=1, delay=1)
+        >>> sgd = partial(torch.optim.SGD, lr=1)
+        >>> aggregation = StreamingDiLoCoAggregation(sgd, period=2, fragments=1, delay=1)
         >>> aggregation.start({"x": torch.nn.Parameter(weights["x"])})
         >>> for _ in range(3):
         ...     weights["x"] += 1
@@ -164,7 +167,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the outer gradients over those sent for them; 1 before any quantized message."""
+        """Return the outer gradients' bytes over those sent; 1 before any quantized message."""
         return self._bytes_before / self._bytes_after if self._bytes_after else 1.0
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
@@ -186,7 +189,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     def aggregate(
         self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
     ) -> None:
-        """Count a step of every tensor; start the message of the fragment that is due, and merge the one that arrives.
+        """Count a step, start the message of the fragment that is due, and merge the arriving one.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -253,7 +256,10 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             )
 
     def _start_gather(self, kind: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to gather quantized tensors; return the function that waits and replaces them by their averages."""
+        """Start to gather quantized tensors.
+
+        Return the function that waits and replaces them by their averages.
+        """
         message = torch.cat([to_float4(tensor) for tensor in kind])
         gathered, work = message[None], None
         if self.world_size > 1:
@@ -288,7 +294,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         return receive
 
     def _merge(self, flight: _Fragment, tensors: Mapping[str, Tensor]) -> None:
-        """Take the outer steps of a fragment that has arrived, and mix the result into the tensors."""
+        """Take the outer steps of an arrived fragment, and mix the result into the tensors."""
         self._take_outer_step(flight.gradients)
         for name, average in flight.averages.items():
             self._share(name, average)
@@ -301,7 +307,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 tensors[name].copy_(merged.lerp(own, self.mixing))
 
     def _arrive_all(self) -> list[_Fragment]:
-        """Wait for the messages on their way, and return the flights, which are merged at their time."""
+        """Wait for messages on their way; return the flights, which are merged at their time."""
         for flight in self._flights:
             flight.arrive()
         return self._flights
@@ -312,7 +318,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return DiLoCo's state, the counters by name, and the averages that are not merged yet, after their arrival.
+        """Return DiLoCo's state, the counters by name, and the averages that are not merged yet.
 
         The averages are the same on all workers.
         """

@@ -13,7 +13,7 @@ __all__ = ["FCGraph"]
 
 
 class FCGraph:
-    """The graph in which every worker communicates with every other, with this worker's place and device.
+    """The graph in which every worker communicates with every other, with rank and device.
 
     Args:
         rank: This worker's number, 0 to ``world_size - 1``.
@@ -51,7 +51,7 @@ class FCGraph:
 
     @property
     def current_device_name(self) -> str:
-        """Return the name of the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
+        """Return the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
         return f"cuda:{_gpu_index(self.rank)}" if self.use_cuda else "cpu"
 
     @property

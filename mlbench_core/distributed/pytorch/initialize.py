@@ -223,7 +223,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float) -> None:
-    """Wait until rank 0's host has an address; torch itself would try until the timeout of the whole run.
+    """Wait until rank 0's host has an address; torch would try until the run's timeout.
 
     Raises:
         ConfigurationError: It has none after ``limit_s`` seconds.
@@ -249,7 +249,7 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
 
 
 def _agent_has_store() -> bool:
-    """Return True if torchrun's agent keeps the store, so that this process cannot choose where it listens."""
+    """Return True if torchrun's agent keeps the store, so this process cannot choose its address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -304,7 +304,7 @@ def _join(
 
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
-    """Return the store at the rendezvous' port; one in memory for a worker alone, who opens no port."""
+    """Return the store at the rendezvous' port; in memory, without a port, for one worker."""
     rank, size, address, port = (
         place.rank,
         place.world_size,
@@ -329,7 +329,10 @@ def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
 
 
 def _warn_of_threads(environment: HostsEnvironment) -> None:
-    """Warn if workers that were started by hand take each other's cores. Launchers give each worker its threads."""
+    """Warn if workers that were started by hand take each other's cores.
+
+    Launchers give each worker its threads.
+    """
     workers = environment.hosts.count(environment.hosts[environment.rank])
     threads = torch.get_num_threads()
     cores = (
@@ -372,7 +375,7 @@ def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
 
 
 def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-    """Remember an exception that ends the block: over MPI the others would wait for this worker indefinitely."""
+    """Remember an exception that ends the block: over MPI the others would wait indefinitely."""
     # sys.exit() and sys.exit(0) are a normal end.
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         mpi.fail_at_exit(f"{type(error).__name__}: {error}")

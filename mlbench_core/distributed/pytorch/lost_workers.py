@@ -56,7 +56,7 @@ _RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 @dataclass(frozen=True)
 class _Record:
-    """A record of a worker's host and process. ``machine`` is equal for processes that see each other's ids."""
+    """A worker's host and process; ``machine`` is equal if processes see each other's ids."""
 
     host: str
     pid: int
@@ -82,7 +82,7 @@ class _KnownWorkers:
         return self.group is not None and self.group is dist.group.WORLD
 
     def has_ended(self, rank: int) -> bool:
-        """Return True if the worker's process has ended for certain, False if it runs or runs on another machine."""
+        """Return True if the worker's process has certainly ended, else or elsewhere False."""
         if rank not in self.processes:
             return False
         process = self.processes[rank]
@@ -125,7 +125,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Turn the failure of a collective operation in the block into an error that names the lost workers.
+    """Turn a failed collective operation in the block into an error that names lost workers.
 
     Any other error passes as it is, whatever its text: a data loader of the user's may time out as
     well.
@@ -148,7 +148,7 @@ def naming_lost_workers() -> Iterator[None]:
 
 
 def is_failed_communication(error: RuntimeError) -> bool:
-    """Return True if an error was raised by a collective operation, or by the process group's store for one.
+    """Return True if a collective operation, or the process group's store for one, raised it.
 
     torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of
     compiled code. So the place that raised an error decides first, and then its text. A ``raise``
@@ -167,7 +167,7 @@ def is_failed_communication(error: RuntimeError) -> bool:
 
 
 def _origin(error: BaseException) -> tuple[str, bool]:
-    """Return the module whose code raised an error, and True for a ``raise`` statement, False for compiled code."""
+    """Return the module that raised an error, and whether by ``raise``, not in compiled code."""
     place = error.__traceback__
     if place is None:
         return "", True
@@ -178,7 +178,7 @@ def _origin(error: BaseException) -> tuple[str, bool]:
 
 
 def explained(error: Exception) -> WorkerError:
-    """Return the error of a failed communication that names the lost workers; this takes up to ten seconds.
+    """Return a failed communication's error that names the lost workers, in at most ten seconds.
 
     Args:
         error: The backend's error.
@@ -268,7 +268,7 @@ def _key(kind: str, rank: int) -> str:
 
 
 def _machine() -> str:
-    """Return a name of the running kernel and its namespace of process ids; empty if the system gives none."""
+    """Return a name of the running kernel and its namespace of process ids; empty if unknown."""
     # Containers of one host have one kernel, but do not see each other's process ids: hence the
     # namespace.
     try:

@@ -84,7 +84,7 @@ def _is_set_by_environment() -> bool:
 
 
 def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:
-    """Return True if the current GPU has room for data in addition to the memory that training needs.
+    """Return True if the current GPU has room for data beside the memory of training.
 
     Args:
         size_bytes: Bytes of the data.

@@ -121,7 +121,7 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
 
 
 def leave(path: Path, world_size: int) -> None:
-    """Let go of a store; the last worker that does so removes the folder. Call it when nothing uses the store here.
+    """Let go of a store that nothing uses here; the last worker to do so removes the folder.
 
     torch's store removes its file, but not if two workers release it at the same moment: each of
     them then takes the other one for the last.

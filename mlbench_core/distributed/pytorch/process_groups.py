@@ -98,7 +98,7 @@ def world_size(group: Any = None) -> int:
 
 
 def rank(group: Any = None) -> int:
-    """Return this worker's number in its group, from 0 to ``world_size(group) - 1``; 0 without a process group.
+    """Return this worker's rank in its group, from 0; 0 without a process group.
 
     Example:
         >>> rank()
@@ -118,7 +118,7 @@ def global_rank(rank: int, group: Any = None) -> int:
 
 
 def backend(group: Any = None) -> str | None:
-    """Return the name of the communication backend, such as ``"gloo"``; None without a process group.
+    """Return the communication backend, such as ``"gloo"``; None without a process group.
 
     Example:
         >>> backend() is None
@@ -128,7 +128,7 @@ def backend(group: Any = None) -> str | None:
 
 
 def machine() -> str:
-    """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
+    """Return a name of the running kernel, network namespace and user; empty if unknown.
 
     Two hosts that are emulated on one machine have their own network namespaces. Messages between
     them must cross the emulated network, so they do not count as one machine.
@@ -169,7 +169,9 @@ def is_on_one_machine(group: Any = None) -> bool:
 
 
 def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
-    """Begin to compare bytes of all workers of a group; a collective operation with a message of 16 bytes.
+    """Begin to compare bytes of all workers of a group, in a message of 16 bytes.
+
+    It is a collective operation.
 
     It belongs to the preparation of training. So it calls the group itself and not
     ``torch.distributed.all_reduce``, where tools record the messages of training steps.

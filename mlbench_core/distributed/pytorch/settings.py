@@ -24,7 +24,10 @@ _FORMAT = "%(asctime)s %(name)s:%(rank)s %(levelname)s: %(message)s"
 
 
 class _RankFilter(logging.Filter):
-    """A filter that gives every record the worker's rank. It marks the handlers that :func:`config_logging` made."""
+    """A filter that gives every record the worker's rank.
+
+    It marks the handlers that :func:`config_logging` made.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = process_groups.rank()
@@ -34,7 +37,7 @@ class _RankFilter(logging.Filter):
 def config_logging(
     logging_level: str | int = "INFO", logging_file: str | os.PathLike[str] | None = None
 ) -> Callable[[], None]:
-    """Send the messages of this library and of task scripts to standard error and, if wanted, to a file.
+    """Send messages of this library and task scripts to standard error and, if wanted, a file.
 
     Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root
     logger. Each line has the worker's rank. A second call replaces the settings of the first one.

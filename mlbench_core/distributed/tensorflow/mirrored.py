@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class MirroredWorkers:
-    """The workers of a run, each with one replica of the variables, connected by a strategy of TensorFlow.
+    """The workers of a run, each with a replica of the variables, in a TensorFlow strategy.
 
     Variables that are created in ``strategy.scope()`` are equal on all workers: their first values
     are those of rank 0, and an update must be the same everywhere. The messages of this class

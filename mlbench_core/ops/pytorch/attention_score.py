@@ -1,4 +1,4 @@
-r"""Additive attention: a score of each query with each key, and the weights that follow from the scores.
+r"""Additive attention: a score of each query with each key, and the weights from the scores.
 
 The score of query t and key s sums over H features:
 
@@ -38,7 +38,7 @@ __all__ = ["attention_score", "attention_score_reference", "masked_softmax"]
 _CPU_BLOCK = 1 << 20
 """Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
-"""Numbers in a block on a GPU: 128 MB of float32, which keep a GPU busy and are a small part of its memory."""
+"""Numbers in a block on a GPU: 128 MB of float32 keep it busy and are little of its memory."""
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -55,7 +55,9 @@ def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tens
 def attention_score(
     query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, *, block_elements: int | None = None
 ) -> Tensor:
-    r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
+    r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys.
+
+    Each sentence has its own. It needs little memory.
 
     The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all
     four arguments, in the dtype of each. A second derivative is not available.
@@ -80,7 +82,8 @@ def attention_score(
 
     Example:
         >>> query, keys = torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)
-        >>> attention_score(query, keys, bias=torch.full((3,), 9.0), v=torch.ones(3)).round().tolist()
+        >>> bias, v = torch.full((3,), 9.0), torch.ones(3)
+        >>> attention_score(query, keys, bias=bias, v=v).round().tolist()
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
@@ -106,7 +109,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
         Weights, float32 (float64 for float64), of the shape of the scores.
 
     Example:
-        >>> masked_softmax(torch.tensor([2.0, 5.0, 2.0]), torch.tensor([False, True, False])).tolist()
+        >>> is_masked = torch.tensor([False, True, False])
+        >>> masked_softmax(torch.tensor([2.0, 5.0, 2.0]), is_masked).tolist()
         [0.5, 0.0, 0.5]
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -155,7 +159,7 @@ def _scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements
 def _gradients(
     grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores`."""
+    """Return the contiguous gradients of query, keys, bias and v, in :func:`_scores`' blocks."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     grad_query, grad_keys, grad_v = (
         part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v)
@@ -193,7 +197,7 @@ def _tanh(shifted: Tensor, keys: Tensor) -> Tensor:
 
 
 def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the sentences and the queries to compute together: whole sentences if they are small enough."""
+    """Yield the sentences and queries to compute together: whole sentences if small enough."""
     batch, queries, keys = shape
     one = max(1, keys * features)
     steps = max(1, min(queries, limit // one))

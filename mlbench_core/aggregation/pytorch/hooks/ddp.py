@@ -5,7 +5,7 @@ indices, which is the same on all workers. The layout of the buckets changes aft
 backward pass, and again in a resumed run. So results must not depend on it::
 
     hook, buckets 0 to n-2:  keep the bucket, return a future
-    hook, bucket n-1:        aggregate the gradients of all buckets by name, in the order of registration;
+    hook, bucket n-1:        aggregate all buckets' gradients by name, in the order of registration;
                              then complete all futures, for which DDP waits
 
 All collectives of a pass run in one call, in one order, and the state is kept by parameter name.
@@ -79,11 +79,11 @@ class DDPHookState:
         self._arrived: list[_Arrived] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the aggregation, by parameter name; each worker must save and load its own."""
+        """Return the aggregation's state by parameter name; each worker saves and loads its own."""
         return self.aggregation.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, or the ``"aggregation"`` of an optimizer's state.
+        """Restore the result of :meth:`state_dict`, or an optimizer state's ``"aggregation"``.
 
         Raises:
             ValueError: The state is that of another aggregation or another model.

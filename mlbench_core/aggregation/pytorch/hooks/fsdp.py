@@ -4,7 +4,7 @@ The workers of a replica share its weights: ``fully_shard`` gives each worker a 
 module, and sums their gradients by a reduce-scatter. Workers that hold the same shard in different
 replicas then aggregate it by the hook ``FSDPModule.set_all_reduce_hook``::
 
-    backward pass of a module -> reduce-scatter in the replica -> hook: aggregate the shard between replicas
+    backward pass of a module -> reduce-scatter in the replica -> hook: aggregate between replicas
 
 The hook receives the shards of all parameters of a module as one flat tensor, without the shapes of
 the parameters.
@@ -53,11 +53,11 @@ class FSDPHookState:
         self._parameters = parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the aggregation, by the name of the module; each worker must save and load its own."""
+        """Return the aggregation's state by module name; each worker must save and load its own."""
         return self.aggregation.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, of a run with the same modules and the same number of shards.
+        """Restore the result of :meth:`state_dict`, with the same modules and number of shards.
 
         Raises:
             ValueError: The state is that of another aggregation or other modules.

@@ -1,4 +1,4 @@
-"""Flat buckets: how the gradients of a model lie in memory when they are reduced during the backward pass.
+"""Flat buckets: the place of gradients in memory if the backward pass reduces them.
 
 Parameters are laid out in reverse order of registration, which is about the order in which a
 backward pass finishes their gradients. A bucket is closed when it holds ``bucket_size_bytes``. One
@@ -28,7 +28,7 @@ from mlbench_core import torch_private
 __all__ = ["BUCKET_SIZE_BYTES", "Bucket", "Signature", "plan_buckets", "signature", "strides_of"]
 
 BUCKET_SIZE_BYTES = 1 << 20
-"""Size at which a bucket is sent: 1 MiB. benchmarks/micro/RESULTS.md has the sizes that were tried."""
+"""Size at which a bucket is sent: 1 MiB. See benchmarks/micro/RESULTS.md for others."""
 
 Signature: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
@@ -59,7 +59,7 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views]
 
     def is_intact(self) -> bool:
-        """Return whether the views still lie in the memory; a conversion of the model moves gradients, and so views."""
+        """Return whether the views still lie in the memory; converting a model moves gradients."""
         return not self.holds_gradients or self._addresses == [
             view.data_ptr() for view in self.views
         ]
@@ -106,7 +106,7 @@ class Bucket:
             torch_private.foreach_copy_(list(gradients), list(views))
 
     def adopt(self, index: int, message: Tensor) -> None:
-        """Give a parameter that has no gradient on this worker the one that the other workers sent."""
+        """Give a parameter without a gradient on this worker the one that others sent."""
         parameter = self.parameters[index]
         if self.memory is None:
             parameter.grad = message.as_strided(
@@ -119,7 +119,7 @@ class Bucket:
 
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
-    """Return the properties of the parameters that decide on the layout: equal signatures have equal buckets."""
+    """Return the parameters' properties that decide on the layout: equal ones, equal buckets."""
     return tuple(
         (n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride())
         for n, p in parameters.items()
@@ -140,7 +140,8 @@ def plan_buckets(
         The buckets. The last one has the flags; it may be small, or hold nothing else.
 
     Example:
-        >>> layers = {name: torch.nn.Parameter(torch.zeros(n)) for name, n in (("a", 3), ("b", 2), ("c", 2))}
+        >>> sizes = {"a": 3, "b": 2, "c": 2}
+        >>> layers = {name: torch.nn.Parameter(torch.zeros(n)) for name, n in sizes.items()}
         >>> [(bucket.names, bucket.memory.numel()) for bucket in plan_buckets(layers, 16)]
         [(['c', 'b'], 4), (['a'], 6)]
     """
@@ -197,7 +198,7 @@ def _bucket(
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense tensor in the memory order of ``tensor``, which autograd gives its gradient."""
+    """Return strides in the memory order of a dense ``tensor``, as autograd gives its gradient."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

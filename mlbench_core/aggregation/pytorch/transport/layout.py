@@ -67,7 +67,7 @@ class Layout:
                 self.trained.add(name)
 
     def frozen_among(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the parameters that do not travel, in order; of new ones, those that do not take part."""
+        """Return the names that do not travel, in order; of new ones, those that take no part."""
         return [
             n
             for n, p in parameters.items()
@@ -93,7 +93,7 @@ def takes_part(parameter: Tensor) -> bool:
 
 
 def describe(name: str, parameter: Tensor) -> str:
-    """Return the properties of a parameter that must be the same on all workers, as one line of JSON."""
+    """Return a parameter's properties that all workers must share, as one line of JSON."""
     return json.dumps([name, list(parameter.shape), str(parameter.dtype), takes_part(parameter)])
 
 

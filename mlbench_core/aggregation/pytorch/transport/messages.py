@@ -52,7 +52,7 @@ class KeptMemory:
         self._tensors: dict[Hashable, Tensor] = {}
 
     def like(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """Return memory with the shape, dtype and device of a tensor; its values are those of the last use."""
+        """Return memory of a tensor's shape, dtype and device, with the values of the last use."""
         kept = self._tensors.get(key)
         # A model may have moved to another device or dtype since the last call.
         if kept is None or (kept.shape, kept.dtype, kept.device) != (
@@ -66,7 +66,7 @@ class KeptMemory:
         return kept
 
     def flat(self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return flat memory of ``numel`` elements: the beginning of the longest that was asked for."""
+        """Return flat memory of ``numel`` elements: the beginning of the longest so far."""
         key = (key, dtype, device)
         kept = self._tensors.get(key)
         if kept is None or len(kept) < numel:
@@ -87,12 +87,12 @@ def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def pack(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy tensors of one dtype and device, each in its logical order, into one flat tensor: ``out``, or a new one."""
+    """Copy tensors of one dtype and device, in logical order, into a flat tensor, ``out`` or new."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
 
 def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Copy a flat tensor into tensors, one after another, keeping their memory, strides and dtypes."""
+    """Copy a flat tensor into tensors, one after another; memory, strides and dtypes stay."""
     # Used twice, and may be an iterator.
     tensors = list(tensors)
     parts = message.split([tensor.numel() for tensor in tensors])
@@ -192,7 +192,9 @@ def as_bytes(*tensors: Tensor) -> Tensor:
 
 
 def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Read ``count`` numbers from a message of bytes; the result may share the message's memory, so do not change it.
+    """Read ``count`` numbers from a message of bytes.
+
+    The result may share the message's memory, so do not change it.
 
     Example:
         >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))

@@ -23,7 +23,7 @@ _BUFFER = ":buffer:"  # no name of a parameter begins with it
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` adds to names.
+    """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` adds.
 
     The keys of states are plain names. So a compiled model can resume from the checkpoint of one
     that is not compiled, and the reverse.
@@ -39,7 +39,7 @@ def plain_name(name: str) -> str:
 
 
 def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
+    """Yield the parameters of a model, each once, as registered, by their plain names."""
     parameters: Iterable[tuple[str, Tensor]] = (
         model.named_parameters() if isinstance(model, nn.Module) else model.items()
     )
@@ -60,7 +60,7 @@ def name_of_buffer(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Return True if a tensor in an aggregation of weights is a buffer, which is only averaged or mixed.
+    """Return True if a tensor among weights is a buffer, which is only averaged or mixed.
 
     Args:
         name: The name of the tensor.
@@ -105,7 +105,7 @@ def check_keys(
 
 
 def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error if a state names a parameter that does not exist; its values would be lost silently.
+    """Raise an error if a state names an unknown parameter; its values would be lost silently.
 
     Args:
         remembered: The names in the state.

@@ -148,7 +148,9 @@ class OverlappedReduction:
             parameters[name].grad = None
 
     def average(self) -> None:
-        """Ensure that all gradients are averages: wait for an unfinished backward pass, and send unsent gradients.
+        """Ensure that all gradients are averages.
+
+        Wait for an unfinished backward pass, and send unsent gradients.
 
         Every worker must call it before the same step: it sends the messages that the others'
         passes have sent.
@@ -158,7 +160,7 @@ class OverlappedReduction:
             self._receive(self._open(_NO_PASS))
 
     def synchronize(self) -> None:
-        """Wait until the gradients of a backward pass that raised an error half way are averages."""
+        """Wait until the gradients of a failed, unfinished backward pass are averages."""
         if self._pass is not None:
             self._receive(self._pass)
 
@@ -180,7 +182,7 @@ class OverlappedReduction:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Count a gradient that the backward pass has accumulated; send the buckets that are full."""
+        """Count a gradient that the backward pass has accumulated; send full buckets."""
         if not self._synchronizes:
             self._is_reduced = False
             return
@@ -311,7 +313,7 @@ class OverlappedReduction:
                 self._buckets[i].adopt(j, current.transfers[i].message)
 
     def _read_mark(self) -> None:
-        """Let parameters that were frozen until now travel from the next pass on, if a worker has trained them."""
+        """Let frozen parameters that a worker has trained travel from the next pass on."""
         flags = self._buckets[-1].flags
         if flags is None:  # no parameter travels
             self._aggregation.admit(self._frozen)
@@ -320,7 +322,7 @@ class OverlappedReduction:
             self._aggregation.read_mark(flags, self._frozen, first.grad is not None)
 
     def _receive_late(self, current: _Pass) -> None:
-        """Aggregate the gradients of parameters that were frozen until now and do not travel in the buckets yet."""
+        """Aggregate gradients of formerly frozen parameters that are not in the buckets yet."""
         parameters = dict(parameters_of(self._model))
         admitted = {
             n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen
@@ -379,7 +381,7 @@ class OverlappedReduction:
         self._remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the model and the settings, because hooks, buckets and messages belong to this process."""
+        """Return model and settings; hooks, buckets and messages belong to this process."""
         return {name: self.__dict__[name] for name in ("_model", "_aggregation", "_synchronizes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

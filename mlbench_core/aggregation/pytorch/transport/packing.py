@@ -29,7 +29,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack integers of a few bits, one after another, the highest bit of each first. Zeros fill the last byte.
+    """Pack integers of a few bits, highest bit first. Zeros fill the last byte.
 
     Args:
         codes: Shape (n,), integers from 0 to ``2**bits - 1``.
@@ -86,7 +86,7 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """Return the least number of codes that fill whole bytes, and their bytes; 0 bytes if they exceed an integer."""
+    """Return the least number of codes in whole bytes, and their bytes; 0 if over an integer."""
     common = math.gcd(bits, 8)
     group, size_bytes = 8 // common, bits // common
     # The highest bit of an int64 is its sign.

@@ -9,7 +9,7 @@ Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521
 Parts are cut into pieces, so that the received versions need little memory. A batch of pieces is on
 its way at a time::
 
-    each batch:    exchange versions -> average -> start to send and receive averages -> (next batch)
+    each batch:    exchange versions -> average -> start to send, receive averages -> (next batch)
     at the end:    wait for the averages of all batches
 
 Gloo's all-reduce is a ring of 2 (k - 1) steps. A thread of the process group runs the ring of one
@@ -83,7 +83,7 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
 
 
 def _batches(messages: Sequence[Tensor], world_size: int) -> Iterator[list[list[Tensor]]]:
-    """Cut messages into pieces of one part for each worker; yield as many at a time as there is room for."""
+    """Cut messages into pieces of one part per worker; yield as many at a time as have room."""
     batch: list[list[Tensor]] = []
     used_bytes = 0
     for message in messages:
@@ -137,7 +137,7 @@ class _Exchange:
         self._sends = self._start(process_groups.dist.isend, self._other_parts, _VERSION_TAG)
 
     def reduce(self, divisor: Denominator | None) -> None:
-        """Average this worker's part, send it, and begin to receive the averages of the other parts."""
+        """Average this worker's part, send it, and begin to receive the averages of the others."""
         for work in self._receives:
             work.wait()
         for own, total, *others in zip(*map(in_blocks, (self._own, *self._versions)), strict=True):

@@ -74,7 +74,9 @@ _in_use: weakref.WeakSet[SharedMemorySum] = weakref.WeakSet()
 
 
 class Arena:
-    """Memory of one worker that others map: a file without a name, which is deleted when the last process closes it.
+    """Memory of one worker that others map.
+
+    It is a file without a name, which is deleted when the last process closes it.
 
     Args:
         descriptor: The open file; the arena closes it.
@@ -129,7 +131,7 @@ class Arena:
         del self._taken[bisect.bisect_left(self._taken, (offset,))]
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the ``count`` numbers at ``offset`` as a one-dimensional view of the memory, without a copy."""
+        """Return the ``count`` numbers at ``offset`` as a flat view of the memory."""
         end = offset + count * dtype.itemsize
         # The owner has grown the file since this process mapped it.
         if end > len(self._bytes):
@@ -222,7 +224,7 @@ class Exchange:
         self._owner = owner
 
     def is_completed(self) -> bool:
-        """Return whether the sum is in the message, after taking all steps that are possible without waiting.
+        """Take all steps that need no waiting, and return whether the sum is in the message.
 
         Raises:
             ValueError: Another worker's message has another size or dtype.
@@ -369,7 +371,7 @@ class SharedMemorySum:
         return slice(min(message.numel(), rank * share), min(message.numel(), (rank + 1) * share))
 
     def _sum(self, exchange: Exchange) -> None:
-        """Add the others' values to this worker's part, and publish the sum in this worker's memory."""
+        """Add the others' values to this worker's part, and publish the sum."""
         message = exchange.message
         part = self._part(message, self._rank)
         shown = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
@@ -418,11 +420,11 @@ class SharedMemorySum:
             peer.flush()
 
     def _all_have(self, kind: int, number: int) -> bool:
-        """Return whether all others have notified this worker of a step for the message with this number."""
+        """Return whether all others have notified this worker of a step for this message."""
         return all(peer.received[kind] > number for peer in self._peers)
 
     def _not_notified(self, exchange: Exchange) -> list[_Peer]:
-        """Return the workers that the notification of this worker's sum of a message could not be sent to yet."""
+        """Return the workers to which the notification of a sum could not be sent yet."""
         return [
             peer
             for peer in self._peers
@@ -556,7 +558,7 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to the same user, since any local process can connect."""
+    """Return whether the other end belongs to the same user; any local process can connect."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 

@@ -75,7 +75,7 @@ def _fill_zero_rows(basis: torch.Tensor) -> None:
 
 
 def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
-    r"""Return an orthonormal basis of the rows of a matrix, with zeros for rows that depend on those before them.
+    r"""Return an orthonormal basis of a matrix's rows, with zeros for dependent rows.
 
     It is computed by Gram-Schmidt, from the first row to the last:
 
@@ -206,7 +206,8 @@ def unpack_tensors(
             fit.
 
     Example:
-        >>> [t.tolist() for t in unpack_tensors(torch.arange(3), [0, 1, 3], [torch.Size([]), torch.Size([2])])]
+        >>> shapes = [torch.Size([]), torch.Size([2])]
+        >>> [t.tolist() for t in unpack_tensors(torch.arange(3), [0, 1, 3], shapes)]
         [0, [1, 2]]
     """
     if len(indices) != len(sizes) + 1:

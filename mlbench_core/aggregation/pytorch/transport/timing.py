@@ -1,4 +1,4 @@
-"""Measure the time of communication, and the part that training waited for, without waiting for a device."""
+"""Measure communication, and the part that training waited for, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = Fa
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Count no collective of this thread in the block, because it is not a part of a training step."""
+    """Count no collective of this thread in the block, which is not part of a training step."""
     token = _is_counting.set(False)
     try:
         yield
@@ -124,7 +124,9 @@ class Interval:
         return sum(self._between(begin, end) for begin, end in self._marks)
 
     def cpu_s(self) -> float | None:
-        """Return the processor seconds of this thread in the exposed parts; None on a GPU, which does the work there.
+        """Return this thread's processor seconds in the exposed parts.
+
+        None on a GPU, which does the work there.
 
         Sleeping and waiting for a message or for a core do not count, but packing, compressing and
         summing do.
@@ -165,7 +167,7 @@ class CommunicationClock:
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[Interval]:
-        """Measure communication that nothing overlaps. The caller sets ``size_bytes`` of the interval."""
+        """Measure communication without overlap; the caller sets the interval's ``size_bytes``."""
         interval = Interval(device)
         with interval.exposed():
             yield interval

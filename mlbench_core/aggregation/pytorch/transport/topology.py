@@ -121,7 +121,7 @@ def ring(world_size: int) -> Topology:
 
 
 def torus(world_size: int, rows: int | None = None) -> Topology:
-    """Arrange workers in a grid whose opposite borders are connected: every worker has up to four neighbors.
+    """Arrange workers in a grid with connected opposite borders, with up to four neighbors each.
 
     Args:
         world_size: Number of workers. Rank ``r`` is in row ``r // columns`` and column ``r %
@@ -171,7 +171,9 @@ def exponential(world_size: int) -> Topology:
 
 
 def complete(world_size: int) -> Topology:
-    """Connect every worker with every other. One average with the neighbors is the average of all workers.
+    """Connect every worker with every other.
+
+    One average with the neighbors is the average of all workers.
 
     Example:
         >>> round(complete(4).spectral_gap, 12)

@@ -56,7 +56,9 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 
 def is_available() -> bool:
-    """Return True if this process can use the backend ``mpi``: torch was built with it, or mpi4py is installed.
+    """Return True if this process can use the backend ``mpi``.
+
+    Torch was built with it, or mpi4py is installed.
 
     Example:
         >>> is_available() == (why_not() is None)
@@ -120,7 +122,7 @@ class _Maker:
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> MPIProcessGroup:
-        """Create the group of the workers with these ranks in MPI's world; of all of them for an empty list."""
+        """Create the group of workers with these ranks in MPI's world; of all for an empty list."""
         found = world()
         check_variables(found, os.environ)
         made: list[Any] = []
@@ -151,7 +153,7 @@ class _Maker:
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
-    """Create a group with the arguments of other backends, in case a later torch treats ``mpi`` like them."""
+    """Create a group with other backends' arguments, in case a later torch passes them."""
     check_launch(world(), rank, size, "init_process_group")
     group = _Maker.create(())
     group.set_timeout(timeout)

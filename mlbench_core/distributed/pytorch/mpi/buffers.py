@@ -69,7 +69,7 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Return True if the MPI library reports that it can work on the memory of CUDA GPUs; else False.
+    """Return True if the MPI library reports that it works on the memory of CUDA GPUs.
 
     Open MPI and MPICH report it through ``MPIX_Query_cuda_support``, which is called once.
     """

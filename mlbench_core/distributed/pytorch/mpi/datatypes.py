@@ -102,7 +102,8 @@ class Datatypes:
 
         Example:
             >>> from mpi4py import MPI  # doctest: +SKIP
-            >>> Datatypes(MPI).reduction(torch.distributed.ReduceOp.AVG, torch.float32).divide  # doctest: +SKIP
+            >>> average = torch.distributed.ReduceOp.AVG  # doctest: +SKIP
+            >>> Datatypes(MPI).reduction(average, torch.float32).divide  # doctest: +SKIP
             True
         """
         name = str(getattr(op, "op", op).name)

@@ -215,18 +215,21 @@ class Work(dist.Work):
         return self._future
 
     def source_rank(self) -> int:
-        """Return the rank in the group that the received message came from; -1 if the work is not a receive."""
+        """Return the group rank that the message came from; -1 if the work is not a receive."""
         return self.source
 
     _source_rank = source_rank
 
 
 class WorkQueue:
-    """The queue of works and its communication thread, which starts with the first work in the background.
+    """The queue of works and its communication thread.
+
+    The thread starts with the first work in the background.
 
     Example:
         >>> works, done = WorkQueue(), []
-        >>> work = Work(works, None, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
+        >>> work = Work(works, None, "nothing", lambda: [], lambda: done.append(1), [],
+        ...             timeout_s=1.0, in_order=True)
         >>> works.submit(work, background=False)
         >>> work.wait(), done
         (True, [1])
@@ -254,7 +257,7 @@ class WorkQueue:
             self._groups += 1
 
     def remove_group(self, owner: object, drain: bool) -> None:
-        """Remove a process group, which no longer uses the queue; with the last one the thread ends.
+        """Remove a process group that no longer uses the queue; with the last one the thread ends.
 
         Args:
             owner: The process group.
@@ -354,7 +357,7 @@ class WorkQueue:
                 self.broken = self.broken or dist.DistBackendError(f"MPI: {work.name}: given up")
 
     def _progress(self, wait_s: float, finish_collectives: bool) -> bool:
-        """Post new works and finish those that are due, if no other thread does; return True if works ended."""
+        """Do new and due works if no other thread does; return True if works ended."""
         if not self._mpi_lock.acquire(timeout=wait_s):
             return False
         try:
@@ -368,7 +371,7 @@ class WorkQueue:
         return bool(ended)
 
     def _advance(self, finish_collectives: bool) -> list[Work]:
-        """Post new works, finish those that are due and return those that ended. The caller holds the lock."""
+        """Do new and due works, and return those that ended. The caller holds the lock."""
         while self._queued:
             work = self._queued.popleft()
             work.start()
@@ -406,7 +409,7 @@ class WorkQueue:
             self._wake.put(True)
 
     def _run(self, wake: queue.SimpleQueue[bool]) -> None:
-        """Run the communication thread: wait for works, and do them unless a waiting thread already does."""
+        """Run the communication thread: do works, unless a waiting thread already does."""
         is_running = wake.get()
         since = time.perf_counter()
         while is_running:

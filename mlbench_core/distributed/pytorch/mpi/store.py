@@ -29,7 +29,7 @@ _TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
-    """Open a store on rank 0 and send its address to all workers of a communicator; all of them must call this.
+    """Open a store on rank 0 and send its address to a communicator; all workers must call it.
 
     Args:
         comm: The communicator of mpi4py.

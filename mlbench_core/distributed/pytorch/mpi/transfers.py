@@ -21,7 +21,7 @@ MAX_ELEMENTS = 2**31 - 1
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split a contiguous tensor into pieces that MPI can count, without copying; yield a short one as it is."""
+    """Split a contiguous tensor into pieces that MPI can count; yield a short one as it is."""
     if tensor.numel() <= MAX_ELEMENTS:
         yield tensor
     else:
@@ -29,7 +29,9 @@ def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Transfers:
-    """The collectives of one communicator. All tensors are contiguous, and of one dtype in one call.
+    """The collectives of one communicator.
+
+    All tensors are contiguous, and of one dtype in one call.
 
     Args:
         world: MPI's world.
@@ -90,7 +92,7 @@ class Transfers:
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
     ) -> None:
-        """Reduce ``source``, a part for each worker; ``output`` is this worker's part of the result."""
+        """Reduce ``source``, a part per worker; ``output`` is this worker's part of the result."""
         if source.numel() <= MAX_ELEMENTS:
             sent = self.message(source, reduction.datatype, output.numel())
             self.comm.Reduce_scatter_block(
@@ -122,7 +124,7 @@ class Transfers:
             self.broadcast(part, root)
 
     def all_to_all(self, output: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        """Give each worker its part and take one from each; the parts may differ in size and be empty.
+        """Give each worker its part and take one from each; parts may differ in size or be empty.
 
         Args:
             output: The tensors to receive, by the rank that they come from.

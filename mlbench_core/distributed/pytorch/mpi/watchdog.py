@@ -30,7 +30,9 @@ _REPORT_S = 2.0
 
 
 class Watchdog:
-    """A thread that ends the process if a blocking call takes too long; it runs from the first call to :meth:`close`.
+    """A thread that ends the process if a blocking call takes too long.
+
+    It runs from the first call to :meth:`close`.
 
     Args:
         end: Called with the message about a call that did not return; by default
@@ -99,7 +101,10 @@ class Watchdog:
 
 
 def end_process(message: str) -> None:
-    """End this process at once with status 1 and one line on standard error; MPI's own clean-up does not run."""
+    """End this process at once with status 1 and one line on standard error.
+
+    MPI's own clean-up does not run.
+    """
     program = os.path.basename(sys.argv[0]) or "python"
 
     def report() -> None:
@@ -120,7 +125,7 @@ def end_process(message: str) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with status 1 if it still runs after some seconds, even if it hangs at its exit.
+    """End this process with status 1 if it runs on for some seconds, even if it hangs at exit.
 
     The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may
     not start any more when a process ends.

@@ -188,7 +188,7 @@ def fail_at_exit(reason: str) -> None:
 
 
 def _end(found: World, pid: int) -> None:
-    """Finish at the exit of the process: after a failure end the others too, otherwise let MPI end normally."""
+    """Finish at the process's exit: end the others too after a failure, or let MPI end normally."""
     # A forked child, such as a worker process of a DataLoader, has no part in MPI.
     if os.getpid() != pid or found.mpi.Is_finalized():
         return
@@ -210,7 +210,7 @@ def _end(found: World, pid: int) -> None:
 
 
 def _all_end(found: World) -> bool:
-    """Return True if all workers are about to end for a reason of this kind, so that none waits for the others."""
+    """Return True if all workers end for this kind of reason, so that none waits for the others."""
     request = found.mpi.COMM_WORLD.Ibarrier()
     deadline = time.perf_counter() + _GRACE_S
     while not request.Test():
