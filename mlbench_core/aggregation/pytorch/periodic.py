@@ -11,7 +11,7 @@
 
 With a delay of tau steps, A is an average that does not block::
 
-    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---> IN FLIGHT (tau more local steps)
+    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---> IN FLIGHT (tau more steps)
          ^                                                               |
          +--- add (average - copy) to x_i <--- t mod H = tau: wait ------+
 

@@ -2,9 +2,10 @@
 
 Each fragment of the parameters goes around this circle once in H steps, each at its own offset::
 
-    LOCAL STEPS -- step t: start to average theta - theta_i ------> IN FLIGHT (delay more local steps)
-         ^                                                                    |
-              +-- outer step on theta; mix theta_i and theta <-- step t + delay: wait --+
+    LOCAL STEPS --- step t: start to average theta - theta_i ---> IN FLIGHT (delay more steps)
+         ^                                                            |
+         +--- outer step on theta <--- step t + delay: wait ----------+
+              theta_i = mix of theta_i and theta
 
 All workers start messages in the same order, because the offsets depend only on the names and the
 number of calls. A worker waits for a message only in the step that merges it, or when its state is

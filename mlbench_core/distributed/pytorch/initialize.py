@@ -249,7 +249,7 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
 
 
 def _agent_has_store() -> bool:
-    """Return True if torchrun's agent keeps the store, so this process cannot choose its address."""
+    """Return True if torchrun's agent keeps the store, so it chose where the store listens."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

@@ -37,8 +37,8 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         >>> try:
         ...     AllReduceAggregationHVD(world_size=1)
         ... except MissingDependencyError as error:
-        ...     print(error)
-        this needs the package 'horovod', which is not installed: pip install 'mlbench-core[horovod]'
+        ...     print(error)  # doctest: +ELLIPSIS
+        this needs the package 'horovod', which is not installed: pip install ...
 
     References:
         Sergeev and Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow.

@@ -87,7 +87,7 @@ def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def pack(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy tensors of one dtype and device, in logical order, into a flat tensor, ``out`` or new."""
+    """Copy tensors of one dtype and device, in logical order, into flat memory, ``out`` or new."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
 

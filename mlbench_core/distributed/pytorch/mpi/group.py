@@ -489,7 +489,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return int(tag)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
-        """Check that there is one part per worker, of the shape and dtype that it gives or takes."""
+        """Check that there is one part per worker, of the shape and dtype it gives or takes."""
         if len(parts) != self.size():
             raise ValueError(
                 f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers"
