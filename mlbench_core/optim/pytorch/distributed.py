@@ -589,6 +589,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take one step; ``denom`` is for the aggregation, and clipping comes before the update."""
+        self._before_step()
         if torch_private.is_called_by_checkpoint_functions():
             # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to
             # create the state.
@@ -627,6 +628,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if not self.agg_grad:
             self._aggregate(tracker, denom)
         return loss
+
+    def _before_step(self) -> None:
+        """Do nothing; a subclass may read the weights here, before every step."""
 
     def _take_step(self) -> None:
         """Let the wrapped optimizer take a step."""

@@ -527,10 +527,8 @@ class FP16Optimizer(OptimizerWrapper):
                 )
             # Reading the value to check it would wait for the device.
             if multiplier.device.type != "cpu":
-                return (
-                    multiplier.detach().reshape(()).to(self.fp32_params.device)
-                    * self.loss_scaler.loss_scale
-                )
+                multiplier = multiplier.detach().reshape(()).to(self.fp32_params.device)
+                return multiplier * self.loss_scaler.loss_scale
             multiplier = multiplier.item()
         if not (math.isfinite(multiplier) and multiplier > 0):
             raise ValueError(

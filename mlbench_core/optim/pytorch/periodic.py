@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.distributed import (
-    Closure,
     GenericCentralizedOptimizer,
     OptimizerFactory,
     check_aggregation,
@@ -212,21 +210,8 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_optimizer: OptimizerFactory | None = None,
         aggregation: DiLoCoAggregation | None = None,
     ) -> None:
-        if inner_optimizer is None:
-            # None for fused, not False, with which torch would not use its foreach update either.
-            inner_optimizer = partial(
-                AdamW,
-                lr=check_lr(lr, "DiLoCo"),
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                fused=suits_fused(model) or None,
-            )
-        elif lr is not required:
-            raise ValueError(
-                f"lr must be left out, not {lr!r}, because "
-                "inner_optimizer has its own: write it there"
-            )
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        inner_optimizer = make_inner_optimizer("DiLoCo", inner_optimizer, model, lr, **options)
         # The defaults of outer_lr and outer_momentum count as left out.
         if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):
             raise ValueError(
@@ -262,15 +247,39 @@ class DiLoCo(GenericCentralizedOptimizer):
         """Return the optimizer of the weights that all workers share."""
         return self._outer.outer_optimizer
 
-    def _step(
-        self,
-        closure: Closure | None,
-        tracker: Any | None,
-        denom: Denominator | None = None,
-        grad_clip: float = math.inf,
-    ) -> Any:
-        """Take a step; the weights before the first step are the shared ones."""
+    def _before_step(self) -> None:
+        """Share the weights before the first step with the aggregation."""
         # Not in the constructor: a script may load a checkpoint into the model after it made the
         # optimizer.
         self._outer.start(self.model)
-        return super()._step(closure, tracker, denom, grad_clip)
+
+
+def make_inner_optimizer(
+    optimizer: str,
+    factory: OptimizerFactory | None,
+    model: nn.Module | None,
+    lr: float,
+    **options: Any,
+) -> OptimizerFactory:
+    """Return the user's function that makes the inner optimizer, or one that makes AdamW.
+
+    Args:
+        optimizer: Name of the optimizer, for messages.
+        factory: The user's function; None for AdamW.
+        model: The model.
+        lr: Learning rate of AdamW; ``required`` if it was left out.
+        **options: Other options of AdamW.
+
+    Raises:
+        TypeError: ``lr`` is not a number.
+        ValueError: ``lr`` is missing, negative or not finite, or is given with a function.
+    """
+    if factory is None:
+        lr = check_lr(lr, optimizer)
+        # None for fused, not False, with which torch would not use its foreach update either.
+        return partial(AdamW, lr=lr, fused=suits_fused(model) or None, **options)
+    if lr is not required:
+        raise ValueError(
+            f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there"
+        )
+    return factory

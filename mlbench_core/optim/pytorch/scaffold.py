@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import (
-    Closure,
     GenericCentralizedOptimizer,
     check_aggregation,
     check_lr,
@@ -97,18 +93,11 @@ class SCAFFOLD(GenericCentralizedOptimizer):
             aggregation=PeriodicAggregation(aggregation, period),
         )
 
-    def _step(
-        self,
-        closure: Closure | None,
-        tracker: Any | None,
-        denom: Denominator | None = None,
-        grad_clip: float = math.inf,
-    ) -> Any:
-        """Take a step; the weights before the first step are the shared ones."""
+    def _before_step(self) -> None:
+        """Share the weights before the first step with the aggregation."""
         # Not in the constructor: a script may load a checkpoint into the model after it made the
         # optimizer.
         self._scaffold.start(self.model)
-        return super()._step(closure, tracker, denom, grad_clip)
 
     def _take_step(self) -> None:
         """Take a local step with corrected gradients."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any
-
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
 from mlbench_core.optim.pytorch.distributed import (
-    Closure,
     GenericCentralizedOptimizer,
     OptimizerFactory,
     check_aggregation,
-    check_lr,
 )
-from mlbench_core.optim.pytorch.updates.fused import suits_fused
+from mlbench_core.optim.pytorch.periodic import make_inner_optimizer
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -90,20 +83,10 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         inner_optimizer: OptimizerFactory | None = None,
         aggregation: StreamingDiLoCoAggregation | None = None,
     ) -> None:
-        if inner_optimizer is None:
-            inner_optimizer = partial(
-                AdamW,
-                lr=check_lr(lr, "StreamingDiLoCo"),
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                fused=suits_fused(model) or None,
-            )
-        elif lr is not required:
-            raise ValueError(
-                f"lr must be left out, not {lr!r}, because "
-                "inner_optimizer has its own: write it there"
-            )
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        inner_optimizer = make_inner_optimizer(
+            "StreamingDiLoCo", inner_optimizer, model, lr, **options
+        )
         if aggregation is None:
             aggregation = StreamingDiLoCoAggregation(world_size=world_size)
         self._outer = check_aggregation(
@@ -118,15 +101,8 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         """Return the optimizer of the weights that all workers share."""
         return self._outer.outer_optimizer
 
-    def _step(
-        self,
-        closure: Closure | None,
-        tracker: Any | None,
-        denom: Denominator | None = None,
-        grad_clip: float = math.inf,
-    ) -> Any:
-        """Take a step; the weights before the first step are the shared ones."""
+    def _before_step(self) -> None:
+        """Share the weights before the first step with the aggregation."""
         # Not in the constructor: a script may load a checkpoint into the model after it made the
         # optimizer.
         self._outer.start(self.model)
-        return super()._step(closure, tracker, denom, grad_clip)

@@ -7,7 +7,7 @@ each. In each step
 1. the model proposes the likeliest next tokens of each row (a ``Proposer``),
 2. the best of all proposals of a sentence are selected,
 3. proposals with the end symbol become finished hypotheses, the others the live ones of the next
-  step,
+   step,
 4. finished sentences leave the batch, and the model's state follows the rows (``reorder``).
 
 A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Both
