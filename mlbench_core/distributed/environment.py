@@ -129,8 +129,8 @@ class ClusterEnvironment(ABC):
             return int(text or "")
         except ValueError:
             raise ConfigurationError(
-                f"the environment variable {name} must be a whole number, as {self.name} sets "
-                f"it, not {text!r}"
+                f"the environment variable {name} must be a whole "
+                f"number, as {self.name} sets it, not {text!r}"
             ) from None
 
     def _port(self, default: int = DEFAULT_PORT) -> int:
@@ -142,8 +142,8 @@ class ClusterEnvironment(ABC):
     def _checked(self, place: Place) -> Place:
         if place.world_size < 1 or not 0 <= place.rank < place.world_size:
             raise ConfigurationError(
-                f"{self.name} gives rank {place.rank} in a world of {place.world_size}; "
-                f"the rank must be at least 0 and below the world size"
+                f"{self.name} gives rank {place.rank} in a world of {place.world_size}; the rank "
+                "must be at least 0 and below the world size"
             )
         return place
 
@@ -184,8 +184,8 @@ class HostsEnvironment(ClusterEnvironment):
         if not 0 <= rank < len(self.hosts):
             raise ValueError(
                 f"rank is {rank}, but hosts names {len(self.hosts)} workers "
-                f"({','.join(self.hosts)}): "
-                f"rank must be 0 to {len(self.hosts) - 1}, another one for each worker"
+                f"({','.join(self.hosts)}): rank must be 0 to "
+                f"{len(self.hosts) - 1}, another one for each worker"
             )
         self.rank = rank
 
@@ -222,9 +222,9 @@ class TorchrunEnvironment(ClusterEnvironment):
         address = self.environment.get("MASTER_ADDR")
         if not address and world_size > 1:
             raise ConfigurationError(
-                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set "
-                "it to the host of rank "
-                f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
+                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is "
+                "not: set it to the host of rank 0, start the workers with torchrun, or "
+                "unset RANK and WORLD_SIZE to run alone"
             )
         return self._checked(
             Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port())
@@ -257,10 +257,8 @@ class _MPIEnvironment(ClusterEnvironment):
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
                     f"{self.name} started {size} workers on more than one host, and none knows "
-                    "where rank 0 is: "
-                    "set MASTER_ADDR to the first host's address for all (mpirun -x "
-                    "MASTER_ADDR=... with Open MPI, "
-                    f"-genv MASTER_ADDR ... with MPICH)"
+                    "where rank 0 is: set MASTER_ADDR to the first host's address for all (mpirun "
+                    "-x MASTER_ADDR=... with Open MPI, -genv MASTER_ADDR ... with MPICH)"
                 )
             address = "127.0.0.1"
         return self._checked(
@@ -392,9 +390,8 @@ class SlurmEnvironment(ClusterEnvironment):
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
             raise ConfigurationError(
-                f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names "
-                "the nodes: "
-                f"set MASTER_ADDR"
+                f"SLURM started {size} tasks, but none of "
+                f"{', '.join(self._node_lists)} names the nodes: set MASTER_ADDR"
             )
         # Ports 15000 to 34999 by the job's number: two jobs on one node rarely get the same port.
         port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
@@ -514,7 +511,6 @@ def detect_environment(
     if rank > 0:
         raise ValueError(
             f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b "
-            f"--rank {rank}), "
-            f"start the workers with torchrun, or leave the rank out to run alone"
+            f"--rank {rank}), start the workers with torchrun, or leave the rank out to run alone"
         )
     return SingleProcessEnvironment(environment)

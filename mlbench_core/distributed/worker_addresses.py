@@ -138,9 +138,8 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"rank 0 does not listen on {_join(host, place.master_port)} after "
-                    f"{timeout_s:g} s "
-                    f"({error.strerror or error}): check that it was started, and MASTER_ADDR "
-                    "and MASTER_PORT"
+                    f"{timeout_s:g} s ({error.strerror or error}): check that it was "
+                    "started, and MASTER_ADDR and MASTER_PORT"
                 ) from None
             time.sleep(_RETRY_S)
     with connection, connection.makefile("rb") as file:
@@ -150,8 +149,8 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
             addresses = json.loads(file.readline(_MOST_ADDRESS_BYTES * place.world_size))
         except (OSError, ValueError):
             raise WorkerError(
-                f"rank 0 at {_join(host, place.master_port)} sent no list of workers: read the "
-                "error of rank 0"
+                f"rank 0 at {_join(host, place.master_port)} sent no "
+                "list of workers: read the error of rank 0"
             ) from None
     return [str(address) for address in addresses]
 

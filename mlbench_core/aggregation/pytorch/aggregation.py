@@ -259,9 +259,9 @@ class Aggregation(ABC):
         """
         if state_dict:
             raise ValueError(
-                f"{type(self).__name__} keeps no state but was given {sorted(state_dict)}: the "
-                "checkpoint was written "
-                "with another aggregation; build the optimizer with that one"
+                f"{type(self).__name__} keeps no state but was given "
+                f"{sorted(state_dict)}: the checkpoint was written with another "
+                "aggregation; build the optimizer with that one"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -575,9 +575,8 @@ def refuse_complex(aggregation: Aggregation, parameters: Mapping[str, Tensor]) -
     for name, parameter in parameters.items():
         if parameter.is_complex() and parameter.requires_grad and not aggregation.takes_complex:
             raise TypeError(
-                f"parameter {name!r} must be real for {type(aggregation).__name__}, not "
-                f"complex ({parameter.dtype}): "
-                "use AllReduceAggregation, or train torch.view_as_real of it"
+                f"parameter {name!r} must be real for {type(aggregation).__name__}, not complex "
+                f"({parameter.dtype}): use AllReduceAggregation, or train torch.view_as_real of it"
             )
 
 
@@ -587,9 +586,8 @@ def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
                 f"the gradient of {name!r} has layout {parameter.grad.layout}; only dense "
-                "gradients (torch.strided) "
-                "can be aggregated: build the layer without sparse=True, or call "
-                "parameter.grad.to_dense() first"
+                "gradients (torch.strided) can be aggregated: build the layer without "
+                "sparse=True, or call parameter.grad.to_dense() first"
             )
 
 

@@ -165,8 +165,8 @@ class AllReduceAggregation(Aggregation):
             raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(
-                f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not "
-                f"{comm_dtype}"
+                "comm_dtype must be None or one of "
+                f"{', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}"
             )
         check_world_size(world_size, self.group)
         self.divide_before = divide_before

@@ -446,8 +446,7 @@ class ChocoAggregation(DecentralizedAggregation):
             if self._copies:
                 _log.warning(
                     "the restored public copies of ChocoSGD do not belong to these workers and "
-                    "their graph: "
-                    "all workers start them from zero"
+                    "their graph: all workers start them from zero"
                 )
             self._copies.clear()
             self._sums.clear()
@@ -501,9 +500,8 @@ class ChocoAggregation(DecentralizedAggregation):
         if set(state["compression"]) != set(self._first_compression):
             raise ValueError(
                 f"the compression in the state must have {sorted(self._first_compression)} for "
-                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build "
-                "the optimizer with the "
-                "compression of the checkpoint"
+                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build the "
+                "optimizer with the compression of the checkpoint"
             )
         origin = state["origin"]
         if state["copies"] and (origin["rank"], origin["world_size"]) != (
@@ -512,8 +510,8 @@ class ChocoAggregation(DecentralizedAggregation):
         ):
             _log.warning(
                 (
-                    "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of "
-                    "%d: they start from zero"
+                    "the public copies of ChocoSGD belong to worker %s of %s, not to "
+                    "worker %d of %d: they start from zero"
                 ),
                 origin["rank"],
                 origin["world_size"],

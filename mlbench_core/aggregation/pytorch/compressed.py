@@ -59,8 +59,7 @@ class LossyAggregation(Aggregation):
         """
         raise UnknownOperationError(
             f"{type(self).__name__} compresses gradients and would destroy weights: build the "
-            "optimizer with "
-            "agg_grad=True, or average weights with AllReduceAggregation"
+            "optimizer with agg_grad=True, or average weights with AllReduceAggregation"
         )
 
     def memory(self, name: str) -> Tensor | None:
@@ -162,8 +161,8 @@ class CompressedAggregation(LossyAggregation):
             if tensor.numel() > 0:
                 if not tensor.is_floating_point():
                     raise TypeError(
-                        f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors "
-                        "can be compressed"
+                        f"{name!r} has dtype {tensor.dtype}; only real "
+                        "floating-point tensors can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
         waiting: dict[torch.device, list[Tensor]] = {}
@@ -254,8 +253,7 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     elif remembered.shape != like.shape:
         raise ValueError(
             f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient "
-            f"{tuple(like.shape)}: the state "
-            "was loaded from a run with another model"
+            f"{tuple(like.shape)}: the state was loaded from a run with another model"
         )
     # The model may have moved to another device or dtype since the last call or since the
     # checkpoint.

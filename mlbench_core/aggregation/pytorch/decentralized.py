@@ -103,9 +103,9 @@ class DecentralizedAggregation(Aggregation):
         self.rank = process_groups.rank(self.group)
         if rank not in (None, self.rank):
             raise ValueError(
-                f"rank must be {self.rank}, the rank of this process among {self.world_size}, "
-                f"not {reprlib.repr(rank)}"
-                ": enter initialize_backends first and give the rank that it yields, or None"
+                f"rank must be {self.rank}, the rank of this process among "
+                f"{self.world_size}, not {reprlib.repr(rank)}: enter initialize_backends "
+                "first and give the rank that it yields, or None"
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())
@@ -276,8 +276,8 @@ def refuse_gradients(aggregation: Aggregation, by_layer: bool = False) -> NoRetu
         ValueError: Always.
     """
     raise ValueError(
-        f"{type(aggregation).__name__} averages weights, not gradients: use agg_model, or "
-        "agg_grad=False"
+        f"{type(aggregation).__name__} averages weights, not "
+        "gradients: use agg_model, or agg_grad=False"
     )
 
 
@@ -297,16 +297,15 @@ def _check_neighbors(
         if world_size == 1:
             return ()
         raise ValueError(
-            "neighbors is missing: give the ranks that this worker averages with, or "
-            "topology=, for example "
-            f"mlbench_core.aggregation.pytorch.transport.topology.ring({world_size})"
+            "neighbors is missing: give the ranks that this worker averages with, or topology=, "
+            f"for example mlbench_core.aggregation.pytorch.transport.topology.ring({world_size})"
         )
     ranks = sorted({int(neighbor) for neighbor in neighbors})
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
     if wrong:
         raise ValueError(
-            f"neighbors has {wrong}: rank {rank}'s neighbors must be other ranks from 0 to "
-            f"{world_size - 1}"
+            f"neighbors has {wrong}: rank {rank}'s neighbors must "
+            f"be other ranks from 0 to {world_size - 1}"
         )
     return tuple(ranks)
 
@@ -321,8 +320,7 @@ def _check_edges(adjacency: Tensor) -> list[tuple[int, int]]:
         listing, listed = one_sided[0]
         raise ValueError(
             f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors "
-            "exchange "
-            f"tensors, so both must list the edge ({listing}, {listed})"
+            f"exchange tensors, so both must list the edge ({listing}, {listed})"
             + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
         )
     return [(i, j) for i, j in adjacency.nonzero().tolist()]

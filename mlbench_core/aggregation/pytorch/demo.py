@@ -101,8 +101,8 @@ class DeMoAggregation(CompressedAggregation):
         self.block_size = check_int("block_size", block_size)
         if self.block_size > 181:
             raise ValueError(
-                "block_size must be at most 181, so that a position fits into 2 bytes, not "
-                f"{block_size}"
+                "block_size must be at most 181, so that a "
+                f"position fits into 2 bytes, not {block_size}"
             )
 
     def _aggregate_kind(

@@ -131,9 +131,8 @@ class PeriodicAggregation(Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         if aggregation.overlap:
             raise ValueError(
-                "overlap must be False for a periodic aggregation, which averages weights "
-                "after the step instead of "
-                f"gradients: leave it out of {type(aggregation).__name__}(...)"
+                "overlap must be False for a periodic aggregation, which averages weights after "
+                f"the step instead of gradients: leave it out of {type(aggregation).__name__}(...)"
             )
         # Raises an error for aggregations that compress gradients, because they would destroy
         # weights.
@@ -413,8 +412,7 @@ class DiLoCoAggregation(Aggregation):
         if theta.shape != theta_i.shape:
             raise ValueError(
                 f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not "
-                f"{tuple(theta_i.shape)}: "
-                "load a state of this model"
+                f"{tuple(theta_i.shape)}: load a state of this model"
             )
         return (self._moved(name, theta_i) - theta_i).to(theta_i.dtype)
 
@@ -526,8 +524,8 @@ def check_delay(delay: int, period: int) -> int:
     delay = check_int("delay", delay, least=0)
     if delay >= period:
         raise ValueError(
-            f"delay must be less than period, {period}, not {delay}: a message must arrive "
-            "before the next one is sent"
+            f"delay must be less than period, {period}, not {delay}: a message "
+            "must arrive before the next one is sent"
         )
     return delay
 
@@ -544,8 +542,7 @@ def _check_travels(aggregation: Aggregation) -> None:
     if aggregation.shared_memory:
         raise ValueError(
             "shared_memory must be False if there is a delay, not True, because no message "
-            "moves through it during "
-            "a step: leave it out"
+            "moves through it during a step: leave it out"
         )
 
 

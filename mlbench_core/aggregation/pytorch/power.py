@@ -312,11 +312,10 @@ class PowerAggregation(LossyAggregation):
         rows = len(tensor) if kind == "errors" else min(len(tensor), columns, self.rank)
         if remembered.shape != (rows, columns):
             raise ValueError(
-                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for rank "
-                f"{self.rank} and a gradient "
-                f"of shape {tuple(tensor.shape)}, not {tuple(remembered.shape)}: build the "
-                "model and the aggregation "
-                "as they were when the checkpoint was written"
+                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for "
+                f"rank {self.rank} and a gradient of shape {tuple(tensor.shape)}, not "
+                f"{tuple(remembered.shape)}: build the model and the aggregation as "
+                "they were when the checkpoint was written"
             )
 
 

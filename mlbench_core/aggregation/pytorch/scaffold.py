@@ -150,8 +150,7 @@ class ScaffoldAggregation(Aggregation):
         if x.shape != y_i.shape:
             raise ValueError(
                 f"{name!r} must have the shape {tuple(x.shape)} of its shared weights, not "
-                f"{tuple(y_i.shape)}: load a "
-                "state of this model"
+                f"{tuple(y_i.shape)}: load a state of this model"
             )
         # The model may have moved to another device or dtype since the last call or since the
         # checkpoint.

@@ -152,9 +152,8 @@ class SparsifiedAggregation(CompressedAggregation):
         for name, error in memory.items():
             if error.shape != self._shapes.get(name, error.shape):
                 raise ValueError(
-                    f"the saved memory of {name!r} must have the shape "
-                    f"{tuple(self._shapes[name])} of the parameter, "
-                    f"not {tuple(error.shape)}: load a checkpoint of this model"
+                    f"the saved memory of {name!r} must have the shape {tuple(self._shapes[name])} "
+                    f"of the parameter, not {tuple(error.shape)}: load a checkpoint of this model"
                 )
         super().load_state_dict({"memory": memory})
         if "generator" in state_dict:
@@ -167,8 +166,8 @@ class SparsifiedAggregation(CompressedAggregation):
         for name, tensor in tensors.items():
             if tensor.numel() > torch.iinfo(torch.int32).max:
                 raise ValueError(
-                    f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: "
-                    "split it"
+                    f"{name!r} must have fewer than 2**31 "
+                    f"coordinates, not {tensor.numel()}: split it"
                 )
             # With error feedback, m is the memory itself. _take() subtracts the values to send, and
             # the rest stays in it.
@@ -272,15 +271,15 @@ def check_size(size: int | float, name: str) -> int | float:
     """
     if isinstance(size, bool) or not isinstance(size, numbers.Real):
         raise TypeError(
-            f"{name} must be an integer (coordinates per tensor) or a float (their share), not "
-            f"{size!r}"
+            f"{name} must be an integer (coordinates per "
+            f"tensor) or a float (their share), not {size!r}"
         )
     # The type of the result says if it is a number of coordinates (int) or a share (float).
     size = int(size) if isinstance(size, numbers.Integral) else float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
-            f"{name} must be an integer from 1 (coordinates per tensor) or a float in (0, 1] "
-            f"(a share), not {size}"
+            f"{name} must be an integer from 1 (coordinates per tensor) or "
+            f"a float in (0, 1] (a share), not {size}"
         )
     return size
 

@@ -150,8 +150,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         self.fragments = check_int("fragments", fragments)
         if self.fragments > self.period:
             raise ValueError(
-                f"fragments must be at most period, {self.period}, not {fragments}: take "
-                "longer periods"
+                f"fragments must be at most period, {self.period}, "
+                f"not {fragments}: take longer periods"
             )
         self.delay = check_delay(delay, self.period)
         check_finite_at_least_0("mixing", mixing)

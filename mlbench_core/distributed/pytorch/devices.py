@@ -84,9 +84,9 @@ def _gpu_index(rank: int) -> int:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigurationError(
-            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and "
-            "--gpu) to compute on the "
-            "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda "
+            "(and --gpu) to compute on the CPU, or install a torch build with CUDA and "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
     # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the
     # remainder.

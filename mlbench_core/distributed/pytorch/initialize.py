@@ -137,8 +137,8 @@ def initialize_backends(
     comm_backend = _checked_backend(comm_backend)
     if dist.is_initialized():
         raise ConfigurationError(
-            "this process belongs to a process group already: leave the with block of "
-            "initialize_backends, or call "
+            "this process belongs to a process group already: leave the with block "
+            "of initialize_backends, or call "
             "torch.distributed.destroy_process_group(), before joining another"
         )
     environment = detect_environment(hosts, rank)
@@ -201,8 +201,7 @@ def _checked_backend(name: str) -> str:
     if name != "mpi" and not dist.is_backend_available(name):
         raise BackendError(
             f"the backend {name} needs a torch that was built with it, and torch "
-            f"{torch.__version__} here was not: "
-            f"install another build of torch"
+            f"{torch.__version__} here was not: install another build of torch"
         )
     return name
 
@@ -241,9 +240,8 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
                 type(environment), "set MASTER_ADDR to its IP address for every worker"
             )
             raise ConfigurationError(
-                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has "
-                "no address that "
-                f"{socket.gethostname()} knows: {remedy}"
+                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no "
+                f"address that {socket.gethostname()} knows: {remedy}"
             )
         time.sleep(0.5)
 
@@ -282,24 +280,21 @@ def _join(
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(
                 f"port {place.master_port}, where rank 0 meets the other workers, is in use on "
-                f"{place.master_address}: "
-                "end the program that listens there (maybe an earlier run), or set "
-                "MASTER_PORT to a free port, the "
-                f"same for every worker"
+                f"{place.master_address}: end the program that listens there (maybe an earlier "
+                "run), or set MASTER_PORT to a free port, the same for every worker"
             ) from error
         # Gloo fails with these words at its own start, before it contacts another worker.
         if "enforce fail" in text:
             raise BackendError(
-                f"the backend {backend} cannot start here (torch says: {reason}): if "
-                "GLOO_SOCKET_IFNAME "
-                f"is set, it must name a network interface of this machine that has an address"
+                f"the backend {backend} cannot start here (torch says: "
+                f"{reason}): if GLOO_SOCKET_IFNAME is set, it must name a "
+                "network interface of this machine that has an address"
             ) from error
         raise WorkerError(
             f"rank {place.rank} of {place.world_size} did not meet the other workers at "
             f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that "
-            "all were started, each "
-            "with its own rank and the same hosts, and that they can reach that port. torch "
-            f"says: {reason}"
+            "all were started, each with its own rank and the same hosts, and that they "
+            f"can reach that port. torch says: {reason}"
         ) from error
 
 
@@ -341,8 +336,7 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
     if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
         _log.warning(
             "%s workers on %s have %s threads each, together more than its %s cores, so they "
-            "slow each other down: set "
-            "OMP_NUM_THREADS=%s for each",
+            "slow each other down: set OMP_NUM_THREADS=%s for each",
             workers, environment.hosts[environment.rank], threads, cores, max(1, cores // workers),
         )  # fmt: skip
 

@@ -193,8 +193,8 @@ def explained(error: Exception) -> WorkerError:
     asking.join(2 * SILENCE_S)
     if not answer:
         answer.append(
-            f"communication failed: {_name(0)}, which holds the process group's store, does "
-            "not answer"
+            f"communication failed: {_name(0)}, which holds "
+            "the process group's store, does not answer"
         )
     reason = str(error).strip().split("\n", 1)[0]
     return WorkerError(f"{answer[0]}; the backend says: {reason}")

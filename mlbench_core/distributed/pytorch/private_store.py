@@ -105,17 +105,16 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
         folder, file = os.lstat(real.parent), os.lstat(real)
     except (OSError, ValueError, RuntimeError) as error:
         raise WorkerError(
-            f"this worker cannot open {path}, where the workers of this machine meet "
-            f"({error}): set TMPDIR of rank 0 "
-            "to a folder that all workers see"
+            f"this worker cannot open {path}, where the workers of this machine meet ({error}): "
+            "set TMPDIR of rank 0 to a folder that all workers see"
         ) from error
     private = stat.S_ISDIR(folder.st_mode) and not stat.S_IMODE(folder.st_mode) & 0o077
     own = folder.st_uid == file.st_uid == os.geteuid()
     if not (private and own and stat.S_ISREG(file.st_mode)):
         raise WorkerError(
-            f"the workers of this machine cannot meet in {path}, which is not private to their "
-            "user: another program has answered on the port of rank 0, or the workers run as "
-            "different users"
+            f"the workers of this machine cannot meet in {path}, which is not "
+            "private to their user: another program has answered on the port of "
+            "rank 0, or the workers run as different users"
         )
     return _open(real, world_size, timeout)
 

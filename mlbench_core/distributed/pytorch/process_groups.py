@@ -72,13 +72,12 @@ def check_group(group: Any) -> Any:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "process_group must be a group that this process belongs to: call "
-            "torch.distributed.new_group on all "
-            "workers, and give each the group that has its rank"
+            "torch.distributed.new_group on all workers, and give each the group that has its rank"
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            "process_group must be a group from torch.distributed.new_group, or None, not "
-            f"{type(group).__name__}"
+            "process_group must be a group from torch.distributed.new_group, "
+            f"or None, not {type(group).__name__}"
         )
     return group
 
@@ -319,8 +318,8 @@ def global_average(
     local_count = torch.as_tensor(count, dtype=torch.float64, device=local_sum.device).detach()
     if local_count.numel() != 1:
         raise ValueError(
-            f"count must be one number, not {local_count.numel()} elements (shape "
-            f"{tuple(local_count.shape)})"
+            f"count must be one number, not {local_count.numel()} "
+            f"elements (shape {tuple(local_count.shape)})"
         )
     # Sums and count travel in one message: a small collective costs latency, not bandwidth.
     totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]), group)

@@ -68,8 +68,8 @@ def config_logging(
     # getLevelName() returns a text for a name that it does not know.
     if not isinstance(level, int):
         raise ValueError(
-            "logging_level must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number, not "
-            f"{logging_level!r}"
+            "logging_level must be DEBUG, INFO, WARNING, ERROR, "
+            f"CRITICAL or a number, not {logging_level!r}"
         )
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if logging_file is not None:
@@ -79,8 +79,7 @@ def config_logging(
         except OSError as error:
             raise ConfigurationError(
                 f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a "
-                "logging_file in a folder "
-                f"of yours, or None for no file"
+                "logging_file in a folder of yours, or None for no file"
             ) from error
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT))
@@ -178,9 +177,8 @@ def config_path(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the folder for checkpoints {folder} cannot be made ({error}): give a "
-            "ckpt_run_dir (--root-checkpoint) "
-            f"that you may write to"
+            f"the folder for checkpoints {folder} cannot be made ({error}): give a ckpt_run_dir "
+            "(--root-checkpoint) that you may write to"
         ) from error
     if delete_existing_ckpts:
         if process_groups.rank() == 0:

@@ -125,6 +125,6 @@ def _lost_workers() -> Iterator[None]:
     ) as error:
         # The message of TensorFlow contains a traceback of the graph, so it stays in the cause.
         raise WorkerError(
-            "another worker was lost during a message of TensorFlow: read the log of the "
-            "worker that ended first"
+            "another worker was lost during a message of TensorFlow: "
+            "read the log of the worker that ended first"
         ) from error

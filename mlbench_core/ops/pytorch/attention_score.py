@@ -223,8 +223,8 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
     if not fits:
         raise ValueError(
             "query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, "
-            "H), (H,) and (H,), not "
-            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} and {tuple(v.shape)}"
+            f"H), (H,) and (H,), not {tuple(query.shape)}, {tuple(keys.shape)}, "
+            f"{tuple(bias.shape)} and {tuple(v.shape)}"
         )
 
 

@@ -102,8 +102,8 @@ class DDPHookState:
         memory = bucket.buffer()
         if memory.layout != torch.strided:
             raise ValueError(
-                f"gradients must be dense (torch.strided), not {memory.layout}: build the "
-                "layer without sparse=True"
+                "gradients must be dense (torch.strided), not "
+                f"{memory.layout}: build the layer without sparse=True"
             )
         event = torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(
@@ -241,8 +241,8 @@ def as_ddp_hook(
     check_combines_gradients(aggregation)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
-            f"ddp_model must be a DistributedDataParallel, not {type(ddp_model).__name__}: "
-            "wrap the model first"
+            "ddp_model must be a DistributedDataParallel, not "
+            f"{type(ddp_model).__name__}: wrap the model first"
         )
     ours, theirs = (
         dist.get_process_group_ranks(group)
@@ -250,9 +250,8 @@ def as_ddp_hook(
     )
     if ours != theirs:
         raise ValueError(
-            f"process_group of the aggregation must have the workers {theirs} of ddp_model, "
-            f"not {ours}: give both the "
-            "same group"
+            f"process_group of the aggregation must have the workers {theirs} of "
+            f"ddp_model, not {ours}: give both the same group"
         )
     return DDPHookState(aggregation, ddp_model), _hook
 
@@ -266,13 +265,12 @@ def check_combines_gradients(aggregation: Aggregation) -> None:
     """
     if not isinstance(aggregation, Aggregation):
         raise TypeError(
-            f"aggregation must be an Aggregation, not {type(aggregation).__name__}: give its "
-            "instance"
+            "aggregation must be an Aggregation, not "
+            f"{type(aggregation).__name__}: give its instance"
         )
     problem = (
-        f"aggregation must combine gradients, not weights as {type(aggregation).__name__} "
-        "does: a hook sees only "
-        "gradients, so train without a hook, with the optimizer of this aggregation"
+        f"aggregation must combine gradients, not weights as {type(aggregation).__name__} does: a "
+        "hook sees only gradients, so train without a hook, with the optimizer of this aggregation"
     )
     # Its neighbors' averages of gradients would differ, and the copies of the model, which a hook
     # never compares, with them.

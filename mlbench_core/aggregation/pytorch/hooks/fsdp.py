@@ -135,9 +135,8 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
     }
     if not modules:
         raise ValueError(
-            f"fsdp_model must have a module sharded by FSDP2, but {type(fsdp_model).__name__} "
-            "has none: call "
-            "fully_shard(model, mesh=...) first"
+            f"fsdp_model must have a module sharded by FSDP2, but {type(fsdp_model).__name__} has "
+            "none: call fully_shard(model, mesh=...) first"
         )
     between = set(dist.get_process_group_ranks(aggregation.group))
     for mesh in {
@@ -147,24 +146,23 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
     }:
         if mesh.ndim != 1:
             raise ValueError(
-                "the mesh of fsdp_model must have one dimension, the shards of a replica, not "
-                f"{mesh.ndim}: pass "
-                "mesh['shard'] to fully_shard, because with two it averages between replicas itself"
+                "the mesh of fsdp_model must have one dimension, the shards of a "
+                f"replica, not {mesh.ndim}: pass mesh['shard'] to fully_shard, because "
+                "with two it averages between replicas itself"
             )
         within = set(dist.get_process_group_ranks(mesh.get_group()))
         if within & between != {dist.get_rank()}:
             raise ValueError(
                 "process_group of the aggregation must have one worker of each replica, but "
-                f"{sorted(between)} and the "
-                f"replica {sorted(within)} share {sorted(within & between)}: give "
-                "mesh['replica'].get_group()"
+                f"{sorted(between)} and the replica {sorted(within)} share "
+                f"{sorted(within & between)}: give mesh['replica'].get_group()"
             )
     parameters = {plain_name(name): parameter for name, parameter in fsdp_model.named_parameters()}
     for name, parameter in parameters.items():
         if parameter.is_complex():
             raise TypeError(
-                f"parameter {name!r} must be real, not complex: FSDP2 does not reduce complex "
-                "gradients"
+                f"parameter {name!r} must be real, not complex: "
+                "FSDP2 does not reduce complex gradients"
             )
     state = FSDPHookState(aggregation, frozenset(modules), parameters)
     for name, module in modules.items():

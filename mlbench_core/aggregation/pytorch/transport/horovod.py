@@ -51,13 +51,13 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         hvd = _horovod()
         if not hvd.is_initialized():
             raise ConfigurationError(
-                "Horovod must be initialized: call horovod.torch.init() first, in a run started by "
-                "horovodrun (or mpirun)"
+                "Horovod must be initialized: call horovod.torch.init() first, in a "
+                "run started by horovodrun (or mpirun)"
             )
         if world_size is not None and world_size != hvd.size():
             raise ValueError(
-                f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give "
-                f"{hvd.size()}, or None"
+                f"world_size is {world_size!r}, but Horovod has {hvd.size()} "
+                f"worker(s): give {hvd.size()}, or None"
             )
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
         self.world_size = int(hvd.size())

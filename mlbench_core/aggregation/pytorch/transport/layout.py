@@ -124,8 +124,7 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
         )
         raise ValueError(
             "model must have the same parameters on all workers, but "
-            f"{_difference(first, other, rank)}: build the "
-            "model in the same way on every worker"
+            f"{_difference(first, other, rank)}: build the model in the same way on every worker"
         )
 
     return wait
@@ -173,8 +172,8 @@ def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: 
             return f"{name!r} is {dtype} on worker 0 and {other_dtype} on worker {rank}"
         if trains != other_trains:
             return (
-                f"requires_grad of {name!r} is {trains} on worker 0 and {other_trains} on "
-                f"worker {rank}"
+                f"requires_grad of {name!r} is {trains} on worker "
+                f"0 and {other_trains} on worker {rank}"
             )
     position, ours, theirs = next(
         (i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b

@@ -98,9 +98,9 @@ def check_keys(
     needed, known = set(needed), {*needed, *optional}
     if not needed <= set(state) <= known:
         raise ValueError(
-            f"the state of {type(owner).__name__} must have the keys {sorted(known)}, not "
-            f"{sorted(state)}: the "
-            "checkpoint was written with another aggregation, so build the optimizer with that one"
+            f"the state of {type(owner).__name__} must have the keys {sorted(known)}, "
+            f"not {sorted(state)}: the checkpoint was written with another "
+            "aggregation, so build the optimizer with that one"
         )
 
 
@@ -118,9 +118,9 @@ def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted({plain_name(name) for name in remembered} - set(here))
     if unknown:
         raise ValueError(
-            f"the names in the state must be those of parameters ({_first(here)}), not "
-            f"{_first(unknown)}: give the "
-            "parameters the names that they had when the state was saved"
+            "the names in the state must be those of parameters "
+            f"({_first(here)}), not {_first(unknown)}: give the parameters the "
+            "names that they had when the state was saved"
         )
 
 

@@ -203,9 +203,8 @@ class OverlappedReduction:
         if bucket < len(current.transfers):
             raise RuntimeError(
                 "a parameter got a gradient twice in one backward pass, after its first one "
-                "was sent (does a module "
-                "run another backward pass inside?): use overlap=False, or checkpoint(..., "
-                "use_reentrant=False)"
+                "was sent (does a module run another backward pass inside?): use "
+                "overlap=False, or checkpoint(..., use_reentrant=False)"
             )
         current.missing[bucket] -= 1
         self._note_arrivals(current)

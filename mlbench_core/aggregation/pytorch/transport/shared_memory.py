@@ -383,10 +383,9 @@ class SharedMemorySum:
                 # This sum can never finish, so waits for other sums need not advance it.
                 _in_use.discard(self)
                 raise ValueError(
-                    f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} "
-                    "where this worker sends "
-                    f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and "
-                    "settings"
+                    f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of "
+                    f"{theirs[1]} where this worker sends one of {own[0]:,} bytes of "
+                    f"{own[1]}: all workers need the same model and settings"
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
         # Block by block, each sum is copied to the shared memory while it is still in the cache.
@@ -520,9 +519,9 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         ]
         if elsewhere:
             raise BackendError(
-                f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they run "
-                "on different machines, in "
-                "different network namespaces or as different users: leave shared_memory out"
+                f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they "
+                "run on different machines, in different network namespaces or as "
+                "different users: leave shared_memory out"
             )
         peers = [
             _exchange_memory(_connect(record["address"], timeout_s), rank, arena)

@@ -172,13 +172,13 @@ def pack_tensors(
     dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(
-            f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each "
-            "dtype alone"
+            "tensors must have one dtype, not "
+            f"{sorted(map(str, dtypes))}: pack those of each dtype alone"
         )
     if len(devices) > 1:
         raise ValueError(
-            f"tensors must be on one device, not on {sorted(map(str, devices))}: pack those of "
-            "each device alone"
+            "tensors must be on one device, not on "
+            f"{sorted(map(str, devices))}: pack those of each device alone"
         )
     indices, sizes = [0], []
     for tensor in tensors:
@@ -212,14 +212,13 @@ def unpack_tensors(
     """
     if len(indices) != len(sizes) + 1:
         raise ValueError(
-            "indices must have one number more than sizes, the end of the last tensor, not "
-            f"{len(indices)} for "
-            f"{len(sizes)} sizes"
+            "indices must have one number more than sizes, the end of the last tensor, "
+            f"not {len(indices)} for {len(sizes)} sizes"
         )
     if aggregated.dim() != 1 or indices[-1] > aggregated.numel():
         raise ValueError(
-            f"aggregated must be a vector of at least {indices[-1]} elements, not shape "
-            f"{tuple(aggregated.shape)}"
+            f"aggregated must be a vector of at least {indices[-1]} "
+            f"elements, not shape {tuple(aggregated.shape)}"
         )
     return [
         aggregated[start:end].view(size)

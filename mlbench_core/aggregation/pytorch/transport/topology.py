@@ -71,8 +71,7 @@ class Topology:
         if apart:
             raise ValueError(
                 f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges, so their "
-                "models would never mix: "
-                f"add edges until the graph is connected"
+                "models would never mix: add edges until the graph is connected"
             )
 
     def neighbours(self, rank: int) -> tuple[int, ...]:

@@ -124,8 +124,8 @@ class Datatypes:
         allowed = _allowed(dtype)
         if name not in allowed:
             raise ValueError(
-                f"ReduceOp.{name} is not defined over MPI for tensors of {dtype}; defined are "
-                f"{', '.join(allowed)}"
+                f"ReduceOp.{name} is not defined over MPI for tensors of "
+                f"{dtype}; defined are {', '.join(allowed)}"
             )
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):

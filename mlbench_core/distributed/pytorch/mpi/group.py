@@ -280,8 +280,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         for name, parts in (("output", outputs), ("input", inputs)):
             if len(parts) != self.size():
                 raise ValueError(
-                    f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} "
-                    "workers"
+                    f"all_to_all has {len(parts)} {name} tensors "
+                    f"for a group of {self.size()} workers"
                 )
         received, sent = (
             [Buffer(part, fill=False) for part in outputs],
@@ -323,15 +323,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         if not sizes:
             if rows % size:
                 raise ValueError(
-                    f"all_to_all_single's {name} has {rows} rows: {size} workers cannot share "
-                    "them evenly"
+                    f"all_to_all_single's {name} has {rows} rows: "
+                    f"{size} workers cannot share them evenly"
                 )
             sizes = [rows // size] * size
         if len(sizes) != size or sum(sizes) != rows:
             raise ValueError(
-                f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be "
-                f"{size} numbers, one for each "
-                f"worker, whose sum is the {name}'s {rows} rows"
+                f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be {size} "
+                f"numbers, one for each worker, whose sum is the {name}'s {rows} rows"
             )
         return list(memory.split(list(sizes))) if memory.dim() else [memory]
 
@@ -357,9 +356,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         elements = _only(tensors, "recv").numel()
         if elements > MAX_ELEMENTS:
             raise ValueError(
-                f"a tensor of {elements} elements comes in several messages, so its source has "
-                "to be named: "
-                f"pass src, or send at most {MAX_ELEMENTS} elements"
+                f"a tensor of {elements} elements comes in several messages, so its source has to "
+                f"be named: pass src, or send at most {MAX_ELEMENTS} elements"
             )
         return self._receive(tensors, self._world.mpi.ANY_SOURCE, tag, "recv from any")
 
@@ -498,8 +496,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             if part.numel() != single.numel() or part.dtype != single.dtype:
                 raise ValueError(
                     f"{name} needs tensors of one size and dtype, not {tuple(part.shape)} of "
-                    f"{part.dtype} with "
-                    f"{tuple(single.shape)} of {single.dtype}"
+                    f"{part.dtype} with {tuple(single.shape)} of {single.dtype}"
                 )
 
     def _check_whole(
@@ -508,9 +505,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
                 f"{name}'s {whole_name} must have {self.size()} times the elements of its "
-                f"{part_name}, in the same "
-                f"dtype: {tuple(whole.shape)} of {whole.dtype} and {tuple(part.shape)} of "
-                f"{part.dtype} do not fit"
+                f"{part_name}, in the same dtype: {tuple(whole.shape)} of {whole.dtype} and "
+                f"{tuple(part.shape)} of {part.dtype} do not fit"
             )
 
 

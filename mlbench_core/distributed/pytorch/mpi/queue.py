@@ -139,8 +139,8 @@ class Work(dist.Work):
             return None
         self._error = dist.DistBackendError(
             f"MPI: {self.name}: timed out, the other workers did not come within "
-            f"{self._timeout_s:g} s: was one lost, "
-            f"or does it call another operation? MPI cannot be used any more in this process"
+            f"{self._timeout_s:g} s: was one lost, or does it call another operation? MPI "
+            "cannot be used any more in this process"
         )
         self.done = True
         return self._error

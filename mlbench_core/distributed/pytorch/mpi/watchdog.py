@@ -89,8 +89,8 @@ class Watchdog:
                 continue
             name, limit_s, _ = call
             stuck = dist.DistBackendError(
-                f"MPI: {name}: timed out, all workers came but the data did not get through "
-                f"within {limit_s:g} s"
+                f"MPI: {name}: timed out, all workers came but the data "
+                f"did not get through within {limit_s:g} s"
             )
             # Finding the lost worker takes seconds, in which the call may return after all: so look
             # again.

