@@ -195,7 +195,8 @@ class MultiheadAttention(nn.Module):
         if key is query and value is query:
             q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
         elif key is value:
-            q, (k, v) = self._linear(query, 0, 1), self._linear(key, 1, 3).chunk(2, dim=-1)
+            q = self._linear(query, 0, 1)
+            k, v = self._linear(key, 1, 3).chunk(2, dim=-1)
         else:
             q, k, v = self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
         batch = k.shape[1]
