@@ -564,6 +564,7 @@ class BLEUScore(_StatisticsMetric):
         self.lowercase = lowercase
         self._smoothing: dict[str, Any]
         if use_raw:
+            # The settings of sacrebleu.raw_corpus_bleu.
             self.tokenize = "none"
             self._smoothing = {
                 "smooth_method": "floor",
@@ -571,6 +572,7 @@ class BLEUScore(_StatisticsMetric):
                 "effective_order": True,
             }
         else:
+            # The smoothing of sacrebleu.corpus_bleu.
             self.tokenize = tokenize or "intl"
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
         if self.tokenize not in bleu.TOKENIZERS:

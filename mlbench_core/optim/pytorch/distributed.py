@@ -237,6 +237,7 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        # torch creates the hooks here, which the state does not have.
         super().__setstate__({})
 
 

@@ -221,6 +221,7 @@ class DiLoCo(GenericCentralizedOptimizer):
             if outer_optimizer is None:
                 check_finite_at_least_0("outer_lr", outer_lr)
                 check_finite_at_least_0("outer_momentum", outer_momentum)
+                # torch refuses Nesterov momentum without momentum.
                 outer_optimizer = partial(
                     SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
                 )
