@@ -1,5 +1,4 @@
-r"""Evaluate the times of a collective operation: statistics, bandwidths, and a fit of latency and
-bandwidth.
+r"""Evaluate the times of a collective operation: statistics, bandwidths, fits of latency.
 
 The time of a message of n bytes is modeled by the line
 
@@ -67,8 +66,9 @@ BUS_FACTORS: dict[str, tuple[int, int]] = {
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth; see the
-    module's table.
+    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth.
+
+    The table in the module's docstring has the factors.
 
     Args:
         collective: Its name, one of :data:`BUS_FACTORS`.
@@ -265,23 +265,26 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 def _non_negative_least_squares(
     columns: np.ndarray[Any, np.dtype[np.float64]],
 ) -> tuple[float, float]:
-    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of
-    shape (m, 2)."""
+    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``.
+
+    The columns are positive, of shape (m, 2).
+    """
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
     # If one number would be negative, it is 0 at the minimum. The other then follows from its
     # column alone.
     alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
-    return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
+    if x1 < 0:
+        return float(alone[0]), 0.0
+    return 0.0, float(alone[1])
 
 
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
-    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once,
-    ascending.
+    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded.
 
-    Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77
-    instead of 80.
+    Each size appears once, and they ascend. Small sizes coincide after rounding, so there are fewer
+    than ``num``: with the defaults 77 instead of 80.
 
     Args:
         num: Number of points on the logarithmic scale, at least 1.
@@ -302,7 +305,7 @@ def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     # Near 1 the points are closer together than whole numbers, so several of them round to the same
     # size.
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
-    return sorted({int(point) for point in points})
+    return sorted(set(points.tolist()))
 
 
 @dataclass(frozen=True)
@@ -364,17 +367,27 @@ class Measurement:
         )
 
     def row(self) -> dict[str, str | int | float]:
-        """Return the measurement as one flat row: times in seconds, bandwidths in bytes per
-        second."""
+        """Return the measurement as one flat row.
+
+        Times are in seconds, bandwidths in bytes per second.
+        """
         # The order is that of the columns in the CSV file.
-        names = ("collective", "backend", "device", "dtype", "world_size", "elements", "size_bytes")
         statistics = self.statistics
         return {
-            **{name: getattr(self, name) for name in (*names, "repetitions", "operations")},
-            **{
-                name: getattr(statistics, name)
-                for name in ("mean_s", "p50_s", "p99_s", "min_s", "max_s")
-            },
+            "collective": self.collective,
+            "backend": self.backend,
+            "device": self.device,
+            "dtype": self.dtype,
+            "world_size": self.world_size,
+            "elements": self.elements,
+            "size_bytes": self.size_bytes,
+            "repetitions": self.repetitions,
+            "operations": self.operations,
+            "mean_s": statistics.mean_s,
+            "p50_s": statistics.p50_s,
+            "p99_s": statistics.p99_s,
+            "min_s": statistics.min_s,
+            "max_s": statistics.max_s,
             "algorithm_bandwidth_bytes_per_s": self.algorithm_bandwidth,
             "bus_bandwidth_bytes_per_s": self.bus_bandwidth,
             "wrong_elements": self.wrong_elements,

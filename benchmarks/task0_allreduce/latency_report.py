@@ -1,5 +1,4 @@
-"""Collect all measurements of one run of Task 0, with machine and methodology, and save them as
-files.
+"""Collect and save all measurements of one run of Task 0, with machine and methodology.
 
 The JSON file has everything, the CSV file one row for each size and type.
 """
@@ -13,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +58,17 @@ class LatencyReport:
         Args:
             dtype: Its name, for example ``"float32"``.
         """
-        return sorted(
-            (m for m in self.measurements if m.dtype == dtype), key=lambda m: m.size_bytes
-        )
+        measurements = [m for m in self.measurements if m.dtype == dtype]
+        return sorted(measurements, key=attrgetter("size_bytes"))
 
     @property
     def dtypes(self) -> list[str]:
         """Return the names of the measured types, in the order of their first measurements."""
-        return list(dict.fromkeys(m.dtype for m in self.measurements))
+        return list(dict.fromkeys(map(attrgetter("dtype"), self.measurements)))
 
     @property
     def title(self) -> str:
-        """Return one line that names the collective, the backend, the device and the number of
-        workers."""
+        """Return one line: the collective, the backend, the device and the number of workers."""
         if not self.measurements:
             return "nothing measured"
         first = self.measurements[0]
@@ -95,15 +93,17 @@ class LatencyReport:
                 yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
     def fits(self) -> dict[str, LatencyFit]:
-        """Fit latency and bandwidth of each type to the medians; types with a single measured size
-        are left out."""
-        found = {}
+        """Fit latency and bandwidth of each type to the medians.
+
+        Types with a single measured size are left out.
+        """
+        fits = {}
         for dtype in self.dtypes:
             measurements = self.of(dtype)
-            if len({m.size_bytes for m in measurements}) > 1:
-                medians = [m.statistics.p50_s for m in measurements]
-                found[dtype] = fit_latency([m.size_bytes for m in measurements], medians)
-        return found
+            sizes = [m.size_bytes for m in measurements]
+            if len(set(sizes)) > 1:
+                fits[dtype] = fit_latency(sizes, [m.statistics.p50_s for m in measurements])
+        return fits
 
     def incomplete(self) -> list[Measurement]:
         """Return the measurements with fewer repetitions than ``methodology["repetitions"]``."""
@@ -112,16 +112,16 @@ class LatencyReport:
 
     def wrong(self) -> list[Measurement]:
         """Return the measurements whose results were wrong."""
-        return [m for m in self.measurements if m.wrong_elements]
+        return list(filter(attrgetter("wrong_elements"), self.measurements))
 
     def to_json(self) -> str:
         """Return everything as JSON text; an infinite bandwidth of a fit is null."""
-        fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
-        # Python would write "Infinity", which is not JSON, so other readers refuse it.
-        for fit in fits.values():
-            fit["beta_bytes_per_s"] = (
-                fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
-            )
+        fits = {}
+        for dtype, fit in self.fits().items():
+            fits[dtype] = dataclasses.asdict(fit)
+            # Python would write "Infinity", which is not JSON, so other readers refuse it.
+            if fit.beta_bytes_per_s == math.inf:
+                fits[dtype]["beta_bytes_per_s"] = None
         content = {
             "format": FORMAT,
             "title": self.title,
@@ -135,11 +135,14 @@ class LatencyReport:
         return json.dumps(content, indent=1)
 
     def to_csv(self) -> str:
-        """Return CSV text: a line of names, then a line for each measurement in seconds and bytes
-        per second."""
+        """Return CSV text: a line of names, then a line for each measurement.
+
+        Values are in seconds and bytes per second.
+        """
         text = io.StringIO()
         rows = [m.row() for m in self.measurements]
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+        names = list(rows[0]) if rows else []
+        writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
@@ -187,18 +190,21 @@ class LatencyReport:
                 raise ValueError(f"its format is {content['format']!r}")
             # A row of the file also has statistics and bandwidths. They follow from the times and
             # are not read.
-            names = [one.name for one in dataclasses.fields(Measurement)]
-            rows = [{name: row[name] for name in names} for row in content["measurements"]]
-            measurements = [
-                Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows
-            ]
-            parts = {
-                name: content[name] for name in ("machine", "versions", "methodology", "left_out")
-            }
+            names = [each.name for each in dataclasses.fields(Measurement)]
+            report = cls(
+                machine=content["machine"],
+                versions=content["versions"],
+                methodology=content["methodology"],
+                left_out=content["left_out"],
+            )
+            for row in content["measurements"]:
+                values = {name: row[name] for name in names}
+                values["seconds"] = tuple(row["seconds"])
+                report.measurements.append(Measurement(**values))
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"{path} is not a result of Task 0 in JSON ({error})"
             ) from error
-        return cls(**parts, measurements=measurements)
+        return report

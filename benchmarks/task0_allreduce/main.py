@@ -9,10 +9,10 @@ checked. README.md in this folder has the whole description."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +50,9 @@ def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, 
     # Operations that cut a tensor need one part of equal size per worker, so sizes are rounded up
     # below.
     multiple_of = world_size if COLLECTIVES[args.collective].is_cut else 1
-    num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if args.light_target else (SIZES, LARGEST)
+    num, largest = SIZES, LARGEST
+    if args.light_target:
+        num, largest = LIGHT_SIZES, LIGHT_LARGEST
     wanted = args.elements or element_counts(args.sizes or num, largest)
     sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
     if len(sizes) < len(wanted):
@@ -86,8 +88,7 @@ def choose_dtypes(
 def measure_all(
     args: argparse.Namespace, rank: int, world_size: int, device: torch.device
 ) -> LatencyReport:
-    """Measure every size and type. With a time limit, each has an equal part of the remaining
-    time."""
+    """Measure every size and type; a time limit is divided among them."""
     report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
     dtypes = choose_dtypes(args, device, report.left_out)
     sizes = choose_sizes(args, world_size, report.left_out)
@@ -97,56 +98,59 @@ def measure_all(
         "barrier": "before every repetition",
         "clock": "CUDA events" if device.type == "cuda" else "time.perf_counter",
         "seconds": (
-            "of one operation, of the slowest worker, by repetition: the mean of "
-            "`operations` operations"
+            "of one operation, of the slowest worker, by repetition: "
+            "the mean of `operations` operations"
         ),
         "bandwidths": "at the median",
     }
-    end = None if args.time_limit is None else time.perf_counter() + args.time_limit
-    to_do = [(elements, dtype) for elements in sizes for dtype in dtypes]
-    for number, (elements, dtype) in enumerate(to_do):
-        # Small sizes are fast and leave most of their part to the large ones after them.
-        left_s = (
-            None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
-        )
-        options: dict[str, Any] = {"repetitions": args.repetitions, "budget_s": left_s}
-        report.measurements.append(measure(args.collective, elements, dtype, device, **options))
+    start = time.perf_counter()
+    cases = list(itertools.product(sizes, dtypes))
+    for number, (elements, dtype) in enumerate(cases):
+        budget_s = None
+        if args.time_limit is not None:
+            # Each case has an equal part of the remaining time. Small sizes are fast and leave most
+            # of their part to the large ones after them.
+            left_s = max(0.0, start + args.time_limit - time.perf_counter())
+            budget_s = left_s / (len(cases) - number)
+        measurement = measure(
+            args.collective, elements, dtype, device,
+            repetitions=args.repetitions, budget_s=budget_s,
+        )  # fmt: skip
+        report.measurements.append(measurement)
         # All workers have the same result, that of the slowest one.
         if rank == 0:
-            logger.info("%s", report.measurements[-1])
+            logger.info("%s", measurement)
     return report
 
 
 def show(report: LatencyReport) -> None:
-    """Print a few sizes of each type, the fits, left-out measurements and those with fewer
-    repetitions."""
-    # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
+    """Print a few sizes of each type, the fits, left-out and shortened measurements."""
     table = Table(title=report.title)
+    table.add_column("type")
     for title in (
-        "type",
-        "elements",
-        "mean µs",
-        "median µs",
-        "p99 µs",
-        "alg. GB/s",
-        "bus GB/s",
-        "repetitions",
-    ):
-        table.add_column(title, justify="left" if title == "type" else "right")
+        "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions",
+    ):  # fmt: skip
+        table.add_column(title, justify="right")
     for dtype in report.dtypes:
-        every = report.of(dtype)
-        for i in np.unique(np.linspace(0, len(every) - 1, min(ROWS_SHOWN, len(every))).astype(int)):
-            m, times = every[i], every[i].statistics
-            micros = (f"{1e6 * t:.1f}" for t in (times.mean_s, times.p50_s, times.p99_s))
-            rates = (f"{rate / 1e9:.4g}" for rate in (m.algorithm_bandwidth, m.bus_bandwidth))
-            table.add_row(dtype, f"{m.elements:,}", *micros, *rates, str(m.repetitions))
+        measurements = report.of(dtype)
+        # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
+        rows = np.linspace(0, len(measurements) - 1, min(ROWS_SHOWN, len(measurements)))
+        for i in np.unique(rows.astype(int)):
+            m, times = measurements[i], measurements[i].statistics
+            table.add_row(
+                dtype, f"{m.elements:,}",
+                f"{1e6 * times.mean_s:.1f}", f"{1e6 * times.p50_s:.1f}",
+                f"{1e6 * times.p99_s:.1f}",
+                f"{m.algorithm_bandwidth / 1e9:.4g}", f"{m.bus_bandwidth / 1e9:.4g}",
+                str(m.repetitions),
+            )  # fmt: skip
         table.add_section()
     console = Console(width=100, highlight=False)
     console.print(table)
     for dtype, fit in report.fits().items():
         console.print(f"{dtype}: {fit}; deviation {100 * fit.relative_error:.0f} %")
-    for what, why in report.left_out.items():
-        console.print(f"left out: {what}: {why}", markup=False)
+    for request, reason in report.left_out.items():
+        console.print(f"left out: {request}: {reason}", markup=False)
     fewer = report.incomplete()
     if fewer:
         least = min(m.repetitions for m in fewer)
@@ -158,11 +162,12 @@ def show(report: LatencyReport) -> None:
 
 def main(
     run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str,
-    hosts: str | None,
-    gpu: bool, args: argparse.Namespace, **_: object,
+    hosts: str | None, gpu: bool, args: argparse.Namespace, **_: object,
 ) -> None:  # fmt: skip
-    """Run the task on this worker. Arguments that come unchanged from the command line are read
-    from ``args``."""
+    """Run the task on this worker.
+
+    Arguments that come unchanged from the command line are read from ``args``.
+    """
     if args.validation_only:
         raise ConfigurationError(
             "task 0 trains no model, so it has no checkpoint to evaluate: leave out "
@@ -171,13 +176,9 @@ def main(
     if args.plot:
         require("matplotlib", "charts")
     with initialize_backends(
-        comm_backend=backend,
-        hosts=hosts,
-        rank=rank,
-        use_cuda=gpu,
-        ckpt_run_dir=ckpt_run_dir,
-        timeout_s=args.timeout,
-    ) as (rank, world_size, graph):
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu,
+        ckpt_run_dir=ckpt_run_dir, timeout_s=args.timeout,
+    ) as (rank, world_size, graph):  # fmt: skip
         if world_size == 1:
             raise ConfigurationError(
                 "task 0 needs at least 2 workers, not 1: README.md shows how to start them"
@@ -188,7 +189,7 @@ def main(
             results.sink.event("start", {"resumed": False, "epoch": 0, "step": 0})
             report = measure_all(args, rank, world_size, graph.current_device)
             if rank == 0:
-                # The number of the size stands in the place of the epoch of training tasks.
+                # The number of the size takes the place of the epoch of training tasks.
                 for name, value, number in report.numbers():
                     results.sink.record(name, value, number, number, time.perf_counter() - start)
                     LogMetrics.log(run_id, 0, number, name, value)
@@ -205,38 +206,23 @@ def main(
         print("\n".join(f"written: {path}" for path in files), flush=True)
     # The results are written before this error, because they show the sizes that are wrong.
     if wrong := report.wrong():
-        raise BackendError(
-            f"wrong results: {', '.join(f'{m.elements} elements of {m.dtype}' for m in wrong)}"[
-                :500
-            ]
-        )
+        cases = ", ".join(f"{m.elements} elements of {m.dtype}" for m in wrong)
+        raise BackendError(f"wrong results: {cases}"[:500])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
-    parser.add_argument(
-        "--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce"
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)"
-    )
-    parser.add_argument(
-        "--repetitions", type=count, default=100, help="of each size and type (default: 100)"
-    )
-    parser.add_argument(
-        "--sizes", type=count, help="number of sizes (default: 80; with --light 13, at most 1e6)"
-    )
-    parser.add_argument("--elements", type=count, nargs="+", help="these sizes instead")
-    parser.add_argument("--max-elements", type=count, help="leave out larger sizes")
-    parser.add_argument(
-        "--time-limit",
-        type=seconds,
-        metavar="SECONDS",
-        help="fewer repetitions, at least 3, to keep it",
-    )
-    parser.add_argument(
-        "--plot", action="store_true", help="draw time against size (plot.py compares several runs)"
-    )
+    add = parser.add_argument
+    add("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)")
+    add("--repetitions", type=count, default=100, help="of each size and type (default: 100)")
+    add("--sizes", type=count, help="number of sizes (default: 80; with --light 13, at most 1e6)")
+    add("--elements", type=count, nargs="+", help="these sizes instead")
+    add("--max-elements", type=count, help="leave out larger sizes")
+    add("--time-limit", type=seconds, metavar="SECONDS",
+        help="fewer repetitions, at least 3, to keep it")  # fmt: skip
+    add("--plot", action="store_true",
+        help="draw time against size (plot.py compares several runs)")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -124,27 +124,24 @@ class Collective(ABC):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
-            multiple = f" and a multiple of the {self.world_size} workers" if self.is_cut else ""
-            raise ValueError(
-                f"elements must be at least 1{multiple} for {self.name}, not {elements}"
-            )
+            allowed = "at least 1"
+            if self.is_cut:
+                allowed += f" and a multiple of the {self.world_size} workers"
+            raise ValueError(f"elements must be {allowed} for {self.name}, not {elements}")
         self.elements, self.dtype, self.device = elements, dtype, torch.device(device)
         self.buffer = self._new(elements)
 
     @abstractmethod
     def fill(self) -> None:
-        """Write the values to send into the buffer for sending, and other values into the buffer
-        for receiving."""
+        """Write the values to send, and other values into the buffer for receiving."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do the operation. When this returns, it is done, or on GPUs enqueued on the current
-        stream."""
+        """Do the operation: on return it is done, or on GPUs enqueued on the current stream."""
 
     @abstractmethod
     def count_wrong(self) -> int:
-        """Count the elements of this worker's result that are wrong after :meth:`fill` and
-        :meth:`run`."""
+        """Count this worker's wrong elements after :meth:`fill` and :meth:`run`."""
 
     def _new(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self.dtype, device=self.device)
@@ -155,20 +152,17 @@ class Collective(ABC):
         return self.buffer[index * size : (index + 1) * size]
 
     def _values(self, rank: int, receiver: int = 0) -> Tensor:
-        """Return one period of the values that worker ``rank`` sends to ``receiver``: shape
-        (PERIOD,)."""
+        """Return one period of the values from ``rank`` to ``receiver``: shape (PERIOD,)."""
         return _sequence(rank, self.world_size).roll(receiver).to(self.device, self.dtype)
 
     def _sum(self, receiver: int = 0) -> Tensor:
         """Return one period of the sum of the values that all workers send."""
-        sequences = [
-            _sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))
-        ]
+        ranks = range(min(self.world_size, EXACT))
+        sequences = [_sequence(rank, self.world_size) for rank in ranks]
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
-        """Convert a rank in this group to one in the default group, which torch's collectives with
-        a root take."""
+        """Convert a rank in this group to one in the default group, which torch takes as a root."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
@@ -203,7 +197,9 @@ class Reduce(AllReduce):
         dist.reduce(self.buffer, self._peer(0), group=self.group)
 
     def count_wrong(self) -> int:
-        return _count_different(self.buffer, self._sum()) if self.rank == 0 else 0
+        if self.rank != 0:
+            return 0
+        return super().count_wrong()
 
 
 class Broadcast(Collective):
@@ -245,10 +241,10 @@ class AllGather(Collective):
         self._gather(self.buffer, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(
-            _count_different(self._part(rank), self._values(rank))
-            for rank in range(self.world_size)
-        )
+        wrong = 0
+        for rank in range(self.world_size):
+            wrong += _count_different(self._part(rank), self._values(rank))
+        return wrong
 
 
 class ReduceScatter(Collective):
@@ -290,20 +286,18 @@ class AllToAll(Collective):
     def fill(self) -> None:
         size = self.elements // self.world_size
         for receiver in range(self.world_size):
-            _repeat(
-                self._values(self.rank, receiver),
-                self.sent[receiver * size : (receiver + 1) * size],
-            )
+            part = self.sent[receiver * size : (receiver + 1) * size]
+            _repeat(self._values(self.rank, receiver), part)
         self.received.fill_(-1)
 
     def run(self) -> None:
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(
-            _count_different(self._part(rank), self._values(rank, self.rank))
-            for rank in range(self.world_size)
-        )
+        wrong = 0
+        for rank in range(self.world_size):
+            wrong += _count_different(self._part(rank), self._values(rank, self.rank))
+        return wrong
 
 
 class SendRecv(Collective):
@@ -412,10 +406,11 @@ def measure(
     wrong = operation.count_wrong()
     first_s = time.perf_counter() - start
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
-    runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
-    affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
     # All terms are the same on every worker, so all do the same number of collectives.
-    count = min(repetitions, max(affordable, MIN_REPETITIONS))
+    runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
+    count = repetitions
+    if budget_s != math.inf:
+        count = min(repetitions, max(int(budget_s / (runs * run_s)), MIN_REPETITIONS))
     own_seconds = [_repetition(operation, runs) / (runs * operation.trips) for _ in range(count)]
     return Measurement(
         collective=collective,
@@ -470,7 +465,9 @@ def why_not(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     # Every worker takes part in this exchange, also after an error, because the others wait for it.
     failed = _over_workers([float(reason is not None)], operation, dist.ReduceOp.MAX)[0]
-    return reason or ("it failed on another worker" if failed else None)
+    if reason is None and failed:
+        return "it failed on another worker"
+    return reason
 
 
 def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -490,8 +487,10 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     device = torch.device(device)
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"hosts": hosts, "cores": os.cpu_count(), "system": platform.platform(), **gpu}
+    machine = {"hosts": hosts, "cores": os.cpu_count(), "system": platform.platform()}
+    if device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(device)
+    return machine
 
 
 def describe_versions() -> dict[str, str]:
@@ -508,11 +507,11 @@ def describe_versions() -> dict[str, str]:
         "mlbench_core": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "numpy": np.__version__,
     }
-    versions["numpy"] = np.__version__
     backend = dist.get_backend() if dist.is_initialized() else None
     if backend == "nccl":
-        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if backend == "mpi" and importlib.util.find_spec("mpi4py"):
         library = importlib.import_module("mpi4py.MPI").Get_library_version()
         versions["mpi"] = library.replace("\0", "").splitlines()[0]
@@ -552,13 +551,12 @@ def _repetition(operation: Collective, runs: int) -> float:
     if operation.is_in_place:
         operation.fill()
     # NCCL's barrier needs the device as an argument; other backends refuse it.
-    index = operation.device.index if dist.get_backend(operation.group) == "nccl" else None
-    dist.barrier(group=operation.group, device_ids=None if index is None else [index])
-    clock = _cuda_seconds if operation.device.type == "cuda" else _host_seconds
-    return clock(operation, runs)
-
-
-def _host_seconds(operation: Collective, runs: int) -> float:
+    device_ids = None
+    if dist.get_backend(operation.group) == "nccl" and operation.device.index is not None:
+        device_ids = [operation.device.index]
+    dist.barrier(group=operation.group, device_ids=device_ids)
+    if operation.device.type == "cuda":
+        return _cuda_seconds(operation, runs)
     run = operation.run
     start = time.perf_counter()
     for _ in range(runs):
@@ -567,8 +565,7 @@ def _host_seconds(operation: Collective, runs: int) -> float:
 
 
 def _cuda_seconds(operation: Collective, runs: int) -> float:
-    """Return the device's time from before the first run to after the last, read once they are
-    done."""
+    """Return the device's time from before the first run to after the last."""
     with torch.cuda.device(operation.device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -581,13 +578,13 @@ def _cuda_seconds(operation: Collective, runs: int) -> float:
 
 def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:
     """Reduce the values of all workers element by element; the result is the same on each."""
+    device = torch.device("cpu")
     # NCCL sends from GPUs only.
-    device = (
-        operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
-    )
+    if dist.get_backend(operation.group) == "nccl":
+        device = operation.device
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op, group=operation.group)
-    return [float(value) for value in tensor.tolist()]
+    return list(map(float, tensor.tolist()))
 
 
 def _sequence(rank: int, world_size: int) -> Tensor:

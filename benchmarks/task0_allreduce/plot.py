@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from latency_report import LatencyReport
@@ -48,20 +49,20 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
             if dtypes is not None and dtype not in dtypes:
                 continue
             measurements = report.of(dtype)
-            sizes = [m.size_bytes for m in measurements]
-            statistics = [m.statistics for m in measurements]
+            sizes = list(map(attrgetter("size_bytes"), measurements))
+            statistics = list(map(attrgetter("statistics"), measurements))
             label = f"{report.title}, {dtype}"
             if dtype in fits:
                 label += f": {fits[dtype]}"
             # The line, its band and its fit have one color.
-            (line,) = axes.plot(
-                sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label
-            )
-            band = [s.min_s for s in statistics], [s.p99_s for s in statistics]
-            axes.fill_between(sizes, *band, color=line.get_color(), alpha=0.12, linewidth=0)
+            points = [(s.p50_s, s.min_s, s.p99_s) for s in statistics]
+            median, lowest, highest = zip(*points, strict=True)
+            (line,) = axes.plot(sizes, median, marker=".", linewidth=1, label=label)
+            color = line.get_color()
+            axes.fill_between(sizes, lowest, highest, color=color, alpha=0.12, linewidth=0)
             if dtype in fits:
-                times = [fits[dtype].seconds(size) for size in sizes]
-                axes.plot(sizes, times, color=line.get_color(), linestyle="--", linewidth=0.8)
+                times = list(map(fits[dtype].seconds, sizes))
+                axes.plot(sizes, times, color=color, linestyle="--", linewidth=0.8)
     if not axes.lines:
         raise ConfigurationError(
             "there is nothing to draw: the results have no measurement of the types in --dtypes"
@@ -78,16 +79,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)"
-    )
-    parser.add_argument("--dtypes", nargs="+", help="only these types")
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote")
+    add("--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)")
+    add("--dtypes", nargs="+", help="only these types")
     args = parser.parse_args()
     try:
-        print(draw([LatencyReport.load(path) for path in args.results], args.output, args.dtypes))
+        print(draw(list(map(LatencyReport.load, args.results)), args.output, args.dtypes))
     except MLBenchError as error:
         sys.exit(f"{parser.prog}: error: {error}")
 
