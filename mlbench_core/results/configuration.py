@@ -1,4 +1,4 @@
-"""Describe the program of a run and its settings. Two runs are repeats if only their seeds differ."""
+"""Describe the program of a run and its settings; repeats differ only in their seeds."""
 
 from __future__ import annotations
 

@@ -3,11 +3,14 @@ r"""Write and read the raw lines of a run: the records of each worker, one JSON 
 Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order
 in which a worker writes them::
 
-    start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration, schema_version
+    start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration,
+            schema_version
     stat    a recorded statistic: epoch, step, time_s, name, value (null if it is not finite)
     epoch   an epoch has ended: epoch, step, time_s, totals
-    goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
-    end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
+    goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals,
+            epoch, step, time_s
+    end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch,
+            batch_times, ...
 
 ``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of
 the run's clock. ``totals`` holds times (seconds) and counts since the start of the run.
@@ -82,39 +85,38 @@ class LinesSink:
             "configuration": dict(configuration),
         }
         self.has_started = False
-        self._end: Mapping[str, Any] = {}
+        self._end: dict[str, Any] = {}
         self._lost: str | None = None
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
         self._last_write_s = time.monotonic()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
-        """Do nothing: only times of steps arrive here, and the totals of the line ``epoch`` contain them."""
+        """Do nothing: the totals of the line ``epoch`` contain the times that arrive here."""
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Keep one statistic for the next write."""
         self._pending.append((time.time(), epoch, step, time_s, name, value))
-        if (
-            len(self._pending) >= _MOST_PENDING
-            or time.monotonic() - self._last_write_s > _WRITE_EVERY_S
-        ):
+        waited_s = time.monotonic() - self._last_write_s
+        if len(self._pending) >= _MOST_PENDING or waited_s > _WRITE_EVERY_S:
             self.flush()
 
     def event(self, kind: str, content: Mapping[str, Any]) -> None:
         """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
         if kind == "end":
+            self._end = dict(content)
             # finish() says how the run ended.
-            self._end = {name: value for name, value in content.items() if name != "state"}
+            self._end.pop("state", None)
             return
-        added = {}
+        fields = dict(content)
         if kind == "start":
-            added = {"schema_version": SCHEMA_VERSION, **self._start}
             self.has_started = True
             # The file has the numbers from before the resume already.
-            content = {name: value for name, value in content.items() if name != "latest"}
+            fields.pop("latest", None)
+            fields = {"schema_version": SCHEMA_VERSION, **self._start, **fields}
             if self._before_start is not None:
                 with self._noting_loss():
                     self._before_start()
-        self._write([self._line(kind, {**added, **content})])
+        self._write([self._line(kind, fields)])
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Write the line ``end``.
@@ -127,10 +129,8 @@ class LinesSink:
             reason: The reason of a failure, in one line.
         """
         if self._lost is not None and state == "finished":
-            state, reason = (
-                "failed",
-                f"raw lines are missing, because they could not be written: {self._lost}",
-            )
+            state = "failed"
+            reason = f"raw lines are missing, because they could not be written: {self._lost}"
         # A run that fails before its first batch has not started its tracker.
         if not self.has_started:
             self.event("start", {"resumed": False, "epoch": 0, "step": 0})
@@ -149,8 +149,9 @@ class LinesSink:
         # Not json.dumps: it takes ten times as long, and some of these writes happen inside
         # training batches.
         records = "".join(
-            f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},"step":{step},'
-            f'"time_s":{time_s!r},"name":{_quoted(name)},"value":{_json_value(value)}}}\n'
+            f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},'
+            f'"step":{step},"time_s":{time_s!r},"name":{_quoted(name)},'
+            f'"value":{_json_value(value)}}}\n'
             for now, epoch, step, time_s, name, value in pending
         )
         text = records + "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -174,7 +175,10 @@ class LinesSink:
 
 
 def ends_line(file: BinaryIO) -> bool:
-    """Return True if an open file is empty or ends with a line feed; the position is then at its end."""
+    """Return True if an open file is empty or ends with a line feed.
+
+    The position in the file is then at its end.
+    """
     if not file.seek(0, 2):
         return True
     file.seek(-1, 2)
@@ -225,17 +229,15 @@ class RawLines:
         self.skipped.clear()
         for path in self.paths:
             with path.open("rb") as file:
-                for number, text in enumerate(
-                    iter(partial(file.readline, _MOST_LINE_BYTES), b""), 1
-                ):
+                texts = iter(partial(file.readline, _MOST_LINE_BYTES), b"")
+                for number, text in enumerate(texts, 1):
                     if len(text) == _MOST_LINE_BYTES:
-                        self.skipped.append(
-                            f"{path.name}:{number}: line of {_MOST_LINE_BYTES >> 20} MiB or more"
-                        )
+                        size = f"{_MOST_LINE_BYTES >> 20} MiB or more"
+                        self.skipped.append(f"{path.name}:{number}: line of {size}")
                         break
                     line = _parsed(text)
                     if line is None:
-                        kind = "half-written" if not text.endswith(b"\n") else "damaged"
+                        kind = "damaged" if text.endswith(b"\n") else "half-written"
                         self.skipped.append(f"{path.name}:{number}: {kind} line")
                     else:
                         yield line
@@ -258,41 +260,39 @@ _MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges
 
 def _is_sound(line: Mapping[str, Any]) -> bool:
     """Return True if the fields of a line that are used in computations have the right types."""
-    if (
-        not isinstance(line.get("kind"), str)
-        or type(line.get("rank")) is not int
-        or line["rank"] < 0
-    ):
+    kind, rank = line.get("kind"), line.get("rank")
+    # Not isinstance: in Python a bool is an int.
+    if not isinstance(kind, str) or type(rank) is not int or rank < 0:
         return False
-    if line["kind"] == "stat" and not (
-        isinstance(line.get("name"), str) and line.keys() >= {"epoch", "step", "time_s"}
-    ):
+    if kind == "stat":
+        has_fields = line.keys() >= {"epoch", "step", "time_s"}
+        if not has_fields or not isinstance(line.get("name"), str):
+            return False
+    for name in ("epoch", "step"):
+        number = line.get(name, 0)
+        if type(number) is not int or not 0 <= number < _MOST_STEPS:
+            return False
+    for name in ("time_s", "time_to_goal_s"):
+        if not _is_number(line.get(name, 0.0)):
+            return False
+    return _are_sound_totals(line.get("totals", {}))
+
+
+def _are_sound_totals(totals: Any) -> bool:
+    if not isinstance(totals, dict):
         return False
-    if any(
-        type(line.get(name, 0)) is not int or not 0 <= line.get(name, 0) < _MOST_STEPS
-        for name in ("epoch", "step")
-    ):
-        return False
-    if not all(_is_number(line.get(name, 0.0)) for name in ("time_s", "time_to_goal_s")):
-        return False
-    totals = line.get("totals", {})
-    steps_s = totals.get("steps_s", {}) if isinstance(totals, dict) else None
-    if not isinstance(steps_s, dict):
+    steps_s = totals.get("steps_s", {})
+    if not isinstance(steps_s, dict) or not all(map(_is_number, steps_s.values())):
         return False
     if type(totals.get("communication_measured", False)) is not bool:
         return False
-    numbers = {
-        name: value
-        for name, value in totals.items()
-        if name not in ("steps_s", "communication_measured")
-    }
-    unknown = [name for name in _MAY_BE_UNKNOWN if numbers.get(name, 0) is None]
-    return all(
-        map(
-            _is_number,
-            [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)],
-        )
-    )
+    for name, value in totals.items():
+        if name in ("steps_s", "communication_measured"):
+            continue
+        may_be_unknown = value is None and name in _MAY_BE_UNKNOWN
+        if not may_be_unknown and not _is_number(value):
+            return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
@@ -311,11 +311,10 @@ def read_lines(folder: Path) -> RawLines:
     """
     whole = folder / "metrics.jsonl"
     # By length first, so that rank 2 comes before rank 10.
-    parts = sorted(
-        folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name)
-    )
+    parts = folder.glob("metrics.rank-*.jsonl")
+    in_order = sorted(parts, key=lambda path: (len(path.name), path.name))
     # Reading a pipe or a device may never end.
-    return RawLines([path for path in (whole, *parts) if path.is_file()])
+    return RawLines([path for path in (whole, *in_order) if path.is_file()])
 
 
 def statistics(
@@ -331,12 +330,12 @@ def statistics(
         name: Name of the statistic, for example ``"val_global_Prec@1"``.
         rank: The worker.
     """
-    found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for line in lines:
         if line["rank"] != rank:
             continue
         if line["kind"] == "start" and line.get("resumed"):
-            found = [earlier for earlier in found if earlier["step"] <= line.get("step", 0)]
+            kept = [earlier for earlier in kept if earlier["step"] <= line.get("step", 0)]
         elif line["kind"] == "stat" and line.get("name") == name:
-            found.append(dict(line))
-    return found
+            kept.append(dict(line))
+    return kept

@@ -18,12 +18,8 @@ __all__ = ["check_result", "result_schema"]
 @functools.cache
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 7) of ``result.json``."""
-    text = (
-        resources.files("mlbench_core.results")
-        .joinpath("result.schema.json")
-        .read_text(encoding="utf-8")
-    )
-    schema: dict[str, Any] = json.loads(text)
+    file = resources.files("mlbench_core.results").joinpath("result.schema.json")
+    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return schema
 
 
@@ -59,29 +55,32 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
             f"schema_version of {name} is {version!r}, not {SCHEMA_VERSION}: read it with the "
             "version of mlbench-core that wrote it, or with a later one"
         )
-    for place, number in _not_finite(result):
+    for field, number in _not_finite(result):
         raise ConfigurationError(
-            f"{place} of {name} is {number}, not a finite number: restore it from a copy"
+            f"{field} of {name} is {number}, not a finite number: restore it from a copy"
         )
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
-        place = ".".join(error.path[1:]) or "the whole file"
+        field = ".".join(error.path[1:]) or "the whole file"
         raise ConfigurationError(
-            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it "
+            f"wrong field in {name}: {field} {error.message.partition(' ')[2]}; restore it "
             "from a copy"
         ) from error
     checked: Mapping[str, Any] = result
     return checked
 
 
-def _not_finite(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the place and the value of each number that is infinite or nan, for which JSON schemas have no rule."""
+def _not_finite(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the field and the value of each number that is infinite or nan.
+
+    JSON schemas have no rule for such numbers.
+    """
     if isinstance(value, float) and not math.isfinite(value):
-        yield place, value
+        yield field, value
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _not_finite(each, f"{place}.{name}" if place else str(name))
+            yield from _not_finite(each, f"{field}.{name}" if field else str(name))
     elif isinstance(value, list):
         for position, each in enumerate(value):
-            yield from _not_finite(each, f"{place}[{position}]")
+            yield from _not_finite(each, f"{field}[{position}]")

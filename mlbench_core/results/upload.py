@@ -34,18 +34,22 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """
     run, configuration = result["run"], result["configuration"]
     lines = read_lines(folder)
-    ended = run["ended_at"] or max(
-        (line["time"] for line in lines if isinstance(line.get("time"), str)), default=None
-    )
+    ended = run["ended_at"]
+    if not ended:
+        times = [line["time"] for line in lines if isinstance(line.get("time"), str)]
+        ended = max(times, default=None) or run["started_at"]
     parts = [run["id"], run["started_at"], *map(digest, lines.paths)]
-    is_finished = run["state"] == "finished"
+    state = "finished"
+    reason: str | None = None
+    if run["state"] != "finished":
+        state, reason = "failed", str(run["reason"] or run["state"])[:_LONGEST_REASON]
     return {
         "fingerprint": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         "name": _valid_name(str(run["name"] or folder.name)),
-        "state": "finished" if is_finished else "failed",
-        "reason": None if is_finished else str(run["reason"] or run["state"])[:_LONGEST_REASON],
+        "state": state,
+        "reason": reason,
         "created_at": run["started_at"],
-        "finished_at": ended or run["started_at"],
+        "finished_at": ended,
         "num_workers": configuration["workers"],
         "num_cpus": configuration.get("threads") or 1,
         "backend": configuration.get("backend"),
@@ -63,10 +67,8 @@ def _valid_name(name: str) -> str:
 def _command(folder: Path) -> str:
     """Return the command line in ``environment.json``, or an empty text."""
     try:
-        words = json.loads((folder / "environment.json").read_text(encoding="utf-8"))[
-            "command_line"
-        ]
-        command = shlex.join(words)
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        command = shlex.join(environment["command_line"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return command if len(command) <= _LONGEST_COMMAND else ""
@@ -93,13 +95,17 @@ def metrics_of(
     def metric(
         number: int | str, name: str, date: str, value: object, **metadata: Any
     ) -> dict[str, Any]:
+        if value is None:
+            # A value that is not finite is null in the raw lines.
+            text = "nan"
+        else:
+            text = value if isinstance(value, str) else repr(value)
         return {
             "run_id": run_id,
             "id": f"{prefix}-{number}",
             "name": name,
             "date": date,
-            # A value that is not finite is null in the raw lines.
-            "value": "nan" if value is None else value if isinstance(value, str) else repr(value),
+            "value": text,
             "metadata": metadata,
         }
 
