@@ -131,7 +131,7 @@ class LogLine(TypedDict):
 
 
 class NumberedLine(LogLine):
-    """One line of a log with its place.
+    """One line of a log with its number.
 
     Attributes:
         line: Number of the line in the whole log, from 0.
@@ -161,9 +161,10 @@ class LogFilter:
 
     def matches(self, line: LogLine) -> bool:
         """Return whether a reader wants a line."""
+        rank = "master" if line["rank"] is None else line["rank"]
         return (
-            (self.rank is None or self.rank == ("master" if line["rank"] is None else line["rank"]))
-            and (self.stream is None or self.stream == line["stream"])
+            self.rank in (None, rank)
+            and self.stream in (None, line["stream"])
             and self.search.lower() in line["text"].lower()
         )
 
@@ -213,8 +214,8 @@ class Launcher(ABC):
 
     Attributes:
         name: Short name for messages.
-        place: The place of the state of its jobs, as text; another launcher of this place sees
-            them.
+        place: The place of the state of its jobs, as text; another launcher with the same place
+            sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
         starts_first_worker_alone: True if the command of a run may start in worker 0 only, and
@@ -250,7 +251,7 @@ class Launcher(ABC):
 
     @property
     def most_workers(self) -> int | None:
-        """Return the largest number of workers that its cores can serve; None if it does not know."""
+        """Return the largest number of workers that its cores can serve; None if unknown."""
         return None
 
     @property
@@ -264,7 +265,11 @@ class Launcher(ABC):
         return None
 
     def uses_image(self, options: Sequence[str]) -> bool:
-        """Return whether the workers of a run with these options of the engine run in a container of its image."""
+        """Return whether the workers of a run with these options run in a container of its image.
+
+        Args:
+            options: Options of the engine's own command.
+        """
         return self.starts_containers
 
     def check_options(self, options: Sequence[str]) -> None:
@@ -274,10 +279,10 @@ class Launcher(ABC):
             ValueError: An option is not allowed; the message names it.
         """
         if options:
-            given = " ".join(options)[:80]
+            words = " ".join(options)[:80]
             raise ValueError(
-                f"engine_options: must be left out, not {given!r}: the {self.name} launcher "
-                "has none"
+                f"engine_options: must be left out, not {words!r}: the {self.name} launcher has "
+                "none"
             )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
@@ -307,7 +312,7 @@ class Launcher(ABC):
         return
 
     def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
-        """Return whether a run could start now, for a launcher that has its own measure besides :attr:`capacity`."""
+        """Return whether a run could start now, by a measure other than :attr:`capacity`."""
         return True
 
     @abstractmethod
@@ -330,7 +335,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def stop(self, job_id: str) -> None:
-        """End a job with all its processes and wait until they are gone; do nothing if it has ended."""
+        """End a job with all its processes and wait until they are gone.
+
+        Do nothing if it has ended.
+        """
 
     @abstractmethod
     def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
@@ -361,7 +369,9 @@ class Launcher(ABC):
         """Return the lines in the last ``max_bytes`` bytes of a job's log."""
 
     def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
-        """Return lines with the load of a job's workers; none from a launcher that does not measure it.
+        """Return lines with the load of a job's workers.
+
+        A launcher that does not measure the load returns none.
 
         Args:
             job_id: The job.
@@ -379,7 +389,10 @@ class Launcher(ABC):
         """Add a line of the master to a job's log."""
 
     def spool(self, job_id: str) -> Path | None:
-        """Return the folder with metrics that a job's workers could not deliver, if the master can read it."""
+        """Return the folder with metrics that a job's workers could not deliver.
+
+        It is None if the master cannot read the folder.
+        """
         return None
 
     def results(self, job_id: str) -> Path | None:

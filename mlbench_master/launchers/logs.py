@@ -232,8 +232,8 @@ class _Chunk(NamedTuple):
 class LogReader:
     """A reader of a growing log, which reads from any line in both directions.
 
-    No read scans the whole log. Lines are found through an index of chunks of 256 KiB. To build it, newlines are counted and no
-    line is decoded.
+    No read scans the whole log. Lines are found through an index of chunks of 256 KiB. To build it,
+    newlines are counted and no line is decoded.
 
     Args:
         folder: Folder of the run, which may not exist yet.
@@ -254,8 +254,9 @@ class LogReader:
     ) -> LogPage:
         """Read lines, without one that is still being written.
 
-        The arguments are those of :class:`LogRange`. A page has at most about 1 MiB of lines, and the search for them ends after about a second.
-        For lines whose file was removed, one line of the master says so.
+        The arguments are those of :class:`LogRange`. A page has at most about 1 MiB of lines, and
+        the search for them ends after about a second. For lines whose file was removed, one line of
+        the master says so.
         """
         chunks = self._chunks()
         before = max(_end(chunks), since_line)

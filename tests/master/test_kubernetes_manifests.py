@@ -294,7 +294,7 @@ def test_a_merge_replaces_a_variable_as_a_whole() -> None:
         ),
         (
             ["--volume", "/etc:/data/x"],
-            "a folder of a node is no volume here; make a PersistentVolumeClaim",
+            "a folder of a node is not a volume here; make a PersistentVolumeClaim",
         ),
         (
             ["--volume", "images"],

@@ -158,7 +158,7 @@ class Containers:
         if not gpus:
             return []
         if self.program == "podman":
-            devices = []
+            devices: list[str] = []
             for gpu in gpus:
                 devices += ["--device", f"nvidia.com/gpu={gpu}"]
             return devices

@@ -68,26 +68,28 @@ class KubernetesApi:
     def __init__(self, namespace: str = "") -> None:
         client: Any = require("kubernetes.client", "kubernetes")
         config: Any = require("kubernetes.config", "kubernetes")
-        self._errors = (client.ApiException, *_network_errors())
+        # The client passes on the errors of urllib3.
+        from urllib3.exceptions import HTTPError
+
+        self._errors = (client.ApiException, HTTPError, OSError)
         configuration = client.Configuration()
         # The client reads KUBECONFIG when it is imported, which may be earlier.
         file = os.environ.get("KUBECONFIG") or None
         try:
             config.load_kube_config(config_file=file, client_configuration=configuration)
-            own = config.list_kube_config_contexts(config_file=file)[1]["context"].get(
-                "namespace", ""
-            )
+            active = config.list_kube_config_contexts(config_file=file)[1]
+            default_namespace = active["context"].get("namespace", "")
         except config.ConfigException as problem:
             try:
                 config.load_incluster_config(client_configuration=configuration)
-                own = _OWN_NAMESPACE.read_text().strip()
+                default_namespace = _OWN_NAMESPACE.read_text().strip()
             except (config.ConfigException, OSError) as error:
                 raise ConfigurationError(
                     f"the kubernetes launcher needs the configuration of kubectl ({problem}), "
-                    "or to run in a pod "
-                    f"({error}): set KUBECONFIG, or start the master in the cluster"
+                    f"or to run in a pod ({error}): set KUBECONFIG, or start the master in the "
+                    "cluster"
                 ) from error
-        self.namespace = namespace or own or "default"
+        self.namespace = namespace or default_namespace or "default"
         self._client = client.ApiClient(configuration)
 
     def jobs(self, selector: str) -> list[dict[str, Any]]:
@@ -99,7 +101,7 @@ class KubernetesApi:
         return self._list("/api/v1", "pods", selector)
 
     def pod_metrics(self, selector: str) -> list[dict[str, Any]]:
-        """Return the load of the pods with some labels, which only a cluster with a metrics server has."""
+        """Return the load of the pods with some labels; it needs a metrics server."""
         return self._list("/apis/metrics.k8s.io/v1beta1", "pods", selector)
 
     def create_job(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -144,11 +146,12 @@ class KubernetesApi:
         while True:
             pods = self.pods(selector)
             # Nobody can end a program on a node that does not answer.
-            left = [pod for pod in pods if not is_on_lost_node(pod)]
+            left = [pod["metadata"]["name"] for pod in pods if not is_on_lost_node(pod)]
+            # Without pods, the Job must be gone, too: it could still create them.
             if not left and (pods or not self.jobs(selector)):
                 return
             if time.monotonic() > deadline:
-                names = ", ".join(pod["metadata"]["name"] for pod in left[:3]) or name
+                names = ", ".join(left[:3]) or name
                 raise ApiError(
                     f"Kubernetes has not ended {names} within {timeout_s:g} s: look at its "
                     "node; try again"
@@ -167,7 +170,8 @@ class KubernetesApi:
             ApiError: The log cannot be read.
         """
         query = [("container", CONTAINER), ("timestamps", "true")]
-        query += [("sinceTime", since)] if since else []
+        if since:
+            query.append(("sinceTime", since))
         path = f"{self._path('/api/v1', 'pods', pod)}/log"
         response = self._send("GET", path, query=query, timeout_s=_LOG_TIMEOUT_S)
         try:
@@ -202,11 +206,11 @@ class KubernetesApi:
     def _list(self, group: str, resource: str, selector: str) -> list[dict[str, Any]]:
         # In one piece: a list in pages would need more calls the more jobs there are, and can
         # expire between two pages.
-        answer = self._request(
-            "GET", self._path(group, resource), query=[("labelSelector", selector)]
-        )
-        items = answer.get("items")
-        return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+        query = [("labelSelector", selector)]
+        items = self._request("GET", self._path(group, resource), query=query).get("items")
+        if not isinstance(items, list):
+            return []
+        return [item for item in items if isinstance(item, dict)]
 
     def _request(
         self,
@@ -248,12 +252,6 @@ class KubernetesApi:
             )
         except self._errors as error:
             raise _api_error(error) from error
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    from urllib3.exceptions import HTTPError
-
-    return (HTTPError, OSError)
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -4,13 +4,13 @@ A run is one Indexed Job with a headless Service and a Secret; see the module ``
 master runs in the cluster or outside. The files in the run's folder, which belong to the master,
 are::
 
-    job.json         written before the Job is created: text by which a later master recognizes the Job
-    started          written after the Job was resumed; without it, a run whose Job is suspended can start again
+    job.json         written before the Job is created: text by which a later master recognizes it
+    started          written after the Job was resumed; without it, the run can start again
     ended.json       how the run ended; the Job is not needed any more
-    log.jsonl        lines of the workers and of the master; see ``launchers/logs`` and ``kubernetes/logs``
+    log.jsonl        lines of the workers and of the master; see the two modules ``logs``
     log_places.json  the place up to which the log of each worker has been read
     load/            the load of the workers
-    spool/, output/  metrics that workers could not deliver, and results, if master and workers share a volume
+    spool/, output/  undelivered metrics, and results, if master and workers share a volume
 
 Three threads use the API: one asks about all runs (``queue``), one copies logs (``logs``), and that
 of the scheduler starts runs. Readers of states, logs and load get what these threads have found.
@@ -52,12 +52,11 @@ from mlbench_master.launchers.kubernetes.options import parse_options
 from mlbench_master.launchers.kubernetes.queue import JobView, KubernetesQueue
 from mlbench_master.launchers.kubernetes.settings import PREFIX, read_setting, variable
 from mlbench_master.launchers.kubernetes.states import Trouble, end_of, ended_status, waiting_reason
-from mlbench_master.launchers.logs import LogWriter, log_limit_bytes, open_at_once
+from mlbench_master.launchers.logs import LogWriter, dropping_problem, log_limit_bytes, open_at_once
 from mlbench_master.launchers.supervisor.supervise import write_json
 
 __all__ = ["KubernetesLauncher"]
 
-_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _STOP_S = 60.0
 _LAST_LINES_S = 10.0
 # After the end of a run, the logs of pods that do not end, as on a lost node, are waited for no
@@ -69,7 +68,7 @@ _ERROR_LINES = 200
 
 
 @dataclass
-class _Known:
+class _PodRun:
     """A run that this launcher looks after."""
 
     run_id: int
@@ -109,7 +108,7 @@ class KubernetesLauncher(FolderLauncher):
             f"kubernetes:{self._setting.namespace}/{self._setting.mark}:{self._setting.folder_id}"
         )
         self._limit_bytes = log_limit_bytes()
-        self._jobs: dict[int, _Known] = {}
+        self._jobs: dict[int, _PodRun] = {}
         self._queue = KubernetesQueue(self._api, self._setting.mark, interval_s, self._write_load)
         self._collector = LogCollector(self._api, interval_s, self._log_sources)
 
@@ -119,16 +118,15 @@ class KubernetesLauncher(FolderLauncher):
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse options that a run on Kubernetes does not have; see :meth:`Launcher.check_options`."""
+        """Refuse options that a run does not have; see :meth:`Launcher.check_options`."""
         parse_options(options)
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
         """Refuse MPI between pods; see :meth:`Launcher.check_workers`."""
         if backend == "mpi" and num_workers > 1:
             raise ValueError(
-                f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not "
-                "mpi: mpirun cannot start "
-                "a program in another pod"
+                f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not mpi: "
+                "mpirun cannot start a program in another pod"
             )
 
     def start(self, job: Job) -> str:
@@ -140,9 +138,9 @@ class KubernetesLauncher(FolderLauncher):
         if folder.exists():  # a new database reuses the ids of runs
             self.remove(job_id)
         attempt = str(uuid.uuid4())
-        manifest = job_manifest(
-            job, options, self._setting, attempt=attempt, folder=self._claim_path(folder)
-        )
+        mount = self._setting.shared_mount
+        claim_path = "" if mount is None else folder.relative_to(mount).as_posix()
+        manifest = job_manifest(job, options, self._setting, attempt=attempt, folder=claim_path)
         try:
             for part in ("output", "spool"):
                 (folder / part).mkdir(parents=True)
@@ -151,11 +149,11 @@ class KubernetesLauncher(FolderLauncher):
             raise ConfigurationError(
                 f"cannot start run {job.run_id} in {folder}: {error}"
             ) from error
-        known = self._known(job.run_id)
+        run = self._run(job.run_id)
         name = manifest["metadata"]["name"]
         command = shlex.join(manifest["spec"]["template"]["spec"]["containers"][0]["command"])
         for note in (*job.notes, *self._notes(job), f"image: {job.image}", f"command: {command}"):
-            known.logs.note(note)
+            run.logs.note(note)
         uid = self._create_job(manifest, attempt)
         try:
             self._api.create_secret(secret_manifest(job, self._setting, uid))
@@ -168,46 +166,41 @@ class KubernetesLauncher(FolderLauncher):
             raise
         with contextlib.suppress(OSError):
             (folder / "started").touch()
-        known.logs.note(f"created Job {name} in namespace {self._setting.namespace}")
-        self._watch(known)
+        run.logs.note(f"created Job {name} in namespace {self._setting.namespace}")
+        self._watch(run)
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a run; see :meth:`Launcher.poll`."""
-        known = self._known_by(job_id)
-        known.status = known.status or _read_status(known.folder)
-        if known.status is not None:
-            return known.status
-        self._watch(known)
-        view = self._queue.view(known.run_id)
+        run = self._run_by(job_id)
+        run.status = run.status or _read_status(run.folder)
+        if run.status is not None:
+            return run.status
+        self._watch(run)
+        view = self._queue.view(run.run_id)
         if view is None:
             return JobStatus("running", self._queue.problem)
-        has_begun = view.was_seen or (known.folder / "started").exists()
-        if not has_begun:
+        if not view.was_seen and not (run.folder / "started").exists():
             return JobStatus(
                 "unstarted", "an earlier master ended before it started the run on Kubernetes"
             )
         # A master with a new folder goes on with the Jobs of the earlier one.
         with contextlib.suppress(OSError):
-            known.folder.mkdir(parents=True, exist_ok=True)
+            run.folder.mkdir(parents=True, exist_ok=True)
         if view.job is None:
-            return self._record(known, self._missing(known, view))
+            return self._record(run, self._missing(run, view))
         end = end_of(view.job, view.pods)
         if end is not None:
-            return self._look_at_end(known, view, end)
+            return self._look_at_end(run, view, end)
         problem = self._queue.problem
         if view.job.get("metadata", {}).get("deletionTimestamp"):
-            return JobStatus(
-                "running",
-                problem or f"Job {self._name(known)} is being deleted, but not by MLBench",
-            )
+            deleted = f"Job {self._name(run)} is being deleted, but not by MLBench"
+            return JobStatus("running", problem or deleted)
         # The troubles of a pod end the Job in a moment.
         waiting = "" if view.troubles else waiting_reason(view.job, view.pods)
         if waiting:
             return JobStatus("waiting", problem or waiting)
-        return JobStatus(
-            "running", problem or (_DROPPING if known.logs.is_dropping else known.logs.problem)
-        )
+        return JobStatus("running", problem or dropping_problem(run.folder) or run.logs.problem)
 
     def stop(self, job_id: str) -> None:
         """Delete the Job of a run, and wait until its pods are gone; see :meth:`Launcher.stop`.
@@ -215,31 +208,31 @@ class KubernetesLauncher(FolderLauncher):
         Raises:
             LauncherError: Kubernetes does not answer, or has not ended the pods.
         """
-        known = self._known_by(job_id)
-        if known.status is not None or _read_status(known.folder) is not None:
+        run = self._run_by(job_id)
+        if run.status is not None or _read_status(run.folder) is not None:
             return
-        runs = selector(self._setting.mark, known.run_id)
+        run_selector = selector(self._setting.mark, run.run_id)
         # A job that continues may write its last lines now, which are lost with its pods.
         until = time.monotonic() + _LAST_LINES_S
         with contextlib.suppress(LauncherError):
-            for pod in known.logs.unread(self._api.pods(runs)):
+            for pod in run.logs.unread(self._api.pods(run_selector)):
                 if time.monotonic() < until:
-                    known.logs.collect(self._api, pod)
-        self._api.delete_and_wait(self._name(known), runs, _STOP_S)
-        self._queue.forget(known.run_id)
+                    run.logs.collect(self._api, pod)
+        self._api.delete_and_wait(self._name(run), run_selector, _STOP_S)
+        self._queue.forget(run.run_id)
 
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a run's log; see :meth:`Launcher.note`."""
-        self._known_by(job_id).logs.note(text)
+        self._run_by(job_id).logs.note(text)
 
     def remove(self, job_id: str) -> None:
         """Delete a run's folder, and its Job if it still exists; see :meth:`Launcher.remove`."""
-        known = self._known_by(job_id)
-        self._queue.forget(known.run_id)
-        self._jobs.pop(known.run_id, None)
+        run = self._run_by(job_id)
+        self._queue.forget(run.run_id)
+        self._jobs.pop(run.run_id, None)
         # Otherwise Kubernetes deletes it some time after its end.
         with contextlib.suppress(ApiError):
-            self._api.delete_job(self._name(known))
+            self._api.delete_job(self._name(run))
         super().remove(job_id)
 
     def close(self) -> None:
@@ -250,29 +243,24 @@ class KubernetesLauncher(FolderLauncher):
         self._jobs.clear()
         super().close()
 
-    def _known_by(self, job_id: str) -> _Known:
-        return self._known(int(self._job_folder(job_id).name))
+    def _run_by(self, job_id: str) -> _PodRun:
+        return self._run(int(self._job_folder(job_id).name))
 
-    def _known(self, run_id: int) -> _Known:
-        known = self._jobs.get(run_id)
-        if known is None:
+    def _run(self, run_id: int) -> _PodRun:
+        run = self._jobs.get(run_id)
+        if run is None:
             folder = self._folder / str(run_id)
-            known = self._jobs.setdefault(
-                run_id, _Known(run_id, folder, PodLogs(folder, self._limit_bytes))
-            )
-        return known
+            run = _PodRun(run_id, folder, PodLogs(folder, self._limit_bytes))
+            # Another thread may have been faster.
+            run = self._jobs.setdefault(run_id, run)
+        return run
 
-    def _name(self, known: _Known) -> str:
-        return job_name(self._setting.mark, known.run_id)
+    def _name(self, run: _PodRun) -> str:
+        return job_name(self._setting.mark, run.run_id)
 
-    def _watch(self, known: _Known) -> None:
-        self._queue.watch(known.run_id)
+    def _watch(self, run: _PodRun) -> None:
+        self._queue.watch(run.run_id)
         self._collector.start()
-
-    def _claim_path(self, folder: Path) -> str:
-        """Return a run's folder relative to the root of the shared claim."""
-        mount = self._setting.shared_mount
-        return "" if mount is None else folder.relative_to(mount).as_posix()
 
     def _notes(self, job: Job) -> list[str]:
         """Return remarks on what a run misses in this cluster."""
@@ -282,47 +270,42 @@ class KubernetesLauncher(FolderLauncher):
         if is_loopback(urlsplit(url).hostname or ""):
             notes.append(
                 f"note: pods cannot reach the master at {url}, so metrics do not arrive while "
-                f"the run continues{lost}; "
-                f"set {PREFIX}MASTER_URL, or start the master with --host and an address that "
-                "pods can reach"
+                f"the run continues{lost}; set {PREFIX}MASTER_URL, or start the master with "
+                "--host and an address that pods can reach"
             )
         if not self._setting.shared_claim:
             notes.append(
                 "note: files that workers write into MLBENCH_OUTPUT end with their pods, "
-                "because master and workers "
-                "share no volume"
+                "because master and workers share no volume"
             )
         return notes
 
     def _create_job(self, manifest: dict[str, Any], attempt: str) -> str:
         """Create a Job and return its uid, also if only the answer was lost."""
         name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]
-        runs = selector(self._setting.mark, int(labels[RUN_ID]))
+        run_selector = selector(self._setting.mark, int(labels[RUN_ID]))
         for is_last in (False, True):
             try:
                 return str(self._api.create_job(manifest)["metadata"]["uid"])
             except (ApiError, KeyError) as error:
                 status = error.status if isinstance(error, ApiError) else 0
-                found = (
-                    self._api.jobs(runs)
-                    if not status or status == HTTPStatus.CONFLICT or status >= 500
-                    else []
-                )
-                for job in found:
-                    if job["metadata"].get("annotations", {}).get(ATTEMPT) == attempt:
-                        return str(job["metadata"]["uid"])
+                # After these errors, the Job may exist nevertheless.
+                if not status or status == HTTPStatus.CONFLICT or status >= 500:
+                    for job in self._api.jobs(run_selector):
+                        if job["metadata"].get("annotations", {}).get(ATTEMPT) == attempt:
+                            return str(job["metadata"]["uid"])
                 if is_last or status != HTTPStatus.CONFLICT:
                     raise LauncherError(f"cannot create Job {name}: {error}") from error
                 # A new database reuses the ids of runs that may still be running.
-                self._api.delete_and_wait(name, runs, _STOP_S)
+                self._api.delete_and_wait(name, run_selector, _STOP_S)
         raise AssertionError
 
     def _log_sources(self) -> list[tuple[PodLogs, list[dict[str, Any]]]]:
-        return [
-            (self._known(run_id).logs, view.pods)
-            for run_id, view in self._queue.views().items()
-            if view.pods
-        ]
+        sources = []
+        for run_id, view in self._queue.views().items():
+            if view.pods:
+                sources.append((self._run(run_id).logs, view.pods))
+        return sources
 
     def _write_load(self, run_id: int, rank: int, load: dict[str, Any]) -> None:
         folder = self._folder / str(run_id) / "load"
@@ -332,54 +315,51 @@ class KubernetesLauncher(FolderLauncher):
         writer.write(rank, "load", json.dumps(load))
         writer.close()
 
-    def _missing(self, known: _Known, view: JobView) -> JobStatus:
+    def _missing(self, run: _PodRun, view: JobView) -> JobStatus:
         """Return the status of a run whose Job does not exist any more."""
-        name = self._name(known)
+        name = self._name(run)
         if view.was_seen:
             return JobStatus("failed", f"Job {name} was deleted, but not by MLBench")
-        return JobStatus(
-            "lost", f"lost: Job {name} does not exist any more, and nobody saw its end"
-        )
+        reason = f"lost: Job {name} does not exist any more, and nobody saw its end"
+        return JobStatus("lost", reason)
 
-    def _look_at_end(self, known: _Known, view: JobView, end: dict[str, Any]) -> JobStatus:
+    def _look_at_end(self, run: _PodRun, view: JobView, end: dict[str, Any]) -> JobStatus:
         """Return how a run has ended, or that it runs as long as its logs are being read."""
         now = time.monotonic()
-        if known.ended_since is None:
-            known.ended_since = now
+        if run.ended_since is None:
+            run.ended_since = now
             self._collector.look_soon()
-        if known.logs.unread(view.pods) and now - known.ended_since < _LOGS_S:
+        if run.logs.unread(view.pods) and now - run.ended_since < _LOGS_S:
             return JobStatus("running")
-        status, trouble = ended_status(self._name(known), end, view.troubles.values())
+        status, trouble = ended_status(self._name(run), end, view.troubles.values())
         if trouble is not None and trouble.has_error:
-            said = self._said(known, trouble)
-            if is_consequence(said):
+            error = self._error_of(run, trouble)
+            if is_consequence(error):
                 # The worker that is the cause: it did not fail because another one had gone.
-                others = [
-                    (other, self._said(known, other))
-                    for other in view.troubles.values()
-                    if other.has_error
-                ]
-                causes = (pair for pair in others if pair[1] and not is_consequence(pair[1]))
-                trouble, said = next(causes, (trouble, said))
-            if said:
-                reason = f"{trouble.reason}: {said}"
+                for other in view.troubles.values():
+                    other_error = self._error_of(run, other) if other.has_error else ""
+                    if other_error and not is_consequence(other_error):
+                        trouble, error = other, other_error
+                        break
+            if error:
+                reason = f"{trouble.reason}: {error}"
                 status = JobStatus("failed", reason, trouble.returncode, status.finished_at)
-        return self._record(known, status)
+        return self._record(run, status)
 
-    def _record(self, known: _Known, status: JobStatus) -> JobStatus:
-        known.status = status
-        known.logs.note(status.reason or "finished")
+    def _record(self, run: _PodRun, status: JobStatus) -> JobStatus:
+        run.status = status
+        run.logs.note(status.reason or "finished")
         # Before the Job goes: the database may not have the end yet when this master dies.
         with contextlib.suppress(OSError):
-            write_json(known.folder / "ended.json", asdict(status))
-        self._queue.retire(known.run_id)
+            write_json(run.folder / "ended.json", asdict(status))
+        self._queue.retire(run.run_id)
         return status
 
-    def _said(self, known: _Known, trouble: Trouble) -> str:
+    def _error_of(self, run: _PodRun, trouble: Trouble) -> str:
         """Return the line in which a worker says why it ended."""
         wanted = LogRange(0, _ERROR_LINES, 2**62, LogFilter(rank=trouble.rank))
         search = ErrorSearch()
-        for line in self.logs(f"{self.name}-{known.run_id}", wanted).lines:
+        for line in self.logs(f"{self.name}-{run.run_id}", wanted).lines:
             search.add(line["text"])
         return search.said(trouble.returncode or 0)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from mlbench_master.launchers.interface import LauncherError
 from mlbench_master.launchers.kubernetes.api import KubernetesApi
 from mlbench_master.launchers.kubernetes.states import has_log, rank_of
-from mlbench_master.launchers.logs import LogWriter, open_at_once, readable
+from mlbench_master.launchers.logs import LogWriter, open_at_once, readable, readable_line
 from mlbench_master.launchers.supervisor.supervise import write_json
 
 __all__ = ["LogCollector", "PodLogs"]
@@ -77,15 +77,9 @@ class PodLogs:
         self._places: dict[int, Place] | None = None
         self._complete: set[int] = set()
         self._attempts: dict[int, int] = {}  # that failed after the worker had ended
-        self._reading: dict[
-            int, threading.Lock
-        ] = {}  # a request that stops the run also reads the last lines
+        # A request that stops the run also reads the last lines.
+        self._reading: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
-
-    @property
-    def is_dropping(self) -> bool:
-        """Return whether lines are lost, because the log cannot be written."""
-        return self._writer.dropping_mark.exists()
 
     def note(self, text: str) -> None:
         """Add a line of the master."""
@@ -93,13 +87,17 @@ class PodLogs:
         self._writer.close()
 
     def unread(self, pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the pods whose logs may have new lines; none as long as the run has no folder to keep them."""
+        """Return the pods whose logs may have new lines."""
+        # Without a folder, there is no place to keep the lines.
         if not self._folder.is_dir():
             return []
         return [pod for pod in pods if has_log(pod)[0] and rank_of(pod) not in self._complete]
 
     def collect(self, api: KubernetesApi, pod: dict[str, Any]) -> None:
-        """Copy the new lines of a pod; an error stays in :attr:`problem`, and the next call tries again."""
+        """Copy the new lines of a pod.
+
+        An error stays in :attr:`problem`, and the next call tries again.
+        """
         rank = rank_of(pod)
         if rank is None:
             return
@@ -117,9 +115,10 @@ class PodLogs:
                 self._complete.add(rank)
         except LauncherError as error:
             self.problem = f"the log of worker {rank} cannot be read: {error}"
-            self._attempts[rank] = self._attempts.get(rank, 0) + is_ended
+            if is_ended:
+                self._attempts[rank] = self._attempts.get(rank, 0) + 1
             # The log of a lost node is lost, too.
-            if self._attempts[rank] >= _MOST_ATTEMPTS:
+            if self._attempts.get(rank, 0) >= _MOST_ATTEMPTS:
                 self.note(self.problem)
                 self._complete.add(rank)
         finally:
@@ -128,29 +127,33 @@ class PodLogs:
     def _copy(self, api: KubernetesApi, name: str, rank: int, is_ended: bool) -> bool:
         """Copy new lines, and return whether the end was reached."""
         with self._lock:
-            before = self._known_places().get(rank, Place())
+            before = self._read_places().get(rank, Place())
         place, size, at_end = before, 0, True
-        since = datetime.fromtimestamp(before.time_ns // 10**9, timezone.utc).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        )
-        passed = 0  # lines with the date of the place
+        since = ""
+        if before.time_ns:
+            moment = datetime.fromtimestamp(before.time_ns // 10**9, timezone.utc)
+            since = moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+        # The answer begins with lines of this second that were copied before.
+        same_date = 0  # lines with the date of the place
         is_new = not before.time_ns
         try:
-            lines = _lines(api.log(name, since if before.time_ns else ""), keep_rest=is_ended)
+            lines = _lines(api.log(name, since), keep_rest=is_ended)
             for time_ns, raw, is_begin in _dated(lines):
                 if not is_new:
-                    passed += is_begin and time_ns == before.time_ns
-                    is_new = time_ns > before.time_ns or passed > before.lines
+                    if is_begin and time_ns == before.time_ns:
+                        same_date += 1
+                    is_new = time_ns > before.time_ns or same_date > before.lines
                     if not is_new:
                         continue
                 if is_begin and size > _BYTES_PER_CALL:
                     at_end = False
                     break
-                # A progress bar overwrites itself with carriage returns: log only its last state.
-                text = readable(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
-                self._writer.write(rank, "stdout", text, _date(time_ns))
+                self._writer.write(rank, "stdout", readable_line(raw), _date(time_ns))
                 size += len(raw)
-                place = Place(time_ns, (place.lines if time_ns == place.time_ns else 0) + is_begin)
+                num_lines = place.lines if time_ns == place.time_ns else 0
+                if is_begin:
+                    num_lines += 1
+                place = Place(time_ns, num_lines)
         finally:
             if place != before:
                 self._remember(rank, place)
@@ -158,33 +161,31 @@ class PodLogs:
 
     def _remember(self, rank: int, place: Place) -> None:
         with self._lock:
-            places = self._known_places()
+            places = self._read_places()
             places[rank] = place
             # A full disk repeats lines after a restart of the master, which is better than to lose
             # them.
             with contextlib.suppress(OSError):
-                write_json(
-                    self._folder / _PLACES,
-                    {str(rank): list(place) for rank, place in places.items()},
-                )
+                write_json(self._folder / _PLACES, {str(rank): places[rank] for rank in places})
 
-    def _known_places(self) -> dict[int, Place]:
+    def _read_places(self) -> dict[int, Place]:
         if self._places is None:
+            # A file that is damaged counts as none: lines are repeated, and none is lost.
             self._places = {}
             with (
                 contextlib.suppress(OSError, ValueError, TypeError),
                 open_at_once(self._folder / _PLACES) as file,
             ):
-                known = json.loads(file.read(_PLACES_BYTES))
+                content = json.loads(file.read(_PLACES_BYTES))
                 self._places = {
                     int(rank): Place(int(time_ns), int(lines))
-                    for rank, (time_ns, lines) in known.items()
+                    for rank, (time_ns, lines) in content.items()
                 }
         return self._places
 
 
 class LogCollector:
-    """A thread that copies the logs of pods again and again.
+    """A thread that copies the logs of pods at an interval.
 
     Args:
         api: The API.
@@ -227,22 +228,26 @@ class LogCollector:
             while not self._closed:
                 began = time.monotonic()
                 try:
-                    list(readers.map(self._collect, self._unread()))
+                    unread: list[tuple[PodLogs, dict[str, Any]]] = []
+                    for logs, pods in self._sources():
+                        unread += [(logs, pod) for pod in logs.unread(pods)]
+                    list(readers.map(self._collect, unread))
                 except Exception:  # the thread must outlive an answer of an unknown form
                     _log.exception("reading the logs of pods failed; trying again")
                 self._wake.wait(max(0.0, began + self._interval_s - time.monotonic()))
                 self._wake.clear()
 
-    def _unread(self) -> list[tuple[PodLogs, dict[str, Any]]]:
-        return [(logs, pod) for logs, pods in self._sources() for pod in logs.unread(pods)]
-
     def _collect(self, source: tuple[PodLogs, dict[str, Any]]) -> None:
         if not self._closed:
-            source[0].collect(self._api, source[1])
+            logs, pod = source
+            logs.collect(self._api, pod)
 
 
 def _lines(parts: Iterator[bytes], *, keep_rest: bool) -> Iterator[bytes]:
-    """Divide the parts of a log into lines; the last one without a line break is left out, unless it is to be kept."""
+    """Divide the parts of a log into lines.
+
+    A last line without a line break is left out, unless ``keep_rest`` is true.
+    """
     rest = b""
     for part in parts:
         *whole, rest = (rest + part).split(b"\n")
@@ -256,16 +261,20 @@ def _lines(parts: Iterator[bytes], *, keep_rest: bool) -> Iterator[bytes]:
 
 
 def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the date of each line in nanoseconds, pieces of its text, and whether this is its first piece."""
+    """Divide lines into pieces.
+
+    Yields:
+        The date of a line in nanoseconds, a piece of its text, and True for its first piece.
+    """
     time_ns = 0
     is_begin = True
     for line in lines:
         match = _DATE.match(line) if is_begin else None
         text = line
         if match is not None:
-            moment = datetime.fromisoformat(
-                match[1].decode() + match[3].decode().replace("Z", "+00:00")
-            )
+            # Before Python 3.11, fromisoformat() reads neither "Z" nor nanoseconds.
+            zone = match[3].decode().replace("Z", "+00:00")
+            moment = datetime.fromisoformat(match[1].decode() + zone)
             time_ns = int(moment.timestamp()) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
             text = line[match.end() :]
         elif not time_ns:
@@ -278,7 +287,8 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
 
 def _date(time_ns: int) -> str:
     """Return a date as the API of the master writes dates."""
-    moment = datetime.fromtimestamp(time_ns // 10**9, timezone.utc) + timedelta(
-        microseconds=time_ns // 1000 % 10**6
-    )
-    return moment.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+    # In whole numbers, because a float would round the microseconds.
+    seconds, fraction_ns = divmod(time_ns, 10**9)
+    moment = datetime.fromtimestamp(seconds, timezone.utc).replace(tzinfo=None)
+    moment += timedelta(microseconds=fraction_ns // 1000)
+    return f"{moment.isoformat(timespec='microseconds')}Z"

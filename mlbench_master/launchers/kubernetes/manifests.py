@@ -8,7 +8,6 @@ Kubernetes makes its pods.
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
@@ -38,7 +37,7 @@ MARK = f"{_PREFIX}/master"
 RUN_ID = f"{_PREFIX}/run-id"
 """The label with the id of the run."""
 ATTEMPT = f"{_PREFIX}/attempt"
-"""The annotation by which the launcher recognizes a Job whose creation it was not told."""
+"""The annotation by which the launcher recognizes a Job if the answer to its creation was lost."""
 RANK_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 """The annotation of Kubernetes with the index of a pod, which is the rank of its worker."""
 CONTAINER = "worker"
@@ -61,8 +60,8 @@ def job_name(mark: str, run_id: int) -> str:
 
 def selector(mark: str, run_id: int | None = None) -> str:
     """Return the selector of the Jobs and pods of a master, or of one run."""
-    run = "" if run_id is None else f",{RUN_ID}={run_id}"
-    return f"app=mlbench,component=worker,{MARK}={mark}{run}"
+    text = f"app=mlbench,component=worker,{MARK}={mark}"
+    return text if run_id is None else f"{text},{RUN_ID}={run_id}"
 
 
 def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
@@ -75,8 +74,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
     if not job.all_nodes and job.num_workers > 1:
         raise ConfigurationError(
             "num_workers must be 1 without run_all_nodes on Kubernetes, not "
-            f"{job.num_workers}: a worker cannot start "
-            "a program in another pod; let every worker run the command"
+            f"{job.num_workers}: a worker cannot start a program in another pod; let every worker "
+            "run the command"
         )
     if not job.image:
         raise ConfigurationError(
@@ -107,12 +106,12 @@ def job_manifest(
     labels = _labels(job, setting)
     pod = merge(_default_pod(), setting.template)
     pod = merge(pod, _pod_of_run(job, options, setting, folder))
+    # Last, so that neither the template nor the run gives a pod more rights.
     pod = merge(pod, _RESTRICTED)
-    worker = next(
-        container for container in pod["spec"]["containers"] if container["name"] == CONTAINER
-    )
-    # A merged list would keep the capabilities that the template adds.
-    worker["securityContext"]["capabilities"] = {"drop": ["ALL"]}
+    for container in pod["spec"]["containers"]:
+        if container["name"] == CONTAINER:
+            # A merged list would keep the capabilities that the template adds.
+            container["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     pod["metadata"]["labels"].update(labels)
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -184,11 +183,11 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """
     merged = copy.deepcopy(base)
     for key, value in over.items():
-        known = merged.get(key)
-        if isinstance(known, dict) and isinstance(value, dict):
-            merged[key] = merge(known, value)
-        elif isinstance(known, list) and isinstance(value, list):
-            merged[key] = _merge_lists(known, value)
+        before = merged.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            merged[key] = merge(before, value)
+        elif isinstance(before, list) and isinstance(value, list):
+            merged[key] = _merge_lists(before, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged
@@ -197,23 +196,25 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _merge_lists(base: list[Any], over: list[Any]) -> list[Any]:
     merged = list(base)
     for entry in over:
-        places = [
-            index
-            for index, known in enumerate(merged)
-            if _key(entry) and _key(known) == _key(entry)
-        ]
-        if not places:
+        key = _key(entry)
+        keys = list(map(_key, merged))
+        if not key or key not in keys:
             merged.append(copy.deepcopy(entry))
-        elif {"value", "valueFrom"} & entry.keys():
-            merged[places[0]] = copy.deepcopy(entry)  # a variable has only one of them
+            continue
+        index = keys.index(key)
+        if {"value", "valueFrom"} & entry.keys():
+            merged[index] = copy.deepcopy(entry)  # a variable has only one of them
         else:
-            merged[places[0]] = merge(merged[places[0]], entry)
+            merged[index] = merge(merged[index], entry)
     return merged
 
 
 def _key(entry: Any) -> Any:
-    """Return the text by which an entry of a list is known: all volume mounts of one volume have the same name."""
-    return (entry.get("mountPath") or entry.get("name")) if isinstance(entry, dict) else None
+    """Return the text by which an entry of a list is recognized; None if it has none."""
+    if not isinstance(entry, dict):
+        return None
+    # All volume mounts of one volume have the same name.
+    return entry.get("mountPath") or entry.get("name")
 
 
 def _labels(job: Job, setting: Setting) -> dict[str, str]:
@@ -314,7 +315,7 @@ def _pod_of_run(
         "containers": [container],
         "volumes": volumes,
         "nodeSelector": dict(options.node_selector),
-        "tolerations": [_toleration(toleration) for toleration in options.tolerations],
+        "tolerations": list(map(_toleration, options.tolerations)),
         "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets],
     }
     if options.priority_class:
@@ -328,9 +329,8 @@ def _command(job: Job, setting: Setting) -> list[str]:
     command = []
     for word in split_container_command(job):
         # Two dollar signs are one for Kubernetes, so it fills in nothing else.
-        parts = re.split(r"(\{rank\})", word.replace("$", "$$"))
-        filled = "".join("$(RANK)" if part == "{rank}" else part for part in parts)
-        command.append(fill(filled, {"{hosts}": hosts}))
+        escaped = word.replace("$", "$$")
+        command.append(fill(escaped, {"{rank}": "$(RANK)", "{hosts}": hosts}))
     return command
 
 
@@ -354,10 +354,10 @@ def _environment(job: Job, setting: Setting) -> list[dict[str, Any]]:
         "MLBENCH_OUTPUT": f"{_RUN_FOLDER}/output",
     }
     rank = {"fieldPath": f"metadata.annotations['{RANK_ANNOTATION}']"}
-    return [
-        {"name": "RANK", "valueFrom": {"fieldRef": rank}},
-        *({"name": name, "value": value} for name, value in values.items()),
-    ]
+    variables: list[dict[str, Any]] = [{"name": "RANK", "valueFrom": {"fieldRef": rank}}]
+    for name, value in values.items():
+        variables.append({"name": name, "value": value})
+    return variables
 
 
 def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
@@ -410,9 +410,9 @@ def _volumes(
 
 
 def _toleration(toleration: Toleration) -> dict[str, str]:
-    found = {"key": toleration.key, "operator": "Exists"}
+    manifest = {"key": toleration.key, "operator": "Exists"}
     if toleration.value is not None:
-        found.update(operator="Equal", value=toleration.value)
+        manifest.update(operator="Equal", value=toleration.value)
     if toleration.effect:
-        found["effect"] = toleration.effect
-    return found
+        manifest["effect"] = toleration.effect
+    return manifest

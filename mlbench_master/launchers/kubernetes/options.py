@@ -107,14 +107,15 @@ def parse_options(words: Sequence[str]) -> KubernetesOptions:
         ValueError: An option is unknown or has a wrong value; the message names it.
 
     Example:
-        >>> parse_options(["--memory", "4Gi", "--time=2h", "--volume", "images:/data/images:ro"]).time_s
-        7200
+        >>> options = parse_options(["--time=2h", "--volume", "images:/data/images:ro"])
+        >>> options.time_s, options.volumes[0].folder
+        (7200, '/data/images')
     """
-    given: dict[str, Any] = vars(_parser().parse_args(list(words)))
-    frozen: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-    return KubernetesOptions(**frozen)
+    options: dict[str, Any] = vars(_parser().parse_args(list(words)))
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = tuple(value)
+    return KubernetesOptions(**options)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,15 +176,13 @@ def _label(text: str) -> tuple[str, str]:
 def _toleration(text: str) -> Toleration:
     taint, colon, effect = text.partition(":")
     key, equals, value = taint.partition("=")
-    if (
-        _KEY.fullmatch(key) is None
-        or _VALUE.fullmatch(value) is None
-        or (colon and effect not in _EFFECTS)
-    ):
+    is_label = _KEY.fullmatch(key) is not None and _VALUE.fullmatch(value) is not None
+    if not is_label or (colon and effect not in _EFFECTS):
         raise argparse.ArgumentTypeError(
             f"must be KEY[=VALUE][:EFFECT], where EFFECT is one of {', '.join(_EFFECTS)}, not "
             f"{text[:80]!r}"
         )
+    # "KEY" tolerates any value, "KEY=" an empty one.
     return Toleration(key, value if equals else None, effect)
 
 
@@ -192,23 +191,17 @@ def _volume(text: str) -> Volume:
     folder, _, mode = rest.partition(":")
     if claim.startswith("/"):
         raise argparse.ArgumentTypeError(
-            f"must be CLAIM:/FOLDER, not {text[:80]!r}: a folder of a node is no volume here; "
-            "make a "
-            "PersistentVolumeClaim"
+            f"must be CLAIM:/FOLDER, not {text[:80]!r}: a folder of a node is not a volume here; "
+            "make a PersistentVolumeClaim"
         )
-    if (
-        _NAME.fullmatch(claim) is None
-        or _FOLDER.fullmatch(folder) is None
-        or mode not in ("", "ro", "rw")
-    ):
+    has_names = _NAME.fullmatch(claim) is not None and _FOLDER.fullmatch(folder) is not None
+    if not has_names or mode not in ("", "ro", "rw"):
         raise argparse.ArgumentTypeError(
             "must be CLAIM:/FOLDER[:ro], with the name of a PersistentVolumeClaim, not "
             f"{text[:80]!r}"
         )
-    parts = folder.split("/")
-    if {".", ".."} & set(parts) or any(
-        folder == taken or folder.startswith(f"{taken}/") for taken in _TAKEN
-    ):
+    is_taken = any(f"{folder}/".startswith(f"{taken}/") for taken in _TAKEN)
+    if is_taken or {".", ".."} & set(folder.split("/")):
         raise argparse.ArgumentTypeError(
             f"must have another folder than {folder[:80]!r}: take one below /data"
         )

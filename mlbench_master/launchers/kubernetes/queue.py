@@ -1,7 +1,7 @@
 """Ask Kubernetes about the Jobs and pods of a master: two calls per interval for all of them.
 
-A list says what is, so a lost connection or an expired answer needs no repair: the next list has
-everything.
+A list has the present state of all of them, so a lost connection or an expired answer needs no
+repair: the next list has everything.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ class KubernetesQueue:
         self._interval_s = interval_s
         self._on_load = on_load
         self._lock = threading.Lock()
-        self._watched: dict[
-            int, float
-        ] = {}  # the times at which watching began, by the ids of runs
+        # The times at which watching began, by the ids of runs.
+        self._watched: dict[int, float] = {}
         self._views: dict[int, JobView] = {}
         self._retired: set[str] = set()
         self._asked_at = -1.0  # the begin of the latest look that succeeded
@@ -125,7 +124,7 @@ class KubernetesQueue:
         self._wake.set()
 
     def view(self, run_id: int) -> JobView | None:
-        """Return the latest view of a watched run, or None if there was no look since watching began."""
+        """Return the latest view of a watched run; None if it is older than the watching."""
         with self._lock:
             if self._asked_at < self._watched.get(run_id, time.monotonic()):
                 return None
@@ -156,9 +155,9 @@ class KubernetesQueue:
                 self.problem = "the answer of Kubernetes cannot be read; see the log of the master"
             self._wake.wait(self._interval_s if self._watched else None)
             self._wake.clear()
-            self._closed.wait(
-                max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic())
-            )
+            # Several changes at a time do not lead to a call each.
+            pause_s = min(_SHORTEST_PAUSE_S, self._interval_s)
+            self._closed.wait(max(0.0, began + pause_s - time.monotonic()))
 
     def _ask(self) -> None:
         asked_at = time.monotonic()
@@ -178,10 +177,9 @@ class KubernetesQueue:
         for pod in pods:
             pods_by_run.setdefault(_run_id(pod), []).append(pod)
         with self._lock:
-            for run_id, known in self._views.items():
-                self._views[run_id] = _renewed(
-                    known, jobs_by_run.get(run_id), pods_by_run.get(run_id, [])
-                )
+            for run_id, view in self._views.items():
+                job, pods = jobs_by_run.get(run_id), pods_by_run.get(run_id, [])
+                self._views[run_id] = _renewed(view, job, pods)
             self._asked_at = asked_at
 
     def _ask_load(self) -> None:
@@ -196,24 +194,25 @@ class KubernetesQueue:
                 self._load_at = time.monotonic() + _NO_LOAD_PAUSE_S
             _log.info("no load of workers: %s", error)
             return
-        places = {
-            pod["metadata"]["name"]: (run_id, rank)
-            for run_id, view in self.views().items()
-            for pod in view.pods
-            if (rank := rank_of(pod)) is not None
-        }
+        workers: dict[str, tuple[int, int]] = {}
+        for run_id, view in self.views().items():
+            for pod in view.pods:
+                rank = rank_of(pod)
+                if rank is not None:
+                    workers[pod["metadata"]["name"]] = (run_id, rank)
         dates = {}
         for item in metrics:
             name, date = item["metadata"]["name"], str(item.get("timestamp"))
             dates[name] = date
             load = _load(item)
             # The same measurement may come twice.
-            if name in places and load and self._load_dates.get(name) != date:
-                self._on_load(*places[name], load)
+            if name in workers and load and self._load_dates.get(name) != date:
+                self._on_load(*workers[name], load)
         self._load_dates = dates
 
     def _shorten_lives(self) -> None:
-        """Let Kubernetes delete the Jobs whose ends are recorded, which every list would have for the whole day."""
+        """Let Kubernetes delete the Jobs whose ends are recorded."""
+        # Otherwise, every list would have them for the whole day.
         with self._lock:
             retired, self._retired = self._retired, set()
         for name in retired:
@@ -222,16 +221,16 @@ class KubernetesQueue:
                 self._api.patch_job(name, {"ttlSecondsAfterFinished": _KEPT_AFTER_RECORD_S})
 
 
-def _renewed(known: JobView, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> JobView:
+def _renewed(view: JobView, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> JobView:
     """Return the view after another look."""
-    troubles = dict(known.troubles)
+    troubles = dict(view.troubles)
     if job is not None:
         for trouble in filter(None, map(find_trouble, pods)):
-            # The first sight counts: a pod that is being deleted also ends with an exit status,
-            # because of that.
+            # The first trouble of a pod counts: a pod that is being deleted also ends with an exit
+            # status, because of that.
             troubles.setdefault(trouble.rank, trouble)
     is_resumed = job is not None and not job.get("spec", {}).get("suspend")
-    return JobView(job, pods, troubles, known.was_seen or is_resumed)
+    return JobView(job, pods, troubles, view.was_seen or is_resumed)
 
 
 def _run_id(item: dict[str, Any]) -> int | None:

@@ -1,4 +1,7 @@
-"""Read the settings of a master for its runs on Kubernetes: variables that begin with ``MLBENCH_KUBERNETES_``."""
+"""Read the settings of a master for its runs on Kubernetes.
+
+They are environment variables that begin with ``MLBENCH_KUBERNETES_``.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +81,9 @@ def _own_id(folder: Path) -> str:
     path = folder / "kubernetes_id"
     try:
         with contextlib.suppress(FileNotFoundError):
-            known = path.read_text().strip()
-            if _MARK.fullmatch(known):
-                return known
+            recorded = path.read_text().strip()
+            if _MARK.fullmatch(recorded):
+                return recorded
         own_id = uuid.uuid4().hex[:10]
         path.write_text(own_id)
     except OSError as error:
@@ -93,24 +96,22 @@ def _read_mark(own_id: str) -> str:
     if _MARK.fullmatch(mark) is None:
         raise ConfigurationError(
             f"{PREFIX}MARK must be 1 to 30 lowercase letters, digits and hyphens, not "
-            f"{mark[:80]!r}: choose one "
-            "that no other master of the namespace has"
+            f"{mark[:80]!r}: choose one that no other master of the namespace has"
         )
     return mark
 
 
 def _shared_mount(folder: Path) -> Path | None:
-    """Return the folder at which the shared claim is mounted here, or None without a shared claim."""
+    """Return the folder at which the shared claim is mounted here; None without a claim."""
     if not variable("SHARED_CLAIM"):
         return None
     mount = Path(variable("SHARED_MOUNT") or "/").absolute()
     if mount == Path("/") or not folder.is_relative_to(mount):
         raise ConfigurationError(
             f"{PREFIX}SHARED_MOUNT must be a folder above {folder}, not "
-            f"{variable('SHARED_MOUNT')!r}: give the "
-            f"folder at which the claim {variable('SHARED_CLAIM')!r} is mounted, and keep the "
-            "data folder of the "
-            "master below it"
+            f"{variable('SHARED_MOUNT')!r}: give the folder at which the claim "
+            f"{variable('SHARED_CLAIM')!r} is mounted, and keep the data folder of the master "
+            "below it"
         )
     return mount
 
@@ -127,9 +128,8 @@ def _read_template() -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"cannot read the pod template {path}: {error}") from error
     parts = template if isinstance(template, dict) else {"": None}
-    if not parts.keys() <= {"metadata", "spec"} or not all(
-        isinstance(part, dict) for part in parts.values()
-    ):
+    are_objects = all(isinstance(part, dict) for part in parts.values())
+    if not are_objects or not parts.keys() <= {"metadata", "spec"}:
         raise ConfigurationError(
             f"the pod template {path} must have metadata and spec only, not "
             f"{str(sorted(map(str, parts)))[:80]}"

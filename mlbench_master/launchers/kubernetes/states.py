@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from mlbench_master.launchers.interface import JobStatus
 from mlbench_master.launchers.kubernetes.manifests import CONTAINER, RANK_ANNOTATION
-from mlbench_master.launchers.supervisor.supervise import describe_exit
+from mlbench_master.launchers.supervisor.supervise import describe_exit, from_shell_status
 
 __all__ = [
     "Trouble",
@@ -25,8 +27,6 @@ __all__ = [
     "waiting_reason",
 ]
 
-_SHELL_SIGNAL = 128
-_TERMINATED = _SHELL_SIGNAL + 15
 _LONGEST_MESSAGE = 300
 # Reasons of the condition DisruptionTarget.
 _DISRUPTIONS = {
@@ -63,7 +63,9 @@ class Trouble:
 def rank_of(pod: Mapping[str, Any]) -> int | None:
     """Return the rank of a pod's worker."""
     text = _dict(_dict(pod, "metadata"), "annotations").get(RANK_ANNOTATION, "")
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() else None
+    if isinstance(text, str) and text.isascii() and text.isdecimal():
+        return int(text)
+    return None
 
 
 def has_started(pod: Mapping[str, Any]) -> bool:
@@ -85,14 +87,11 @@ def is_on_lost_node(pod: Mapping[str, Any]) -> bool:
     while the kubelet of a node that answers never calls a pod unready whose containers are ready.
     """
     status = _dict(pod, "status")
-    ready = {
-        condition.get("type"): condition.get("status")
-        for condition in status.get("conditions") or ()
-    }
+    ready = {condition.get("type"): condition.get("status") for condition in _conditions(pod)}
     is_unready = ready.get("Ready") == "False" and ready.get("ContainersReady") == "True"
-    return status.get("reason") == "NodeLost" or (
-        is_unready and not _dict(pod, "spec").get("readinessGates")
-    )
+    # A readiness gate makes a pod unready, too.
+    has_gates = bool(_dict(pod, "spec").get("readinessGates"))
+    return status.get("reason") == "NodeLost" or (is_unready and not has_gates)
 
 
 def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -102,54 +101,56 @@ def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[st
     lost node never does. Until then it has the condition ``FailureTarget``, which counts here if
     nothing else runs.
     """
-    found = {
-        condition.get("type"): dict(condition)
-        for condition in _dict(job, "status").get("conditions") or ()
-        if condition.get("status") == "True"
-    }
-    target = found.get("FailureTarget")
-    if target is not None and not all(_has_ended(pod) or is_on_lost_node(pod) for pod in pods):
-        target = None
-    return found.get("Complete") or found.get("Failed") or target
+    true: dict[str, dict[str, Any]] = {}
+    for condition in _conditions(job):
+        if condition.get("status") == "True":
+            true[condition.get("type", "")] = dict(condition)
+    end = true.get("Complete") or true.get("Failed")
+    if end is not None:
+        return end
+    target = true.get("FailureTarget")
+    if target is not None and all(_has_ended(pod) or is_on_lost_node(pod) for pod in pods):
+        return target
+    return None
 
 
 def waiting_reason(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> str:
     """Return why a run waits; empty if all its workers have started."""
-    name = _dict(job, "metadata").get("name", "")
-    num_workers = _dict(job, "spec").get("completions") or 1
-    if _dict(job, "spec").get("suspend"):
+    name, spec = _dict(job, "metadata").get("name", ""), _dict(job, "spec")
+    if spec.get("suspend"):
         return f"Job {name} is suspended, but not by MLBench"
-    by_rank = {rank: pod for pod in pods if (rank := rank_of(pod)) is not None}
-    waiting = [
-        rank for rank in range(num_workers) if rank not in by_rank or not has_started(by_rank[rank])
-    ]
-    if not waiting:
-        return ""
-    reasons = [_why_pod_waits(rank, by_rank[rank]) for rank in waiting if rank in by_rank]
-    # A worker that cannot start says more than one that is about to.
-    reasons.sort(key=lambda reason: reason[0])
+    pods_by_rank = {rank_of(pod): pod for pod in pods}
+    without_pod: list[int] = []
+    reasons: list[tuple[int, str]] = []
+    for rank in range(spec.get("completions") or 1):
+        pod = pods_by_rank.get(rank)
+        if pod is None:
+            without_pod.append(rank)
+        elif not has_started(pod):
+            reasons.append(_why_pod_waits(rank, pod))
     if reasons:
-        return reasons[0][1]
-    return (
-        f"Job {name} has no pod of worker {waiting[0]} yet; if this remains, see kubectl "
-        f"describe job {name}"
-    )
+        # A worker that cannot start says more than one that is about to.
+        return min(reasons, key=itemgetter(0))[1]
+    if without_pod:
+        return (
+            f"Job {name} has no pod of worker {without_pod[0]} yet; if this remains, see kubectl "
+            f"describe job {name}"
+        )
+    return ""
 
 
 def _why_pod_waits(rank: int, pod: Mapping[str, Any]) -> tuple[int, str]:
     """Return why a pod waits, after a number that is 0 for a problem."""
-    for condition in _dict(pod, "status").get("conditions") or ():
+    for condition in _conditions(pod):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            # "SchedulingGated" is another reason.
-            return (
-                0,
-                f"worker {rank} waits for a node ({condition.get('reason')}): {_said(condition)}",
-            )
+            # "Unschedulable" or, for example, "SchedulingGated".
+            reason = condition.get("reason")
+            return 0, f"worker {rank} waits for a node ({reason}): {_message(condition)}"
     waiting = _dict(_state(pod), "waiting")
     reason = waiting.get("reason", "")
     if reason in ("", "ContainerCreating", "PodInitializing"):
         return 1, f"worker {rank} is about to start on node {_node(pod)}"
-    return 0, f"worker {rank} cannot start ({reason}): {_said(waiting)}"
+    return 0, f"worker {rank} cannot start ({reason}): {_message(waiting)}"
 
 
 def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
@@ -160,25 +161,25 @@ def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     status, node = _dict(pod, "status"), _node(pod)
     ended = _dict(_state(pod), "terminated")
     when = _seconds(ended.get("finishedAt")) or _deleted_at(pod)
-    code = _exit_code(ended)
-    for condition in status.get("conditions") or ():
+    code = ended.get("exitCode")
+    code = from_shell_status(code) if isinstance(code, int) else None
+    for condition in _conditions(pod):
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             when = _seconds(condition.get("lastTransitionTime")) or when
-            text = _DISRUPTIONS.get(
-                condition.get("reason", ""), f"was disrupted ({condition.get('reason')})"
-            )
-            return Trouble(when, 0, rank, _line(rank, text.format(node=node), condition), code)
-    if status.get("reason") == "Evicted":
+            unknown = f"was disrupted ({condition.get('reason')})"
+            text = _DISRUPTIONS.get(condition.get("reason", ""), unknown).format(node=node)
+            return Trouble(when, 0, rank, _line(rank, text, condition), code)
+    reason = status.get("reason")
+    if reason == "Evicted":
         return Trouble(when, 0, rank, _line(rank, f"was evicted from node {node}", status), code)
-    if status.get("reason") in ("NodeLost", "NodeShutdown", "Shutdown") or ended.get("reason") == (
-        "ContainerStatusUnknown"
-    ):
+    is_unknown = ended.get("reason") == "ContainerStatusUnknown"
+    if is_unknown or reason in ("NodeLost", "NodeShutdown", "Shutdown"):
         return Trouble(when, 0, rank, _line(rank, f"was lost with its node {node}", status), code)
     if code:
         return _failed_container(rank, code, when, ended)
     if code is None and status.get("phase") == "Failed":
-        reason = status.get("reason") or "unknown reason"
-        return Trouble(when, 0, rank, _line(rank, f"failed on node {node} ({reason})", status))
+        text = f"failed on node {node} ({reason or 'unknown reason'})"
+        return Trouble(when, 0, rank, _line(rank, text, status))
     if code is None and _deleted_at(pod):
         return Trouble(when, 2, rank, f"the pod of worker {rank} was deleted, but not by MLBench")
     return None
@@ -192,7 +193,8 @@ def _failed_container(rank: int, code: int, when: float, ended: Mapping[str, Any
         return Trouble(when, 0, rank, f"worker {rank} {text}", code)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return Trouble(when, 0, rank, _line(rank, f"cannot start ({ended['reason']})", ended), code)
-    weight = 1 if code == _SHELL_SIGNAL - _TERMINATED else 0
+    # SIGTERM ends the other pods of a Job that has failed.
+    weight = 1 if code == -signal.SIGTERM else 0
     return Trouble(when, weight, rank, describe_exit(rank, code), code, code > 0)
 
 
@@ -216,7 +218,7 @@ def ended_status(
         return JobStatus("failed", reason, None, finished_at), None
     if not ordered:
         reason = (
-            f"Job {name} failed ({end.get('reason')}): {_said(end)}; a pod was deleted, "
+            f"Job {name} failed ({end.get('reason')}): {_message(end)}; a pod was deleted, "
             "or its node failed"
         )
         return JobStatus("failed", reason, None, finished_at), None
@@ -226,14 +228,6 @@ def ended_status(
 
 def _has_ended(pod: Mapping[str, Any]) -> bool:
     return _dict(pod, "status").get("phase") in ("Succeeded", "Failed")
-
-
-def _exit_code(ended: Mapping[str, Any]) -> int | None:
-    """Return the exit status of a container, negative for a signal."""
-    code = ended.get("exitCode")
-    if not isinstance(code, int):
-        return None
-    return _SHELL_SIGNAL - code if _SHELL_SIGNAL < code < 2 * _SHELL_SIGNAL else code
 
 
 def _state(pod: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +242,10 @@ def _deleted_at(pod: Mapping[str, Any]) -> float:
     """Return the time of the request to delete a pod; 0 without one."""
     metadata = _dict(pod, "metadata")
     end_s = _seconds(metadata.get("deletionTimestamp"))
-    return end_s - (metadata.get("deletionGracePeriodSeconds") or 0) if end_s else 0.0
+    if not end_s:
+        return 0.0
+    # The timestamp is the end of the grace period.
+    return end_s - (metadata.get("deletionGracePeriodSeconds") or 0)
 
 
 def _node(pod: Mapping[str, Any]) -> str:
@@ -256,12 +253,17 @@ def _node(pod: Mapping[str, Any]) -> str:
 
 
 def _line(rank: int, text: str, source: Mapping[str, Any]) -> str:
-    said = _said(source)
-    return f"worker {rank} {text}{': ' + said if said else ''}"
+    message = _message(source)
+    return f"worker {rank} {text}: {message}" if message else f"worker {rank} {text}"
 
 
-def _said(source: Mapping[str, Any]) -> str:
+def _message(source: Mapping[str, Any]) -> str:
     return " ".join(str(source.get("message") or "").split())[:_LONGEST_MESSAGE]
+
+
+def _conditions(source: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the conditions of a Job or a pod."""
+    return _dict(source, "status").get("conditions") or ()
 
 
 def _dict(source: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ its state::
     job.json         written by the master before the start: commands, environment
     supervisor.json  written by the supervisor before it starts a worker: process id, start mark
     load/            the load of the workers, from the supervisor; see the module ``load_sampler``
-    log.jsonl        lines of the workers, from the supervisor, and notes of the master; see ``logs``
+    log.jsonl        lines of the workers (from the supervisor) and of the master; see ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
     container        the program that runs containers, if there are any; see ``containers``
     status.json      written by the supervisor at the end; without both, the run is lost

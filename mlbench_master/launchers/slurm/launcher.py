@@ -4,17 +4,17 @@ A run is one job: ``sbatch`` submits a script that starts one task for each work
 The master runs on a machine that has Slurm's commands. Its data folder is on a file system that all
 nodes share. The files in the run's folder are::
 
-    job.json   written by the master before it submits the job: a mark, which is also the job's comment
+    job.json   written by the master before it submits the job: a mark, also the job's comment
     slurm_job  written by the master after that: Slurm's number of the job
     job.sh     the script of the job; it writes the next two
     begun      Slurm's number of the job, when the script starts
     exit       the exit status of srun, when the script ends
-    env.sh     the variables of the workers, for the eyes of their user only
+    env.sh     the variables of the workers, which only their user can read
     worker.sh  the script of a worker; without it, a job ends at once
     status/    the exit status of each worker, by rank
-    logs/      the output of each worker, which the master merges into log.jsonl; see the module ``rank_logs``
+    logs/      the output of each worker, which the master merges into log.jsonl; see ``rank_logs``
     log.jsonl  lines of the workers and of the master; see the module ``logs``
-    spool/     metrics that the workers could not deliver; the master stores them at the end of the run
+    spool/     metrics that were not delivered; the master stores them at the end of the run
     work/      the folder in which the workers run
     output/    the results of the workers
 
@@ -35,15 +35,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import variables_to_remove, worker_environment
 from mlbench_master.launchers.error_search import is_consequence
-from mlbench_master.launchers.folders import FolderLauncher, read_interval
+from mlbench_master.launchers.folders import FolderLauncher, read_interval, unreachable_note
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
-from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
+from mlbench_master.launchers.logs import dropping_problem, log_limit_bytes, open_at_once
 from mlbench_master.launchers.slurm import script
 from mlbench_master.launchers.slurm.queue import (
     ENDED,
@@ -55,12 +53,16 @@ from mlbench_master.launchers.slurm.queue import (
     run_slurm,
 )
 from mlbench_master.launchers.slurm.rank_logs import RankLogs
-from mlbench_master.launchers.supervisor.supervise import describe_exit, write_json
+from mlbench_master.launchers.supervisor.start import folder_variables
+from mlbench_master.launchers.supervisor.supervise import (
+    describe_exit,
+    from_shell_status,
+    write_json,
+)
 
 __all__ = ["SlurmLauncher"]
 
 _PROGRAMS = ("sbatch", "squeue", "scancel")
-_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _LOOK_S = 1.0
 # Another machine may see a file of a node some seconds late on a network file system.
 _FILES_S = 10.0
@@ -68,15 +70,14 @@ _FILES_S = 10.0
 _STOP_S = 90.0
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _STATE_BYTES = 4096
-_SHELL_SIGNAL = 128  # shells report a signal as 128 plus its number
-_TERMINATED = _SHELL_SIGNAL + 15  # also of workers that srun ends because another one has failed
+_TERMINATED = 128 + 15  # also of workers that srun ends because another one has failed
 _SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? (\d+)[-,\d]*: (.+)")
 _FAILED_NODE = re.compile(r"DUE TO NODE ([\w.-]+) FAILURE|Node failure on ([\w.-]+)", re.IGNORECASE)
 
 
 @dataclass
-class _Known:
-    """A job that this launcher looks after."""
+class _SlurmRun:
+    """A run that this launcher looks after."""
 
     folder: Path
     logs: RankLogs
@@ -108,15 +109,14 @@ class SlurmLauncher(FolderLauncher):
         if missing:
             raise ConfigurationError(
                 f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} "
-                "cannot be found: start the "
-                "master on a machine from which you submit jobs, such as a login node of the "
-                "cluster"
+                "cannot be found: start the master on a machine from which you submit jobs, such "
+                "as a login node of the cluster"
             )
         super().__init__(folder)
         self.place = f"slurm:{self._folder}"
         self._limit_bytes = log_limit_bytes()
         self._queue = SlurmQueue(read_interval(self.name) if interval_s is None else interval_s)
-        self._jobs: dict[str, _Known] = {}
+        self._jobs: dict[str, _SlurmRun] = {}
 
     @property
     def capacity(self) -> float:
@@ -139,11 +139,11 @@ class SlurmLauncher(FolderLauncher):
         command = script.sbatch_command(job, str(folder), mark)
         try:
             self._write_files(job, folder, mark)
-            known = self._known(job_id)
+            run = self._run(job_id)
             for note in (*job.notes, f"command: {shlex.join(command)}"):
-                known.logs.note(note)
-            known.slurm_id = _submit(command, folder, mark, job.caller_env)
-            (folder / "slurm_job").write_text(known.slurm_id)
+                run.logs.note(note)
+            run.slurm_id = _submit(command, folder, mark, job.caller_env)
+            (folder / "slurm_job").write_text(run.slurm_id)
         except OSError as error:
             (folder / "worker.sh").unlink(missing_ok=True)
             raise ConfigurationError(
@@ -153,53 +153,48 @@ class SlurmLauncher(FolderLauncher):
             # If Slurm has accepted the job nevertheless, it ends at once.
             (folder / "worker.sh").unlink(missing_ok=True)
             raise
-        known.logs.note(f"submitted as job {known.slurm_id} of Slurm")
-        self._queue.watch(known.slurm_id)
+        run.logs.note(f"submitted as job {run.slurm_id} of Slurm")
+        self._queue.watch(run.slurm_id)
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job; see :meth:`Launcher.poll`."""
-        known = self._known(job_id)
-        if known.status is not None:
-            return known.status
-        if known.slurm_id is None:
+        run = self._run(job_id)
+        if run.status is not None:
+            return run.status
+        if run.slurm_id is None:
             try:
-                known.slurm_id = _find_job(known.folder)
+                run.slurm_id = _find_job(run.folder)
             except LauncherError as error:
                 return JobStatus("running", str(error))
-            if known.slurm_id is None:
+            if run.slurm_id is None:
                 return JobStatus(
                     "unstarted", "an earlier master ended before it submitted the run to Slurm"
                 )
-        self._queue.watch(known.slurm_id)
-        entry = self._queue.entry(known.slurm_id)
+        self._queue.watch(run.slurm_id)
+        entry, problem = self._queue.entry(run.slurm_id), self._queue.problem
         if entry is None:
-            return JobStatus("running", self._queue.problem)
+            return JobStatus("running", problem)
         if entry.state in _WAITING:
-            why = "" if entry.reason in ("", "None") else f": {entry.reason}"
-            return JobStatus(
-                "waiting",
-                self._queue.problem or f"job {known.slurm_id} waits in Slurm's queue{why}",
-            )
+            waiting = f"job {run.slurm_id} waits in Slurm's queue"
+            if entry.reason not in ("", "None"):
+                waiting = f"{waiting}: {entry.reason}"
+            return JobStatus("waiting", problem or waiting)
         if entry.state in ENDED or entry.state == UNKNOWN:
-            return self._look_at_end(known, entry)
-        if time.monotonic() >= known.next_look:
-            known.next_look = time.monotonic() + _LOOK_S
-            known.logs.collect()
-            if (known.folder / "exit").exists():
+            return self._look_at_end(run, entry)
+        if time.monotonic() >= run.next_look:
+            run.next_look = time.monotonic() + _LOOK_S
+            run.logs.collect()
+            # The script has ended, so Slurm will soon say that the job has.
+            if (run.folder / "exit").exists():
                 self._queue.look_soon()
-        problem = ""
+        problem = self._queue.problem
         if entry.state == "SUSPENDED":
-            problem = f"job {known.slurm_id} is suspended by Slurm"
+            problem = problem or f"job {run.slurm_id} is suspended by Slurm"
         elif entry.state == "COMPLETING":
-            problem = (
-                f"job {known.slurm_id} ends when Slurm has cleaned up on "
-                f"{entry.nodes or 'its nodes'}"
-            )
-        return JobStatus(
-            "running",
-            self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""),
-        )
+            nodes = entry.nodes or "its nodes"
+            problem = problem or f"job {run.slurm_id} ends when Slurm has cleaned up on {nodes}"
+        return JobStatus("running", problem or dropping_problem(run.folder))
 
     def stop(self, job_id: str) -> None:
         """Cancel a job, and wait until Slurm has ended its processes; see :meth:`Launcher.stop`.
@@ -207,30 +202,30 @@ class SlurmLauncher(FolderLauncher):
         Raises:
             LauncherError: Slurm does not answer, or has not ended the job.
         """
-        known = self._known(job_id)
-        if known.status is not None or not known.folder.exists():
+        run = self._run(job_id)
+        if run.status is not None or not run.folder.exists():
             return
-        slurm_id = known.slurm_id or _find_job(known.folder)
+        slurm_id = run.slurm_id or _find_job(run.folder)
         if slurm_id is None:
-            (known.folder / "worker.sh").unlink(missing_ok=True)
+            (run.folder / "worker.sh").unlink(missing_ok=True)
             return
         cancel(slurm_id, _STOP_S)
-        known.logs.collect(at_end=True)
+        run.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
     def slurm_id(self, job_id: str) -> str:
         """Return Slurm's number of a job, empty if it was not submitted."""
-        return self._known(job_id).slurm_id or ""
+        return self._run(job_id).slurm_id or ""
 
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
-        self._known(job_id).logs.note(text)
+        self._run(job_id).logs.note(text)
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""
-        known = self._jobs.pop(job_id, None)
-        if known is not None and known.slurm_id is not None:
-            self._queue.forget(known.slurm_id)
+        run = self._jobs.pop(job_id, None)
+        if run is not None and run.slurm_id is not None:
+            self._queue.forget(run.slurm_id)
         super().remove(job_id)
 
     def close(self) -> None:
@@ -239,73 +234,62 @@ class SlurmLauncher(FolderLauncher):
         self._jobs.clear()
         super().close()
 
-    def _known(self, job_id: str) -> _Known:
-        known = self._jobs.get(job_id)
-        if known is None:
+    def _run(self, job_id: str) -> _SlurmRun:
+        run = self._jobs.get(job_id)
+        if run is None:
             folder = self._job_folder(job_id)
-            known = self._jobs.setdefault(
-                job_id, _Known(folder, RankLogs(folder, self._limit_bytes))
-            )
-        return known
+            run = _SlurmRun(folder, RankLogs(folder, self._limit_bytes))
+            # Another thread may have been faster.
+            run = self._jobs.setdefault(job_id, run)
+        return run
 
     def _write_files(self, job: Job, folder: Path, mark: str) -> None:
         for part in ("work", "output", "logs", "status"):
             (folder / part).mkdir(parents=True)
-        # A job may set its own number of threads, but not the folders, which the master reads.
-        own = {
-            "MLBENCH_RUN_DIR": str(folder),
-            "MLBENCH_SPOOL": str(folder / "spool"),
-            "MLBENCH_OUTPUT": str(folder / "output"),
-        }
+        variables, removed = _variables(job, folder_variables(folder))
         (folder / "env.sh").touch(mode=0o600)  # only for its owner: it may hold a token
-        (folder / "env.sh").write_text(script.environment_script(*_variables(job, own)))
+        (folder / "env.sh").write_text(script.environment_script(variables, removed))
         (folder / "job.sh").write_text(script.job_script(job))
         (folder / "worker.sh").write_text(script.worker_script(job))
         write_json(folder / "job.json", {"mark": mark})
-        url = job.env.get("MLBENCH_MASTER_URL", "")
-        if is_loopback(urlsplit(url).hostname or ""):
-            self._known(f"slurm-{job.run_id}").logs.note(
-                f"note: workers on other machines cannot reach the master at {url}, so their "
-                "metrics arrive when the "
-                "run ends; to see them earlier, start the master with --host and an address of "
-                "this machine"
-            )
+        for note in unreachable_note(job):
+            self._run(f"slurm-{job.run_id}").logs.note(note)
 
-    def _look_at_end(self, known: _Known, entry: QueueEntry) -> JobStatus:
-        """Return the status of a job that has ended, or that it runs as long as its files may be on their way."""
+    def _look_at_end(self, run: _SlurmRun, entry: QueueEntry) -> JobStatus:
+        """Return the status of a job that has ended.
+
+        It counts as running while its files may be on their way.
+        """
         now = time.monotonic()
-        known.ended_since = known.ended_since or now
-        begun, status = (_read_number(known.folder / name) for name in ("begun", "exit"))
-        # Slurm reports all other states.
-        if (
-            entry.state in ("COMPLETED", "FAILED", UNKNOWN)
-            and status is None
-            and now - known.ended_since < _FILES_S
-        ):
+        run.ended_since = run.ended_since or now
+        begun, status = _read_number(run.folder / "begun"), _read_number(run.folder / "exit")
+        # Slurm reports all other states, so they need no file.
+        needs_file = entry.state in ("COMPLETED", "FAILED", UNKNOWN)
+        if needs_file and status is None and now - run.ended_since < _FILES_S:
             return JobStatus("running")
-        known.logs.collect(at_end=True)
-        ended = _Ended(known, entry, begun is not None, status)
-        known.status = ended.status()
-        known.logs.note(known.status.reason or "finished")
-        assert known.slurm_id is not None
-        self._queue.forget(known.slurm_id)
-        return known.status
+        run.logs.collect(at_end=True)
+        ended = _Ended(run, entry, begun is not None, status)
+        run.status = ended.status()
+        run.logs.note(run.status.reason or "finished")
+        assert run.slurm_id is not None
+        self._queue.forget(run.slurm_id)
+        return run.status
 
 
 class _Ended:
-    """A job that has ended, of which Slurm's word and the files of the run are read."""
+    """A job that has ended: the state that Slurm reports, and the files of the run."""
 
-    def __init__(self, known: _Known, entry: QueueEntry, begun: bool, status: int | None) -> None:
-        self._known = known
+    def __init__(self, run: _SlurmRun, entry: QueueEntry, begun: bool, status: int | None) -> None:
+        self._run = run
         self._entry = entry
         self._begun = begun
         self._status = status
-        self._who = f"job {known.slurm_id} of Slurm"
+        self._who = f"job {run.slurm_id} of Slurm"
         # (time, rank, status), by the time at which the workers ended, which the server of the
         # files has set.
         self._workers: list[tuple[float, int, int]] = []
         with contextlib.suppress(OSError):
-            for path in (known.folder / "status").iterdir():
+            for path in (run.folder / "status").iterdir():
                 number = _read_number(path)
                 if path.name.isdecimal() and number is not None:
                     self._workers.append((path.stat().st_mtime, int(path.name), number))
@@ -331,81 +315,84 @@ class _Ended:
         """Return why Slurm has ended the job."""
         entry, who = self._entry, self._who
         if entry.state == "NODE_FAIL":
-            found = _FAILED_NODE.search("\n".join(self._known.logs.job_lines()))
-            failed = (
-                f"node {found[1] or found[2]}" if found else f"a node of {entry.nodes or 'the job'}"
-            )
-            return f"{failed} failed, which ended {who}"
+            # The messages of Slurm in the job's output name the node.
+            match = _FAILED_NODE.search("\n".join(self._run.logs.job_lines()))
+            if match is not None:
+                return f"node {match[1] or match[2]} failed, which ended {who}"
+            return f"a node of {entry.nodes or 'the job'} failed, which ended {who}"
+        limit = entry.time_limit or "see its partition"
         reasons = {
-            "TIMEOUT": f"{who} reached its time limit "
-            f"({entry.time_limit or 'see its partition'}): give a longer "
-            "--time in the engine options",
+            "TIMEOUT": (
+                f"{who} reached its time limit ({limit}): give a longer --time in the engine "
+                "options"
+            ),
             "CANCELLED": f"{who} was cancelled, but not by MLBench",
             "PREEMPTED": f"{who} was preempted by a job of higher priority",
             "OUT_OF_MEMORY": (
-                f"{who} used more memory than it had: give a larger --mem-per-cpu "
-                "in the engine options"
+                f"{who} used more memory than it had: give a larger --mem-per-cpu in the engine "
+                "options"
             ),
         }
-        why = "" if entry.reason in ("", "None") else f" ({entry.reason})"
-        return reasons.get(entry.state, f"{who} ended with the state {entry.state}{why}")
+        other = f"{who} ended with the state {entry.state}"
+        if entry.reason not in ("", "None"):
+            other = f"{other} ({entry.reason})"
+        return reasons.get(entry.state, other)
 
     def _failure(self) -> tuple[str, int | None]:
         """Return which worker failed first and how, with its exit status."""
-        lines = self._known.logs.job_lines()
+        lines = self._run.logs.job_lines()
+        last_line = lines[-1] if lines else ""
         if not self._begun:
-            return (
-                f"{self._who} ended before its script began: is {self._known.folder} on a file "
-                "system that all nodes "
-                f"share?{' ' + lines[-1] if lines else ''}"
-            ), self._status
-        failed = [(rank, number) for _, rank, number in self._workers if number]
-        first = next(((rank, number) for rank, number in failed if number != _TERMINATED), None)
-        if first is None:
+            reason = (
+                f"{self._who} ended before its script began: is {self._run.folder} on a file "
+                "system that all nodes share?"
+            )
+            return f"{reason} {last_line}" if lines else reason, self._status
+        failed = [(rank, status) for _, rank, status in self._workers if status]
+        candidates = [(rank, status) for rank, status in failed if status != _TERMINATED]
+        if not candidates:
             # A worker whose shell was killed has left no status, but srun names it.
-            named = next((match for line in lines if (match := _SRUN_ERROR.match(line))), None)
+            named = next(filter(None, map(_SRUN_ERROR.match, lines)), None)
             if named is not None and int(named[2]) not in dict(failed):
                 return f"worker {named[2]} on node {named[1]} died: {named[3]}", self._status
-            first = failed[0] if failed else None
-        if first is None:
-            last = f": {lines[-1]}" if lines else ""
-            return (
-                f"the script of {self._who} failed: exit status {self._status}{last}",
-                self._status,
-            )
+            candidates = failed[:1]
+        if not candidates:
+            reason = f"the script of {self._who} failed: exit status {self._status}"
+            return f"{reason}: {last_line}" if lines else reason, self._status
+        rank, returncode, error = self._cause(candidates)
+        reason = describe_exit(rank, returncode)
+        return f"{reason}: {error}" if error else reason, returncode
+
+    def _cause(self, failed: list[tuple[int, int]]) -> tuple[int, int, str]:
+        """Return rank, exit status and error of the worker that is the cause of the others' end."""
         ends = []
-        for rank, number in [
-            first,
-            *(one for one in failed if one != first and one[1] != _TERMINATED),
-        ]:
-            number = (
-                _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
-            )
-            ends.append((rank, number, self._known.logs.said(rank, number)))
-        # The worker that is the cause: it did not fail because another one had gone.
-        causes = (end for end in ends if (end[2] or end[1] < 0) and not is_consequence(end[2]))
-        rank, number, error = next(causes, ends[0]) if is_consequence(ends[0][2]) else ends[0]
-        return f"{describe_exit(rank, number)}{': ' + error if error else ''}", number
+        for rank, status in failed:
+            returncode = from_shell_status(status)
+            ends.append((rank, returncode, self._run.logs.said(rank, returncode)))
+        if not is_consequence(ends[0][2]):
+            return ends[0]
+        # The first worker that did not fail because another one had gone.
+        for rank, returncode, error in ends:
+            if (error or returncode < 0) and not is_consequence(error):
+                return rank, returncode, error
+        return ends[0]
 
 
 def _variables(job: Job, own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables of the workers of a job, and the names of those that they must not inherit."""
-    # Slurm says which devices belong to a job.
+    """Return the variables of the workers, and the names of those that they must not inherit."""
     caller_env = job.caller_env
     if caller_env is not None:
-        caller_env = {
-            name: value
-            for name, value in caller_env.items()
-            if not name.endswith("VISIBLE_DEVICES")
-        }
+        # Slurm sets which devices belong to a job.
+        caller_env = dict(caller_env)
+        for name in job.caller_env or ():
+            if name.endswith("VISIBLE_DEVICES"):
+                del caller_env[name]
     variables = worker_environment(job.env, caller_env, own, threads=1)
     # The job's script knows the cores of a worker.
     if "OMP_NUM_THREADS" not in {**(caller_env or {}), **job.env}:
         del variables["OMP_NUM_THREADS"]
-    removed = [
-        name for name in variables_to_remove(caller_env) if not name.endswith("VISIBLE_DEVICES")
-    ]
-    return variables, removed
+    inherited = variables_to_remove(caller_env)
+    return variables, [name for name in inherited if not name.endswith("VISIBLE_DEVICES")]
 
 
 def _submit(
@@ -413,21 +400,17 @@ def _submit(
 ) -> str:
     """Submit a job and return Slurm's number for it."""
     try:
+        answer = run_slurm(*command, folder=folder, caller_env=caller_env)
         # "123", or "123;cluster"
-        slurm_id = (
-            run_slurm(*command, folder=folder, caller_env=caller_env)
-            .strip()
-            .splitlines()[-1]
-            .partition(";")[0]
-        )
+        slurm_id = answer.strip().splitlines()[-1].partition(";")[0]
     except (LauncherError, IndexError):
         # The answer may be lost, and the job be submitted.
-        found: str | None = None
+        submitted: str | None = None
         with contextlib.suppress(LauncherError):
-            found = _find_mark(mark)
-        if found is None:
+            submitted = _find_mark(mark)
+        if submitted is None:
             raise
-        return found
+        return submitted
     if not slurm_id.isdecimal():
         raise LauncherError(
             f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue"
@@ -453,7 +436,10 @@ def _find_job(folder: Path) -> str | None:
 
 
 def _find_mark(mark: str) -> str | None:
-    return next((slurm_id for slurm_id, entry in all_jobs().items() if entry.mark == mark), None)
+    for slurm_id, entry in all_jobs().items():
+        if entry.mark == mark:
+            return slurm_id
+    return None
 
 
 def _read_number(path: Path) -> int | None:

@@ -117,14 +117,14 @@ class SlurmQueue:
             self._watched.pop(slurm_id, None)
 
     def entry(self, slurm_id: str) -> QueueEntry | None:
-        """Return what Slurm says about a watched job, or None if it has not been asked since watching began."""
+        """Return the entry of a watched job; None if Slurm was not asked since watching began."""
         with self._lock:
             if self._asked_at < self._watched.get(slurm_id, time.monotonic()):
                 return None
             return self._entries.get(slurm_id, QueueEntry(UNKNOWN))
 
     def look_soon(self) -> None:
-        """Ask again without waiting for the interval to pass, because a job seems to have changed."""
+        """Ask again without waiting for the interval to pass."""
         self._wake.set()
 
     def close(self) -> None:
@@ -142,24 +142,25 @@ class SlurmQueue:
                 self._ask()
             self._wake.wait(self._interval_s if self._watched else None)
             self._wake.clear()
-            self._closed.wait(
-                max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic())
-            )
+            pause_s = min(_SHORTEST_PAUSE_S, self._interval_s)
+            self._closed.wait(max(0.0, began + pause_s - time.monotonic()))
 
     def _ask(self) -> None:
         asked_at = time.monotonic()
         with self._lock:
             watched = set(self._watched)
         try:
-            known = all_jobs()
-            missing = watched - known.keys()
-            ended = {
-                job: entry
-                for job in missing
-                if (entry := self._entries.get(job)) and entry.state in ENDED
-            }
-            asked = missing - ended.keys()
-            known.update(ended, **(accounted_jobs(sorted(asked)) if asked else {}))
+            entries = all_jobs()
+            forgotten = []
+            for slurm_id in sorted(watched - entries.keys()):
+                entry = self._entries.get(slurm_id)
+                if entry is not None and entry.state in ENDED:
+                    # The state does not change any more, so the accounting need not be asked.
+                    entries[slurm_id] = entry
+                else:
+                    forgotten.append(slurm_id)
+            if forgotten:
+                entries.update(accounted_jobs(forgotten))
         except LauncherError as error:
             if self.problem != str(error):
                 _log.warning("%s", error)
@@ -167,7 +168,7 @@ class SlurmQueue:
             return
         self.problem = ""
         with self._lock:
-            self._entries = {job: entry for job, entry in known.items() if job in watched}
+            self._entries = {job: entry for job, entry in entries.items() if job in watched}
             self._asked_at = asked_at
 
 
@@ -203,31 +204,32 @@ def one_job(slurm_id: str) -> QueueEntry:
             return QueueEntry(UNKNOWN)
         raise
     words = answer.strip().split("|", _FIELDS - 1)
-    return QueueEntry(*words[1:]) if len(words) == _FIELDS else QueueEntry(UNKNOWN)
+    if len(words) != _FIELDS:
+        return QueueEntry(UNKNOWN)
+    return QueueEntry(*words[1:])
 
 
 def accounted_jobs(slurm_ids: Iterable[str]) -> dict[str, QueueEntry]:
-    """Return jobs that the controller has forgotten, from Slurm's accounting, if the cluster has one."""
+    """Return jobs that the controller has forgotten, from Slurm's accounting.
+
+    A cluster without accounting returns none.
+    """
+    fields = "--format=JobIDRaw,State,Timelimit,NodeList"
+    options = ["--noheader", "--allocations", "--parsable2", fields]
     try:
-        answer = run_slurm(
-            *(
-                "sacct",
-                "--noheader",
-                "--allocations",
-                "--parsable2",
-                "--format=JobIDRaw,State,Timelimit,NodeList",
-            ),
-            f"--jobs={','.join(slurm_ids)}",
-        )
+        answer = run_slurm("sacct", *options, f"--jobs={','.join(slurm_ids)}")
     except LauncherError as error:
         if _NO_ACCOUNTING in str(error) or isinstance(error.__cause__, FileNotFoundError):
             return {}
         raise
     jobs = {}
-    for words in (line.split("|") for line in answer.splitlines()):
+    for line in answer.splitlines():
+        words = line.split("|")
         if len(words) == 4:
+            slurm_id, state, time_limit, nodes = words
             # "CANCELLED by 1000"
-            jobs[words[0]] = QueueEntry(words[1].split(" ")[0], "", words[2], words[3])
+            state = state.split(" ")[0]
+            jobs[slurm_id] = QueueEntry(state, time_limit=time_limit, nodes=nodes)
     return jobs
 
 
@@ -265,41 +267,37 @@ def run_slurm(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = (
-            f"no answer within {timeout_s:g} s"
-            if isinstance(error, subprocess.TimeoutExpired)
-            else str(error)
-        )
+        why = str(error)
+        if isinstance(error, subprocess.TimeoutExpired):
+            why = f"no answer within {timeout_s:g} s"
         raise LauncherError(f"Slurm cannot be used: {command[0]}: {why}") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise LauncherError(f"Slurm refused or does not answer: {_said(command[0], lines)}")
+        raise LauncherError(f"Slurm refused or does not answer: {_one_line(command[0], lines)}")
     return done.stdout
 
 
-def _said(program: str, lines: Sequence[str]) -> str:
-    """Return the lines of a failed command as one, without the name of the program before each of them."""
+def _one_line(program: str, lines: Sequence[str]) -> str:
+    """Return the lines of a failed command as one."""
+    # The name of the program is before each of them.
     prefix = re.compile(rf"^{re.escape(program)}: (?:error: |fatal: )?")
-    return f"{program}: {'; '.join(dict.fromkeys(prefix.sub('', line.strip()) for line in lines))}"[
-        :500
-    ]
+    messages = dict.fromkeys(prefix.sub("", line.strip()) for line in lines)
+    return f"{program}: {'; '.join(messages)}"[:500]
 
 
 def _environment(caller_env: Mapping[str, str] | None) -> dict[str, str]:
     """Return the variables for Slurm's commands, which become those of the job."""
-    known = {
-        name: value
-        for name, value in os.environ.items()
-        if not _SECRET.fullmatch(name)
-        and (not _OF_SLURM.match(name) or name in _KEPT or name in VARIABLES)
-    }
-    if caller_env is None:
-        return known
-    own = {name: value for name, value in known.items() if not name.startswith("SBATCH_")}
-    return {
-        **own,
-        **{name: value for name, value in caller_env.items() if name.startswith("SBATCH_")},
-    }
+    variables: dict[str, str] = {}
+    for name, value in os.environ.items():
+        is_allowed = not _OF_SLURM.match(name) or name in _KEPT or name in VARIABLES
+        # With a call, the account and the partition are those of its user.
+        is_replaced = caller_env is not None and name.startswith("SBATCH_")
+        if is_allowed and not is_replaced and not _SECRET.fullmatch(name):
+            variables[name] = value
+    for name, value in (caller_env or {}).items():
+        if name.startswith("SBATCH_"):
+            variables[name] = value
+    return variables
 
 
 def cancel(slurm_id: str, timeout_s: float) -> None:

@@ -1,14 +1,15 @@
-"""Merge the files with the output of each worker into the log of a run, for engines that write one file per worker.
+"""Merge the files with the output of each worker into the log of a run.
 
-The files are ``logs/<rank>.out`` and ``logs/<rank>.err``, and ``logs/job.out`` for the engine's own
-messages. The master reads them from time to time, and each line gets the date at which it was read.
-``merged.json`` has the place up to which each file has been read, so that the next master goes on
-there.
+Slurm writes one file per worker. The files are ``logs/<rank>.out`` and ``logs/<rank>.err``, and
+``logs/job.out`` for Slurm's own messages. The master reads them from time to time, and each line
+gets the date at which it was read. ``merged.json`` has the place up to which each file has been
+read, so that the next master goes on there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlbench_master.launchers.error_search import ErrorSearch
-from mlbench_master.launchers.logs import LogWriter, open_at_once, readable
+from mlbench_master.launchers.logs import LogWriter, open_at_once, readable, readable_line
 from mlbench_master.launchers.supervisor.supervise import write_json
 
 __all__ = ["RankLogs"]
@@ -45,11 +46,6 @@ class RankLogs:
         self._offsets: dict[str, int] | None = None
         self._lock = threading.Lock()  # a request that stops the run also collects its last lines
 
-    @property
-    def is_dropping(self) -> bool:
-        """Return whether lines are lost, because the log cannot be written."""
-        return self._writer is not None and self._writer.dropping_mark.exists()
-
     def note(self, text: str) -> None:
         """Add a line of the master."""
         writer = self._open()
@@ -63,7 +59,7 @@ class RankLogs:
             at_end: True to read all of it, with last lines that do not end with a line break.
         """
         with self._lock:
-            offsets = self._known_offsets()
+            offsets = self._read_offsets()
             writer = self._open()
             while self._collect_once(offsets, writer, at_end):
                 if not at_end:
@@ -84,7 +80,8 @@ class RankLogs:
     def _tail(self, name: str) -> list[str]:
         with contextlib.suppress(OSError), open_at_once(self._folder / "logs" / name) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return [line for line in readable(file.read(_TAIL_BYTES)).splitlines() if line.strip()]
+            lines = readable(file.read(_TAIL_BYTES)).splitlines()
+            return list(filter(str.strip, lines))
         return []
 
     def _collect_once(self, offsets: dict[str, int], writer: LogWriter, at_end: bool) -> bool:
@@ -98,10 +95,10 @@ class RankLogs:
             with contextlib.suppress(OSError), open_at_once(self._folder / "logs" / name) as file:
                 file.seek(offset)
                 content = file.read(_BYTES_PER_CALL)
-                for line in _lines(content, keep_rest=at_end and len(content) < _BYTES_PER_CALL):
-                    # A progress bar overwrites itself with carriage returns: log only its last
-                    # state.
-                    writer.write(rank, stream, readable(line.rstrip(b"\r\n").rpartition(b"\r")[2]))
+                # Otherwise the rest of the last line follows in the next part.
+                is_last_part = at_end and len(content) < _BYTES_PER_CALL
+                for line in _lines(content, keep_rest=is_last_part):
+                    writer.write(rank, stream, readable_line(line))
                     offset += len(line)
             grown = grown or offset > offsets.get(name, 0)
             offsets[name] = offset
@@ -128,15 +125,15 @@ class RankLogs:
             self._writer = LogWriter(self._folder, self._limit_bytes)
         return self._writer
 
-    def _known_offsets(self) -> dict[str, int]:
+    def _read_offsets(self) -> dict[str, int]:
         if self._offsets is None:
             self._offsets = {}
             with (
                 contextlib.suppress(OSError, ValueError),
                 open_at_once(self._folder / _OFFSETS) as file,
             ):
-                known = json.loads(file.read(_OFFSETS_BYTES))
-                self._offsets = {str(name): int(offset) for name, offset in known.items()}
+                content = json.loads(file.read(_OFFSETS_BYTES))
+                self._offsets = {str(name): int(offset) for name, offset in content.items()}
         return self._offsets
 
 
@@ -156,9 +153,12 @@ def _source(name: str) -> tuple[int | None, str | None]:
 
 
 def _lines(content: bytes, keep_rest: bool) -> Iterator[bytes]:
-    """Divide bytes into lines; the rest without a line break is left out, unless it is to be kept or is long."""
-    *whole, rest = content.split(b"\n")
-    for line in (*(part + b"\n" for part in whole), rest):
+    """Divide bytes into lines.
+
+    A rest without a line break is left out, unless ``keep_rest`` is true or it is long.
+    """
+    # Not splitlines(), which also divides at a carriage return.
+    for line in io.BytesIO(content):
         while len(line) > _MAX_LINE_BYTES:
             yield line[:_MAX_LINE_BYTES]
             line = line[_MAX_LINE_BYTES:]

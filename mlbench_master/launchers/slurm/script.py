@@ -22,40 +22,21 @@ __all__ = ["check_options", "environment_script", "job_script", "sbatch_command"
 
 # Options that would contradict the script, or the files in which the master looks for its answers.
 _OWN = (
-    *(
-        "--array",
-        "-a",
-        "--chdir",
-        "-D",
-        "--clusters",
-        "-M",
-        "--comment",
-        "--error",
-        "-e",
-        "--job-name",
-        "-J",
-    ),
-    *(
-        "--ntasks",
-        "-n",
-        "--output",
-        "-o",
-        "--parsable",
-        "--requeue",
-        "--test-only",
-        "--wait",
-        "-W",
-        "--wrap",
-    ),
+    *("--array", "--chdir", "--clusters", "--comment", "--error", "--job-name", "--ntasks"),
+    *("--output", "--parsable", "--requeue", "--test-only", "--wait", "--wrap"),
+    *("-a", "-D", "-M", "-e", "-J", "-n", "-o", "-W"),
 )
 _GPU_OPTIONS = ("--gpus", "-G", "--gres", "--tres-per-")
 
 _JOB = """\
 #!/bin/sh
-# Run {name} of MLBench (id {run_id}) with {num_workers} worker(s), written by its master. sbatch got the options.
+# Run {name} of MLBench (id {run_id}) with {num_workers} worker(s), written by its master.
+# sbatch got the options.
 echo "$SLURM_JOB_ID" > begun
-# The addresses at which Slurm reaches the nodes, because their names may not resolve. Worker 0 runs on the first one.
-MLBENCH_NODES=$(scontrol -o show node "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+# The addresses at which Slurm reaches the nodes, because their names may not resolve.
+# Worker 0 runs on the first one.
+MLBENCH_NODES=$(scontrol -o show node "$SLURM_JOB_NODELIST" |
+    sed -n 's/^NodeName=.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 MLBENCH_NODES=$(echo ${{MLBENCH_NODES:-$(scontrol show hostnames "$SLURM_JOB_NODELIST")}})
 MASTER_ADDR=${{MLBENCH_NODES%% *}}
 # Two jobs on one node rarely get the same port.
@@ -67,8 +48,8 @@ echo "$status" > exit.part && mv exit.part exit
 exit "$status"
 """
 _SRUN = """\
-srun --export=ALL --ntasks={num_workers} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=1 \\
-    --output=logs/%t.out --error=logs/%t.err sh worker.sh"""
+srun --export=ALL --ntasks={num_workers} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
+    --kill-on-bad-exit=1 --output=logs/%t.out --error=logs/%t.err sh worker.sh"""
 # Slurm may list PMIx although it cannot load its library.
 _MPI = """\
 # MPI's workers find each other through PMIx, or through the mpirun of MPI within the job.
@@ -110,7 +91,8 @@ export LOCAL_WORLD_SIZE="$(echo "$counts" | sed -n "$((SLURM_NODEID + 1))p")"
 """
 _MPI_PLACE = """\
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
-# With these, a worker sees if MPI has found all of them. SLURM_NTASKS is another number on a node that mpirun reached.
+# With these, a worker sees if MPI has found all of them. On a node that mpirun reached,
+# SLURM_NTASKS is another number.
 export RANK="$rank" WORLD_SIZE={num_workers}
 # The mpirun does not write one file for each worker, as srun does.
 [ -z "$OMPI_COMM_WORLD_RANK$PMI_RANK" ] || exec >> "logs/$rank.out" 2>> "logs/$rank.err"
@@ -144,13 +126,17 @@ def check_options(options: Sequence[str]) -> None:
         )
     for option in options:
         name = option.partition("=")[0]
-        # sbatch also takes a long option by its beginning, as in --arr=1-4.
-        begins = name if name.startswith("--") else name[:2]
-        if begins in _OWN or (name.startswith("--") and any(own.startswith(name) for own in _OWN)):
+        if name.startswith("--"):
+            # sbatch also takes a long option by its beginning, as in --arr=1-4.
+            is_own = any(own.startswith(name) for own in _OWN)
+        else:
+            # The value of a short option may follow without a blank, as in -n4.
+            is_own = name[:2] in _OWN
+        if is_own:
             raise ValueError(
                 "engine_options: must be options of sbatch that MLBench does not set itself, "
-                f"not {option[:80]!r}: "
-                "leave it out; the number of workers, of cores and of GPUs come from the run"
+                f"not {option[:80]!r}: leave it out; the number of workers, of cores and of GPUs "
+                "come from the run"
             )
 
 
@@ -181,7 +167,14 @@ def job_script(job: Job) -> str:
     if _has_one_task(job):
         start = _ONE
     elif job.backend == "mpi":
-        start = _MPI.format(srun=textwrap.indent(start, "    "), mpirun=_mpirun(job))
+        try:
+            words, _ = mpirun_command(job.num_workers, [["sh", "worker.sh"]])
+            # It takes the nodes from Slurm.
+            mpirun = shlex.join(words)
+        except ConfigurationError as error:
+            # The job needs it only if this Slurm cannot start MPI's workers itself.
+            mpirun = f"echo {shlex.quote(f'this Slurm has no PMIx: {error}')}; false"
+        start = _MPI.format(srun=textwrap.indent(start, "    "), mpirun=mpirun)
     return _JOB.format(name=job.name, run_id=job.run_id, num_workers=job.num_workers, start=start)
 
 
@@ -189,45 +182,42 @@ def worker_script(job: Job) -> str:
     """Return the script that starts one worker."""
     words = split_command(job)
     has_hosts = any("{hosts}" in word for word in words)
+    has_one_task = _has_one_task(job)
     # A command that starts all workers also assigns the ranks.
-    has_place = job.backend != "mpi" and not _has_one_task(job)
-    place = "rank=$SLURM_PROCID\n"
-    if job.backend == "mpi" and not _has_one_task(job):
-        place = _MPI_PLACE.replace("{num_workers}", str(job.num_workers))
-    place += (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
-    place += (_OWN_GPU if has_place and job.gpu_enabled else "") + (_HOSTS if has_hosts else "")
-    command = " ".join(map(_quote, words))
-    folder = (
-        f"cd {shlex.quote(job.cwd)} || cd work || exit"
-        if job.is_task and job.cwd
-        else "cd work || exit"
-    )
-    if job.cwd and not job.is_task:
+    needs_torchrun = job.backend != "mpi" and not has_one_task
+    parts = ["rank=$SLURM_PROCID\n"]
+    if job.backend == "mpi" and not has_one_task:
+        parts = [_MPI_PLACE.replace("{num_workers}", str(job.num_workers))]
+    if needs_torchrun or has_hosts:
+        parts.append(_COUNTS)
+    if needs_torchrun:
+        parts.append(_TORCHRUN)
+    if needs_torchrun and job.gpu_enabled:
+        parts.append(_OWN_GPU)
+    if has_hosts:
+        parts.append(_HOSTS)
+    folder = "cd work || exit"
+    if job.cwd and job.is_task:
+        # The script of a task needs no file of the user's folder.
+        folder = f"cd {shlex.quote(job.cwd)} || cd work || exit"
+    elif job.cwd:
         folder = f"cd {shlex.quote(job.cwd)} || exit"
+    place, command = "".join(parts).rstrip("\n"), " ".join(map(_quote, words))
     return _WORKER.format(
-        name=job.name, run_id=job.run_id, place=place.rstrip("\n"), folder=folder, command=command
+        name=job.name, run_id=job.run_id, place=place, folder=folder, command=command
     )
-
-
-def _mpirun(job: Job) -> str:
-    """Return the lines that start the workers through ``mpirun``, which takes the nodes from Slurm."""
-    try:
-        command, _ = mpirun_command(job.num_workers, [["sh", "worker.sh"]])
-    except ConfigurationError as error:
-        return f"echo {shlex.quote(f'this Slurm has no PMIx: {error}')}; false"
-    return shlex.join(command)
 
 
 def environment_script(variables: Mapping[str, str], removed: Sequence[str] = ()) -> str:
     """Return a script that sets variables, after it has removed some that the job inherited."""
-    unset = f"unset {' '.join(removed)}\n" if removed else ""
-    return unset + "".join(
-        f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()
-    )
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()]
+    if removed:
+        lines.insert(0, f"unset {' '.join(removed)}\n")
+    return "".join(lines)
 
 
 def _has_one_task(job: Job) -> bool:
-    """Return whether one command starts all workers, as the user's own ``mpirun`` does within the job."""
+    """Return whether one command starts all workers, as the user's own ``mpirun`` does."""
     return not job.all_nodes or (job.backend == "mpi" and is_mpirun(shlex.split(job.command)[0]))
 
 
@@ -238,6 +228,9 @@ def _quote(word: str) -> str:
         >>> _quote("--rank={rank}"), _quote("$HOME"), _quote("")
         ('--rank="$rank"', "'$HOME'", "''")
     """
-    parts = re.split(r"(\{rank\}|\{hosts\})", word)
-    names = {"{rank}": '"$rank"', "{hosts}": '"$hosts"'}
-    return "".join(names.get(part) or shlex.quote(part) for part in parts if part) or "''"
+    variables = {"{rank}": '"$rank"', "{hosts}": '"$hosts"'}
+    quoted = ""
+    for part in re.split(r"(\{rank\}|\{hosts\})", word):
+        if part:
+            quoted += variables.get(part) or shlex.quote(part)
+    return quoted or "''"

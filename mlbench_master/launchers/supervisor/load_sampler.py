@@ -225,7 +225,7 @@ def _namespace_bytes(pid: int) -> tuple[int, int]:
     """Return the bytes that a process's network namespace has received and sent."""
     received = sent = 0
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]:
-        # Each line has 8 numbers of received data, of which the first is bytes, then 8 of sent data.
+        # Each line has 8 numbers of received data, the first in bytes, then 8 of sent data.
         name, _, values = line.partition(":")
         if name.strip() != "lo":
             received += int(values.split()[0])

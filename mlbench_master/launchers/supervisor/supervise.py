@@ -61,7 +61,8 @@ _DISK_PAUSE_S = 0.25
 _LOAD_BYTES = 4 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
-_SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
+# Shells, mpirun and programs that run containers report a signal as 128 plus its number.
+_SHELL_SIGNAL = 128
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -74,7 +75,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def from_shell_status(status: int) -> int:
-    """Return the exit status of a process from the one that a shell or mpirun reports.
+    """Return the exit status of a process from the one that a shell, mpirun or container reports.
 
     Example:
         >>> from_shell_status(137), from_shell_status(3)
