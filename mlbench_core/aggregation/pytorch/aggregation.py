@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -109,13 +110,12 @@ class Aggregation(ABC):
     # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before
     # it sends.
     _selects_late: ClassVar[bool] = False
-    _named_state: ClassVar[
-        tuple[str, ...]
-    ] = ()  # keys of state_dict() under which values stand by parameter name
-    _own_state: ClassVar[
-        tuple[str, ...]
-    ] = ()  # those of them whose values differ from worker to worker
-    _takes_extra: ClassVar[bool] = False  # True if `aggregate` has the parameter `extra`
+    # Keys of state_dict() under which values are kept by parameter name.
+    _named_state: ClassVar[tuple[str, ...]] = ()
+    # Those of them whose values differ from worker to worker.
+    _own_state: ClassVar[tuple[str, ...]] = ()
+    # True if `aggregate` has the parameter `extra`.
+    _takes_extra: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,7 +171,11 @@ class Aggregation(ABC):
         self.aggregate(tensors, op, denom)
         for tensor in extra:
             self._reduce(tensor, process_groups.dist.ReduceOp.SUM)
-            divide(tensor, check_denominator(denom) if op == AVG_CUSTOM else self.world_size)
+            # Every operation but "avg_custom", such as a vote of signs, averages a loss or a flag.
+            if op == AVG_CUSTOM:
+                divide(tensor, check_denominator(denom))
+            else:
+                divide(tensor, self.world_size)
 
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's gradients.
@@ -293,7 +297,9 @@ class Aggregation(ABC):
         Args:
             state_dict: The result of :meth:`state_dict`.
         """
-        names = {plain_name(name) for key in self._named_state for name in state_dict.get(key, {})}
+        names: set[str] = set()
+        for key in self._named_state:
+            names.update(map(plain_name, state_dict.get(key, {})))
         return {name for name in names if not is_buffer(name)}
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
@@ -355,15 +361,15 @@ class Aggregation(ABC):
             self.layout.admit(self.layout.trained & parameters.keys())
             self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
-        sent, frozen = (
-            self._without_frozen(parameters),
-            [name for name in parameters if name in self.layout.frozen],
-        )
-        asked = frozen  # by the flags of the first message
-        for part in [{name: sent[name]} for name in sent] if by_layer or not sent else [sent]:
+        sent = self._without_frozen(parameters)
+        frozen = [name for name in parameters if name in self.layout.frozen]
+        # The flags of the first message ask about the frozen parameters; if no parameter travels,
+        # a separate message does.
+        asked = frozen
+        for part in _messages(sent, by_layer) if sent else []:
             self._aggregate_some_gradients(part, op, denom, asked)
             asked = []
-        if asked:  # no parameter travels
+        if asked:
             self.admit(asked)
         admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
         if admitted:
@@ -407,14 +413,11 @@ class Aggregation(ABC):
         Returns:
             1 if a worker raised the flag, else 0.
         """
-        flags = torch.tensor(
-            [*(float(name in self.layout.trained) for name in frozen), float(flag)]
-        )
+        own = [name in self.layout.trained for name in frozen]
+        flags = torch.tensor([*own, flag], dtype=torch.get_default_dtype())
         self.any_worker(flags)
         *trained, raised = flags.tolist()
-        self.layout.admit(
-            [name for name, is_trained in zip(frozen, trained, strict=True) if is_trained > 0]
-        )
+        self.layout.admit(list(itertools.compress(frozen, trained)))
         return raised
 
     def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
@@ -467,20 +470,21 @@ class Aggregation(ABC):
             denom: Its divisor.
             frozen: Frozen parameters for which the flags may have a mark; see :meth:`mark`.
         """
-        gradients = {
-            n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()
-        }
+        gradients: dict[str, Tensor] = {}
+        missing: list[str] = []
+        # A message has tensors of one dtype and device, so each kind has its own flags.
         names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, gradient in gradients.items():
+        for name, parameter in parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                missing.append(name)
+                gradient = torch.zeros_like(parameter)
+            gradients[name] = gradient
             names_by_kind.setdefault((gradient.dtype, gradient.device), []).append(name)
-        flags = [
-            torch.tensor(
-                [float(parameters[name].grad is not None) for name in names],
-                dtype=dtype,
-                device=device,
-            )
-            for (dtype, device), names in names_by_kind.items()
-        ]
+        flags: list[Tensor] = []
+        for (dtype, device), names in names_by_kind.items():
+            present = [float(parameters[name].grad is not None) for name in names]
+            flags.append(torch.tensor(present, dtype=dtype, device=device))
         # A flag of 1 divided by a large number would be rounded to 0 in half precision.
         if op == AVG_CUSTOM:
             for flag in flags:
@@ -488,11 +492,12 @@ class Aggregation(ABC):
                     check_denominator(denom), dtype=torch.float64, device=flag.device
                 )
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
-        before = [
-            copy.deepcopy({name: remembered[name] for name in missing if name in remembered})
-            for remembered in self._remembered_by_name()
-        ]
+        # If no worker has a gradient of one of them, its step is undone, and the zeros above must
+        # leave no trace in what is remembered.
+        before: list[dict[str, Any]] = []
+        for remembered in self._remembered_by_name():
+            kept = {name: remembered[name] for name in missing if name in remembered}
+            before.append(copy.deepcopy(kept))
         if frozen:
             self.mark(flags[0], frozen)
         self.combine(gradients, op, denom, flags)
@@ -545,7 +550,7 @@ class Aggregation(ABC):
         weights = {name: tensor.detach() for name, tensor in (*parameters.items(), *buffers)}
         if not self._selects_late:
             weights = self._traveling(weights)
-        for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
+        for message in _messages(weights, by_layer):
             self.aggregate(message, op, denom)
 
     def _traveling(
@@ -563,6 +568,13 @@ class Aggregation(ABC):
         if frozen:
             self.admit(frozen)
         return self._without_frozen(weights)
+
+
+def _messages(tensors: dict[str, Tensor], by_layer: bool) -> list[dict[str, Tensor]]:
+    """Return the tensors of each message."""
+    if by_layer:
+        return [{name: tensor} for name, tensor in tensors.items()]
+    return [tensors]
 
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:

@@ -311,7 +311,9 @@ class AllReduceAggregation(Aggregation):
         Returns:
             Functions for :attr:`Flight.pending`, one for each message. One worker alone sends none.
         """
-        kinds = by_dtype_and_device(tensors) if self.world_size > 1 else []
+        if self.world_size == 1:
+            return []
+        kinds = by_dtype_and_device(tensors)
         return [self._start_average(kind, write, overlapped) for kind in kinds]
 
     def _start_average(
@@ -327,9 +329,8 @@ class AllReduceAggregation(Aggregation):
             self.finish(transfer)
             if not early:
                 divide(as_real(message), self.world_size)
-            for tensor, average in zip(
-                kind, message.split([tensor.numel() for tensor in kind]), strict=True
-            ):
+            averages = message.split(list(map(torch.numel, kind)))
+            for tensor, average in zip(kind, averages, strict=True):
                 write(tensor, average.view(tensor.shape))
 
         return receive
@@ -351,10 +352,11 @@ class AllReduceAggregation(Aggregation):
         if early:
             for flat in numbers:
                 divide(flat, divisor)
-        average = (
-            self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
-        )
-        average(numbers, None if early else divisor)
+        late_divisor = None if early else divisor
+        if self._goes_directly(tensors[0]):
+            self._average_directly(numbers, late_divisor)
+        else:
+            self._average_by_backend(numbers, late_divisor)
         for (group, own), message in zip(groups, messages, strict=True):
             if own is None:
                 unpack(message, group)
@@ -433,7 +435,9 @@ def messages_of(
             and users[tensor.untyped_storage().data_ptr()] == 1
         )
         groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
-    return [*groups, (small, None)] if small else groups
+    if small:
+        groups.append((small, None))
+    return groups
 
 
 def check_world_size(world_size: int | None, group: Any = None) -> int:
@@ -462,13 +466,11 @@ def check_world_size(world_size: int | None, group: Any = None) -> int:
     except TypeError:
         raise TypeError(f"world_size must be an integer or None, not {world_size!r}") from None
     if world_size != actual:
+        there = "there is 1 process"
+        if process_groups.is_distributed():
+            there = f"the process group has {actual} workers"
         raise ValueError(
-            f"world_size is {world_size}, but "
-            + (
-                f"the process group has {actual} workers"
-                if process_groups.is_distributed()
-                else "there is 1 process"
-            )
-            + ": enter initialize_backends first and give the world_size it yields, or None"
+            f"world_size is {world_size}, but {there}: enter initialize_backends first and give "
+            "the world_size it yields, or None"
         )
     return world_size

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import recall
+from mlbench_core.aggregation.pytorch.compressed import ratio_of, recall
 from mlbench_core.aggregation.pytorch.decentralized import (
     TAG_BYTES,
     DecentralizedAggregation,
@@ -62,8 +62,13 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     fill,
     from_bytes,
     in_blocks,
+    nbytes_of,
 )
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
+from mlbench_core.aggregation.pytorch.transport.names import (
+    check_keys,
+    copies_by_plain_name,
+    is_buffer,
+)
 from mlbench_core.aggregation.pytorch.transport.topology import Topology
 
 __all__ = [
@@ -348,7 +353,7 @@ class ChocoAggregation(DecentralizedAggregation):
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
         """Return the bytes of the tensors over those sent for them; 1 before any message."""
-        return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+        return ratio_of(self._raw_bytes, self._compressed_bytes)
 
     # Weights change little from step to step, so a compressed difference brings the copies closer.
     # Gradients change too much for that.
@@ -376,37 +381,36 @@ class ChocoAggregation(DecentralizedAggregation):
                 together.
         """
         check_average(op)
-        compressed = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if not is_buffer(name) and tensor.numel()
-        }
+        compressed, buffers = {}, {}
+        for name, tensor in tensors.items():
+            if is_buffer(name):
+                buffers[name] = tensor
+            elif tensor.numel():
+                compressed[name] = tensor
         if self.world_size > 1 and compressed:
             self._mix_compressed(compressed)
-        super().aggregate(
-            {name: tensor for name, tensor in tensors.items() if is_buffer(name)}, op, denom, extra
-        )
+        # Buffers are only mixed; see is_buffer().
+        super().aggregate(buffers, op, denom, extra)
 
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:
             self._agree_on_state()
-        own = {}
+        own: dict[str, Compressed] = {}
+        parts: list[Tensor] = []
         for name, x_i in tensors.items():
             flat = x_i.reshape(-1)
             recall(self._sums, name, flat)
             # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding,
             # as it includes every error of the compression.
-            own[name] = self.compression.compress_difference(
-                flat, recall(self._copies, name, flat), self._kept
-            )
+            x_hat = recall(self._copies, name, flat)
+            own[name] = self.compression.compress_difference(flat, x_hat, self._kept)
+            parts += own[name].sent
         # All tensors travel in one message of bytes, because values, indices and bits have
-        # different dtypes.
-        parts = [part for q_i in own.values() for part in q_i.sent]
-        # Parameters on several devices share the message too.
+        # different dtypes. Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         arrive = self._start_exchange(message)
         self._calls += 1
-        self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
+        self._raw_bytes += nbytes_of(tensors.values())
         self._compressed_bytes += message.numel()
         # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
         # The part with q_i is added while the messages travel.
@@ -459,7 +463,7 @@ class ChocoAggregation(DecentralizedAggregation):
 
     def _edges(self) -> list[list[int]] | None:
         """Return the edges of the graph as lists, for a checkpoint; None before they are known."""
-        return None if self.topology is None else [list(edge) for edge in self.topology.edges]
+        return None if self.topology is None else list(map(list, self.topology.edges))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
@@ -504,10 +508,8 @@ class ChocoAggregation(DecentralizedAggregation):
                 "optimizer with the compression of the checkpoint"
             )
         origin = state["origin"]
-        if state["copies"] and (origin["rank"], origin["world_size"]) != (
-            self.rank,
-            self.world_size,
-        ):
+        is_of_this_worker = origin["rank"] == self.rank and origin["world_size"] == self.world_size
+        if state["copies"] and not is_of_this_worker:
             _log.warning(
                 (
                     "the public copies of ChocoSGD belong to worker %s of %s, not to "
@@ -519,28 +521,26 @@ class ChocoAggregation(DecentralizedAggregation):
                 self.world_size,
             )
             state["copies"] = state["sums"] = {}
-        self._copies = {
-            name: x_hat.detach().clone() for name, x_hat in by_plain_name(state["copies"]).items()
-        }
-        self._sums = {
-            name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()
-        }
+        self._copies = copies_by_plain_name(state["copies"])
+        self._sums = copies_by_plain_name(state["sums"])
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
         # Workers may load at different times, so they compare their states in the next call, which
         # is a collective.
-        self._edges_of_state = (
-            [list(edge) for edge in origin["edges"] or ()] if self._copies else None
-        )
+        self._edges_of_state = None
+        if self._copies:
+            self._edges_of_state = list(map(list, origin["edges"] or ()))
         self._must_agree = True
 
 
 def _without_views(q: Compressed, x: Tensor) -> Compressed:
     """Copy the parts that share the memory of ``x``, which the next tensor overwrites."""
     memory = x.untyped_storage().data_ptr()
-    return replace(
-        q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent)
-    )
+    parts = []
+    for part in q.sent:
+        is_view = part.untyped_storage().data_ptr() == memory
+        parts.append(part.clone() if is_view else part)
+    return replace(q, sent=tuple(parts))
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
@@ -559,8 +559,8 @@ def _make_compression(compression: str | Compression, ratio: float, seed: int) -
     if isinstance(compression, Compression):
         return compression
     makers: dict[str, Callable[[], Compression]] = {
-        "top_k": lambda: TopK(ratio),
-        "random_k": lambda: RandomK(ratio, seed),
+        "top_k": partial(TopK, ratio),
+        "random_k": partial(RandomK, ratio, seed),
         "sign": ScaledSign,
         "identity": Identity,
     }

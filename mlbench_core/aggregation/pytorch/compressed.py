@@ -17,8 +17,13 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     UnknownOperationError,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_bytes,
+    divide,
+    from_bytes,
+    nbytes_of,
+)
+from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
@@ -49,7 +54,7 @@ class LossyAggregation(Aggregation):
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
         """Return the bytes of the gradients over those sent for them; 1 before any message."""
-        return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+        return ratio_of(self._original_bytes, self._compressed_bytes)
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Raise an error, because compression would destroy weights.
@@ -169,16 +174,16 @@ class CompressedAggregation(LossyAggregation):
         for tensor in extra:
             waiting.setdefault(tensor.device, []).append(tensor)
         before = self.bytes_sent
+        original_bytes = 0
         for (_, device), kind in kinds.items():
+            original_bytes += nbytes_of(kind.values())
             # One worker alone sends no message with which they could travel.
             riders = waiting.pop(device, []) if self.world_size > 1 else []
             self._aggregate_kind(kind, divisor, riders)
         if waiting:
             self._average_uncompressed(chain(*waiting.values()), divisor)
-        original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-        self._count_compression(
-            original, self.bytes_sent - before - sum(tensor.nbytes for tensor in extra)
-        )
+        sent_bytes = self.bytes_sent - before - nbytes_of(extra)
+        self._count_compression(original_bytes, sent_bytes)
 
     @abstractmethod
     def _aggregate_kind(
@@ -203,8 +208,7 @@ class CompressedAggregation(LossyAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, (), ("memory",))
-        memory = by_plain_name(state_dict.get("memory", {}))
-        self._memory = {name: error.clone() for name, error in memory.items()}
+        self._memory = copies_by_plain_name(state_dict.get("memory", {}))
 
     def _gather(self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]) -> Tensor:
         """Return every worker's message, shape (k, length), by rank; one worker sends nothing.
@@ -215,8 +219,11 @@ class CompressedAggregation(LossyAggregation):
         if self.world_size == 1:
             return message[None]
         whole = as_bytes(message, *extra) if extra else message
-        is_gloo = process_groups.backend(self.group) == "gloo"
-        sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
+        # Gloo's all_gather needs tensors in the host's memory, NCCL's on the GPU.
+        if process_groups.backend(self.group) == "gloo":
+            sent = whole.cpu()
+        else:
+            sent = process_groups.get_backend_tensor(whole, self.group)
         # The messages arrive in the rows of one tensor, so they need not be copied together
         # afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
@@ -229,6 +236,11 @@ class CompressedAggregation(LossyAggregation):
             tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
             start += tensor.nbytes
         return gathered[:, : len(message)]
+
+
+def ratio_of(original_bytes: int, sent_bytes: int) -> float:
+    """Return a compression ratio; 1 before anything was sent."""
+    return original_bytes / sent_bytes if sent_bytes else 1.0
 
 
 def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

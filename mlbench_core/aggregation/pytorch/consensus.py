@@ -83,11 +83,12 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
     Example:
         >>> average_weights(nn.Linear(2, 1))
     """
-    tensors = {
-        name: tensor.detach()
-        for name, tensor in (*parameters_of(model), *model.named_buffers())
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
+    tensors = {}
+    for name, tensor in (*parameters_of(model), *model.named_buffers()):
+        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average
+        # makes no sense.
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensors[name] = tensor.detach()
     aggregation = AllReduceAggregation(None, process_group=process_group)
     # All workers leave this comparison at the same time, so the clock below does not measure who
     # came late.
@@ -101,7 +102,9 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         before_s, cpu_before_s = time.perf_counter(), work_s()
         aggregation.aggregate(tensors, AVG_WORLD)
         _wait_for_gpu(tensors)
-        cpu_s = None if any(t.is_cuda for t in tensors.values()) else work_s() - cpu_before_s
+        # A GPU does the work there, and this thread only waits.
+        is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        cpu_s = None if is_on_gpu else work_s() - cpu_before_s
     tracker.charge_validation_average(
         time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s
     )
@@ -116,7 +119,8 @@ def _workers_differ(model: nn.Module, process_group: Any) -> bool:
     sums = []
     for _, parameter in parameters_of(model):
         values = parameter.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.is_complex():
+            values = torch.view_as_real(values)
         # A sum of integers is exact in any order.
         bits = values.contiguous().view(_INTEGERS[values.element_size()])
         sums.append(int(bits.sum(dtype=torch.int64)) if bits.numel() else 0)
@@ -172,21 +176,15 @@ def averaged_weights(
         return
     # All values are saved, because a validation may also change values that are not averaged.
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    buffers = [
-        (
-            module,
-            name,
-            buffer,
-            None if buffer is None else buffer.detach().clone(),
-        )  # a registered buffer may be None
-        for module in model.modules()
-        for name, buffer in torch_private.buffers_of(module).items()
-    ]
-    extra = [
-        (module, copy.deepcopy(module.get_extra_state()))
-        for module in model.modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
+    buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = []
+    extra: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        for name, buffer in torch_private.buffers_of(module).items():
+            # A registered buffer may be None.
+            value = None if buffer is None else buffer.detach().clone()
+            buffers.append((module, name, buffer, value))
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            extra.append((module, copy.deepcopy(module.get_extra_state())))
     try:
         average_weights(model, process_group, tracker)
         yield model
@@ -197,8 +195,7 @@ def averaged_weights(
             for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-                torch_private.buffers_of(module)[name] = (
-                    buffer  # a validation may have replaced the tensor
-                )
+                # A validation may have replaced the tensor.
+                torch_private.buffers_of(module)[name] = buffer
             for module, state in extra:
                 module.set_extra_state(state)

@@ -135,9 +135,8 @@ class DecentralizedAggregation(Aggregation):
         """
         check_average(op)
         if self.world_size > 1:
-            for kind in by_dtype_and_device(
-                tensor for tensor in tensors.values() if tensor.numel()
-            ):
+            # An empty tensor needs no message.
+            for kind in by_dtype_and_device(filter(torch.numel, tensors.values())):
                 self._mix(kind)
         with self._counting_bytes_of(self._all_reduce):
             self._all_reduce.average(extra, self.world_size)
@@ -148,9 +147,14 @@ class DecentralizedAggregation(Aggregation):
             self._compare_neighbors()
         groups = messages_of(tensors)
         # All messages are packed before one is changed, because two tensors may share memory.
-        messages = [
-            self._pack(i, group) if own is None else own for i, (group, own) in enumerate(groups)
-        ]
+        messages = []
+        for i, (group, own) in enumerate(groups):
+            if own is None:
+                numel, first = sum(map(torch.numel, group)), group[0]
+                memory = self._kept.flat(("packed", i), numel, first.dtype, first.device)
+                messages.append(pack(group, out=memory))
+            else:
+                messages.append(own)
         # Two messages are in transit at a time: one is mixed while the other travels.
         arrivals = [self._start_exchange(message, i % 2) for i, message in enumerate(messages[:2])]
         for i, message in enumerate(messages):
@@ -160,13 +164,6 @@ class DecentralizedAggregation(Aggregation):
             group, own = groups[i]
             if own is None:
                 unpack(message, group)
-
-    def _pack(self, number: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy tensors into a flat message, in memory that is kept for its number."""
-        numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
-        return pack(
-            tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device)
-        )
 
     def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
         """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
@@ -200,23 +197,21 @@ class DecentralizedAggregation(Aggregation):
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
-        received = [
-            self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device)
-            for rank in self.neighbors
-        ]
         dist = process_groups.dist
-        # torch's send and receive take ranks among all workers, also within a subgroup.
-        peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
-        transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
-        transfers += [
-            dist.P2POp(dist.irecv, buffer, peer, self.group)
-            for buffer, peer in zip(received, peers, strict=True)
-        ]
+        received, sends, receives = [], [], []
+        for rank in self.neighbors:
+            # torch's send and receive take ranks among all workers, also within a subgroup.
+            peer = process_groups.global_rank(rank, self.group)
+            buffer = self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device)
+            received.append(buffer)
+            sends.append(dist.P2POp(dist.isend, sent, peer, self.group))
+            receives.append(dist.P2POp(dist.irecv, buffer, peer, self.group))
         # Sends and receives start together. In a blocking order, two neighbors could wait for each
         # other.
-        works = dist.batch_isend_irecv(transfers)
+        works = dist.batch_isend_irecv(sends + receives)
         # All neighbors at once: their messages share this worker's link but not their delays.
-        self._count("neighbors", len(peers) + 1, sent.nbytes * len(peers))
+        count = len(self.neighbors)
+        self._count("neighbors", count + 1, sent.nbytes * count)
 
         def arrive() -> list[Tensor]:
             for work in works:
@@ -300,7 +295,7 @@ def _check_neighbors(
             "neighbors is missing: give the ranks that this worker averages with, or topology=, "
             f"for example mlbench_core.aggregation.pytorch.transport.topology.ring({world_size})"
         )
-    ranks = sorted({int(neighbor) for neighbor in neighbors})
+    ranks = sorted(set(map(int, neighbors)))
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
     if wrong:
         raise ValueError(
@@ -317,10 +312,10 @@ def _check_edges(adjacency: Tensor) -> list[tuple[int, int]]:
     """
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
-        listing, listed = one_sided[0]
+        (listing, listed), *others = one_sided
+        more = f"; so for {others}" if others else ""
         raise ValueError(
             f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors "
-            f"exchange tensors, so both must list the edge ({listing}, {listed})"
-            + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
+            f"exchange tensors, so both must list the edge ({listing}, {listed}){more}"
         )
     return [(i, j) for i, j in adjacency.nonzero().tolist()]

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_bytes,
+    divide,
+    from_bytes,
+    pack,
+)
+from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
@@ -112,58 +117,59 @@ class DeMoAggregation(CompressedAggregation):
         for name, tensor in tensors.items():
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
-            picked = (
-                coefficients.abs()
-                .topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False)
-                .indices
-            )
+            count = min(self.top_k, coefficients.shape[1])
+            picked = coefficients.abs().topk(count, dim=1, sorted=False).indices
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
             m -= self._invert(totals[-1].scatter(1, picked, values[-1]), m.shape)
             # Without this, an overflow would stay in the momentum and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
-        counts = [torch.zeros_like(total) if self.mean_of_senders else None for total in totals]
-        own = torch.cat([part.view(-1) for part in values])
-        own_positions = torch.cat([part.view(-1) for part in positions]).to(torch.int16)
+        # For each coefficient, the number of workers that sent it, if the mean is over these.
+        senders = list(map(torch.zeros_like, totals)) if self.mean_of_senders else []
+        own, own_positions = pack(values), pack(positions).to(torch.int16)
+        sizes = list(map(torch.numel, values))
         # Added in the order of ranks, because sums in different orders differ in their last bits.
         for message in self._gather(as_bytes(own, own_positions), divisor, extra):
-            sizes = [part.numel() for part in values]
             theirs = from_bytes(message, 0, len(own), own.dtype).split(sizes)
-            places = from_bytes(message, own.nbytes, len(own), torch.int16).long().split(sizes)
-            for total, count, part, place, like in zip(
-                totals, counts, theirs, places, values, strict=True
-            ):
-                total.scatter_add_(1, place.view_as(like), part.view_as(like))
-                if count is not None:
-                    count.scatter_add_(1, place.view_as(like), torch.ones_like(like))
-        for total, count, tensor in zip(totals, counts, tensors.values(), strict=True):
-            mean = divide(total, divisor) if count is None else total.div_(count.clamp_(min=1))
+            their_positions = from_bytes(message, own.nbytes, len(own), torch.int16).long()
+            parts = zip(values, theirs, their_positions.split(sizes), strict=True)
+            for i, (like, part, picked) in enumerate(parts):
+                picked = picked.view_as(like)
+                totals[i].scatter_add_(1, picked, part.view_as(like))
+                if senders:
+                    senders[i].scatter_add_(1, picked, torch.ones_like(like))
+        for i, tensor in enumerate(tensors.values()):
+            if senders:
+                mean = totals[i].div_(senders[i].clamp_(min=1))
+            else:
+                mean = divide(totals[i], divisor)
             tensor.copy_(self._invert(mean, tensor.shape))
 
     def _sides(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return the number of blocks and the side of one, along a matrix's rows and columns."""
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // rows
-        a, b = (
-            max(side for side in range(1, self.block_size + 1) if n % side == 0)
-            for n in (rows, columns)
-        )
+        a, b = self._side(rows), self._side(columns)
         return rows // a, a, columns // b, b
+
+    def _side(self, n: int) -> int:
+        """Return the largest divisor of a number of rows or columns up to the block size."""
+        return max(side for side in range(1, self.block_size + 1) if n % side == 0)
 
     def _transform(self, tensor: Tensor) -> Tensor:
         """Return the coefficients of a tensor, one block per row."""
         rows, a, columns, b = self._sides(tensor.shape)
         blocks = tensor.reshape(rows, a, columns, b).transpose(1, 2)
-        dct_a, dct_b = (dct_matrix(side, tensor.dtype, tensor.device) for side in (a, b))
+        dct_a = dct_matrix(a, tensor.dtype, tensor.device)
+        dct_b = dct_matrix(b, tensor.dtype, tensor.device)
         return (dct_a @ blocks @ dct_b.t()).reshape(-1, a * b)
 
     def _invert(self, coefficients: Tensor, shape: torch.Size) -> Tensor:
         """Return the tensor that has coefficients."""
         rows, a, columns, b = self._sides(shape)
-        dct_a, dct_b = (
-            dct_matrix(side, coefficients.dtype, coefficients.device) for side in (a, b)
-        )
+        dct_a = dct_matrix(a, coefficients.dtype, coefficients.device)
+        dct_b = dct_matrix(b, coefficients.dtype, coefficients.device)
         blocks = dct_a.t() @ coefficients.view(rows, columns, a, b) @ dct_b
         return blocks.transpose(1, 2).reshape(shape)
 
@@ -178,9 +184,7 @@ class DeMoAggregation(CompressedAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, (), ("momentum",))
-        self._memory = {
-            name: m.clone() for name, m in by_plain_name(state_dict.get("momentum", {})).items()
-        }
+        self._memory = copies_by_plain_name(state_dict.get("momentum", {}))
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.messages import nbytes_of
+from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
@@ -140,7 +141,7 @@ class DionAggregation(LossyAggregation):
             if is_matrix(tensor):
                 b[name] = recall(self._memory, name, tensor).add_(tensor).view(len(tensor), -1)
         others = [tensor for name, tensor in tensors.items() if name not in b]
-        # Rows stand for the columns of P, Q and R, because a row is contiguous in memory. Their
+        # The columns of P, Q and R are kept as rows, because a row is contiguous in memory. Their
         # scale does not matter.
         p = {name: self._query(name, b_n) @ b_n.t() for name, b_n in b.items()}
         self._average_uncompressed([*others, *extra, *p.values()], divisor)
@@ -159,8 +160,8 @@ class DionAggregation(LossyAggregation):
                 (length > 0) & length.isfinite(), q, self._queries[name]
             )
         # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
-        sent_bytes = self.bytes_sent - bytes_before - sum(tensor.nbytes for tensor in extra)
-        self._count_compression(sum(tensor.nbytes for tensor in tensors.values()), sent_bytes)
+        sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
+        self._count_compression(nbytes_of(tensors.values()), sent_bytes)
 
     def _query(self, name: str, matrix: Tensor) -> Tensor:
         r"""Return the rows of :math:`Q^\top`, random at first, the same on all workers."""
@@ -202,9 +203,8 @@ class DionAggregation(LossyAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, self._named_state if state_dict else ())
-        momentum, queries = (by_plain_name(state_dict.get(key, {})) for key in self._named_state)
-        self._memory = {name: m.clone() for name, m in momentum.items()}
-        self._queries = {name: q.clone() for name, q in queries.items()}
+        self._memory = copies_by_plain_name(state_dict.get("momentum", {}))
+        self._queries = copies_by_plain_name(state_dict.get("queries", {}))
 
 
 def is_matrix(tensor: Tensor) -> bool:

@@ -10,7 +10,11 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import recall
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, mean_in_range, scaled_signs
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import (
+    check_keys,
+    copies_by_plain_name,
+    counts_by_plain_name,
+)
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["OneBitAggregation"]
@@ -119,28 +123,27 @@ class OneBitAggregation(EFSignAggregation):
     ) -> None:
         for name in tensors:
             self._steps[name] = self.steps(name) + 1
-        warming = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if self.steps(name) <= self.warmup_steps
-        }
+        warming = {}
+        for name, tensor in tensors.items():
+            if self.steps(name) <= self.warmup_steps:
+                warming[name] = tensor
         if warming:
             self._average_uncompressed([*warming.values(), *extra], divisor)
             extra = ()
         for name, tensor in warming.items():
             m = recall(self._momentum, name, tensor)
             m.lerp_(tensor.to(m.dtype), 1 - self.beta).nan_to_num_(nan=0, posinf=0, neginf=0)
+        # In the order of the tensors, which is the same on all workers.
         candidates = {}
-        for name in tensors.keys() - warming.keys():
-            m = recall(self._momentum, name, tensors[name])
+        for name, tensor in tensors.items():
+            if name in warming:
+                continue
+            m = recall(self._momentum, name, tensor)
             # The sum over workers is divided by the divisor, but each of the k workers has the
             # whole m.
-            shared = (
-                m * (divisor.to(m) if isinstance(divisor, Tensor) else divisor) / self.world_size
-            )
-            candidates[name] = shared.lerp_(tensors[name].to(m.dtype), 1 - self.beta)
-        # In the order of the tensors, which is the same on all workers; that of a set is not.
-        candidates = {name: candidates[name] for name in tensors if name in candidates}
+            factor = divisor.to(m) if isinstance(divisor, Tensor) else divisor
+            shared = m * factor / self.world_size
+            candidates[name] = shared.lerp_(tensor.to(m.dtype), 1 - self.beta)
         if candidates:
             self._compress(candidates, divisor, extra)
         for name, average in candidates.items():
@@ -177,8 +180,7 @@ class OneBitAggregation(EFSignAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, self._named_state if state_dict else (), ())
-        kept = [by_plain_name(state_dict.get(key, {})) for key in self._named_state]
-        self._memory, self._average_errors, self._momentum = (
-            {name: tensor.clone() for name, tensor in values.items()} for values in kept[:3]
-        )
-        self._steps = {name: int(count) for name, count in kept[3].items()}
+        self._memory = copies_by_plain_name(state_dict.get("errors", {}))
+        self._average_errors = copies_by_plain_name(state_dict.get("average_errors", {}))
+        self._momentum = copies_by_plain_name(state_dict.get("momentum", {}))
+        self._steps = counts_by_plain_name(state_dict.get("steps", {}))

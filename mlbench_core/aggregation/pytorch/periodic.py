@@ -45,7 +45,12 @@ from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominato
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    check_keys,
+    counts_by_plain_name,
+    is_buffer,
+)
 from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
@@ -175,17 +180,16 @@ class PeriodicAggregation(Aggregation):
         if self.delay:
             check_average(op)
         count_step(self._counts, tensors)
-        phases = {name: self._counts[name] % self.period for name in tensors}
-        # A state may come from a run with a longer delay. Its corrections are added as soon as
-        # possible.
-        self._land(
-            {
-                name: tensors[name]
-                for name, phase in phases.items()
-                if phase == 0 or phase >= self.delay
-            }
-        )
-        due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
+        due, to_correct = {}, {}
+        for name, tensor in tensors.items():
+            phase = self._counts[name] % self.period
+            if phase == 0:
+                due[name] = tensor
+            # A state may come from a run with a longer delay. Its corrections are added as soon as
+            # possible.
+            if phase == 0 or phase >= self.delay:
+                to_correct[name] = tensor
+        self._add_corrections(to_correct)
         if not due:
             return
         pending: list[Callable[[], None]] = []
@@ -209,7 +213,7 @@ class PeriodicAggregation(Aggregation):
                 )
             self._flights.append(_Correction(copies, pending=pending))
 
-    def _land(self, tensors: Mapping[str, Tensor]) -> None:
+    def _add_corrections(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the corrections of tensors, if there are any, after their arrival."""
         for flight in self._flights:
             for name in [name for name in flight.values if name in tensors]:
@@ -219,9 +223,11 @@ class PeriodicAggregation(Aggregation):
 
     def _corrections(self) -> dict[str, Tensor]:
         """Wait for averages on their way, and return the corrections not added yet."""
+        corrections: dict[str, Tensor] = {}
         for flight in self._flights:
             flight.arrive()
-        return {name: value for flight in self._flights for name, value in flight.values.items()}
+            corrections.update(flight.values)
+        return corrections
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages on their way, which belong to this process."""
@@ -234,11 +240,13 @@ class PeriodicAggregation(Aggregation):
         With a delay, return also the corrections by name that are not added yet, after their
         arrival. They differ between workers.
         """
-        own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
-        return {
-            "counts": self._without_frozen(self._counts),
-            **{key: value for key, value in own.items() if value},
-        }
+        corrections, inside = self._corrections(), self.inside.state_dict()
+        state: dict[str, Any] = {"counts": self._without_frozen(self._counts)}
+        if corrections:
+            state["corrections"] = corrections
+        if inside:
+            state["inside"] = inside
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -248,10 +256,9 @@ class PeriodicAggregation(Aggregation):
         """
         check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
-        self._corrections()  # the other workers count on this worker's part of every message
-        self._counts = {
-            name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()
-        }
+        # The other workers count on this worker's part of every message.
+        self._corrections()
+        self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
         self._flights = [_Correction(corrections)] if corrections else []
@@ -261,18 +268,15 @@ class PeriodicAggregation(Aggregation):
 
         The counters are the same on all workers.
         """
-        inside = (
-            {"inside": self.inside.shared_state(state_dict["inside"])}
-            if "inside" in state_dict
-            else {}
-        )
-        return {**super().shared_state(state_dict), **inside}
+        state = super().shared_state(state_dict)
+        if "inside" in state_dict:
+            state["inside"] = self.inside.shared_state(state_dict["inside"])
+        return state
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
         """Return the names of the parameters that have an entry in a state."""
-        return super().remembered_names(state_dict) | self.inside.remembered_names(
-            state_dict.get("inside", {})
-        )
+        inside = self.inside.remembered_names(state_dict.get("inside", {}))
+        return super().remembered_names(state_dict) | inside
 
 
 class DiLoCoAggregation(Aggregation):
@@ -379,13 +383,16 @@ class DiLoCoAggregation(Aggregation):
             ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
-        steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
-        outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
-        averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
+        outer_gradients, averages = {}, {}
+        for name, tensor in tensors.items():
+            if name in self._shared:
+                outer_gradients[name] = self._difference(name, tensor)
+            else:
+                averages[name] = tensor
         self._average(outer_gradients, averages)
         self._take_outer_step(outer_gradients)
-        for name, theta_i in steps.items():
-            theta_i.copy_(self._shared[name])
+        for name in outer_gradients:
+            tensors[name].copy_(self._shared[name])
         # These tensors were averaged for the first time. From now on they take outer steps.
         for name, average in averages.items():
             self._share(name, average)
@@ -427,24 +434,24 @@ class DiLoCoAggregation(Aggregation):
             return theta
         moved = self._shared[name] = nn.Parameter(theta.detach().to(theta_i.device, dtype))
         params, state = self.outer_optimizer.param_groups[0]["params"], self.outer_optimizer.state
-        params[next(i for i, parameter in enumerate(params) if parameter is theta)] = moved
+        # Not params.index(theta), which would compare the values of tensors.
+        position = next(i for i, parameter in enumerate(params) if parameter is theta)
+        params[position] = moved
         if theta in state:
-            state[moved] = {
+            values = state.pop(theta)
+            for key, value in values.items():
                 # As torch does it: its optimizers keep the number of steps on the CPU.
-                key: value
-                if key == "step" or not isinstance(value, Tensor)
-                else value.to(moved.device, dtype)
-                for key, value in state.pop(theta).items()
-            }
+                if key != "step" and isinstance(value, Tensor):
+                    values[key] = value.to(moved.device, dtype)
+            state[moved] = values
         return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
         """Store a copy of weights as shared weights for the outer optimizer; leave out buffers."""
         if is_buffer(name):
             return
-        theta = nn.Parameter(
-            weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True)
-        )
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        theta = nn.Parameter(weights.detach().to(dtype, copy=True))
         self._shared[name] = theta
         # All weights are in one group, so that its options, such as the learning rate, hold for all
         # of them.
@@ -454,20 +461,14 @@ class DiLoCoAggregation(Aggregation):
         """Return shared weights and outer optimizer state by parameter name, and its options."""
         if not self._shared:
             return {}
-        # The group's parameters are the shared weights, which have a key of their own.
-        options = {
-            key: value
-            for key, value in self.outer_optimizer.param_groups[0].items()
-            if key != "params"
-        }
-        return {
-            "shared": {name: theta.detach() for name, theta in self._shared.items()},
-            "outer_state": {
-                name: dict(self.outer_optimizer.state.get(p, {}))
-                for name, p in self._shared.items()
-            },
-            "outer_options": options,
-        }
+        shared, outer_state = {}, {}
+        for name, theta in self._shared.items():
+            shared[name] = theta.detach()
+            outer_state[name] = dict(self.outer_optimizer.state.get(theta, {}))
+        options = dict(self.outer_optimizer.param_groups[0])
+        # The group's parameters are the shared weights, which have their own key.
+        del options["params"]
+        return {"shared": shared, "outer_state": outer_state, "outer_options": options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.

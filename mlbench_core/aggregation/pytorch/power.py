@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS, nbytes_of
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,
     check_keys,
     check_names,
-    plain_name,
+    copies_by_plain_name,
 )
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_int
@@ -178,25 +178,22 @@ class PowerAggregation(LossyAggregation):
         # becomes float64.
         scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
         bytes_before = self.bytes_sent
-        matrices = [
-            self._matrix(name, tensor)
-            for name, tensor in tensors.items()
-            if self._compresses(name, tensor)
-        ]
+        matrices = []
+        for name, tensor in tensors.items():
+            if self._compresses(name, tensor):
+                matrices.append(self._matrix(name, tensor))
 
         # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed
-        # tensors and may be divided like them.
-        left = {
-            matrix.name: self._to_send(matrix.accumulate(self._query(matrix)))
-            for matrix in matrices
-        }
+        # tensors, in the place of its own tensor, and may be divided like them.
+        left = {}
+        for matrix in matrices:
+            left[matrix.name] = self._to_send(matrix.accumulate(self._query(matrix)))
         self._average_uncompressed([*{**tensors, **left}.values(), *extra], divisor)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
-        right = {
-            matrix.name: self._to_send(matrix.project(p))
-            for matrix, p in zip(matrices, bases, strict=True)
-        }
+        right = {}
+        for matrix, p in zip(matrices, bases, strict=True):
+            right[matrix.name] = self._to_send(matrix.project(p))
         # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
         self._average_uncompressed(right.values(), self.world_size)
 
@@ -207,8 +204,8 @@ class PowerAggregation(LossyAggregation):
             if self.reuse_query:
                 self._queries[matrix.name] = q
         # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
-        sent_bytes = self.bytes_sent - bytes_before - sum(tensor.nbytes for tensor in extra)
-        self._count_compression(sum(tensor.nbytes for tensor in tensors.values()), sent_bytes)
+        sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
+        self._count_compression(nbytes_of(tensors.values()), sent_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.
@@ -235,21 +232,18 @@ class PowerAggregation(LossyAggregation):
         if not state_dict:
             return
         check_keys(self, state_dict, ("errors", "queries", "uncompressed_steps", "generator"))
-        parameters = {
-            plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)
-        }
-        errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
+        parameters = by_plain_name(dict(self.model.named_parameters(remove_duplicate=False)))
+        errors = copies_by_plain_name(state_dict["errors"])
+        queries = copies_by_plain_name(state_dict["queries"])
         # An optimizer's parameters outside the model have names such as group0.1, which only the
         # optimizer can check.
-        outside = {
-            name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)
-        }
-        check_names(self.remembered_names(state_dict) - outside, parameters)
+        names = self.remembered_names(state_dict)
+        outside = set(filter(_OUTSIDE_MODEL.fullmatch, names))
+        check_names(names - outside, parameters)
         for kind, tensors in (("errors", errors), ("queries", queries)):
             for name in tensors.keys() & parameters.keys():
                 self._check_shape(kind, name, tensors[name], parameters[name])
-        self._memory = {name: error.clone() for name, error in errors.items()}
-        self._queries = {name: query.clone() for name, query in queries.items()}
+        self._memory, self._queries = errors, queries
         self._uncompressed_steps = by_plain_name(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
 
@@ -273,12 +267,11 @@ class PowerAggregation(LossyAggregation):
     def _matrix(self, name: str, tensor: Tensor) -> _Matrix:
         """View a tensor as a matrix, with its error memory (zeros at first)."""
         gradient = tensor.contiguous().view(len(tensor), -1)
-        if not self.error_feedback:
-            wide = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
-            return _Matrix(name, tensor, gradient, wide, has_memory=False)
-        return _Matrix(
-            name, tensor, gradient, recall(self._memory, name, gradient), has_memory=True
-        )
+        if self.error_feedback:
+            delta = recall(self._memory, name, gradient)
+        else:
+            delta = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
+        return _Matrix(name, tensor, gradient, delta, has_memory=self.error_feedback)
 
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
@@ -291,10 +284,8 @@ class PowerAggregation(LossyAggregation):
         shape = (min(rows, columns, self.rank), columns)
         # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most
         # about as large as the norm of a row of the gradient.
-        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(
-            columns
-        )
-        drawn = drawn.to(matrix.delta.device)
+        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype)
+        drawn = (drawn / math.sqrt(columns)).to(matrix.delta.device)
         remembered = self._queries.get(matrix.name) if self.reuse_query else None
         if remembered is None:
             return drawn
@@ -382,8 +373,10 @@ class _Matrix:
             # On a GPU reading the flag would make the host wait, so there masked_fill_ always runs.
             if right.is_cuda or not is_finite:
                 self.delta.masked_fill_(~is_finite, 0)
+        if isinstance(scale, Tensor):
+            scale = scale.to(right.device)
         if scale is not None:
-            self.gradient.mul_(scale.to(right.device) if isinstance(scale, Tensor) else scale)
+            self.gradient.mul_(scale)
         if self.gradient.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 

@@ -196,9 +196,9 @@ class ScaffoldAggregation(Aggregation):
         """
         if state_dict:
             check_keys(self, state_dict, ("shared", "common", "own", "rates"))
-        shared, common, own, rates = (
-            by_plain_name(state_dict.get(key, {})) for key in self._named_state
-        )
-        self._shared, self._common = dict(shared), dict(common)
-        self._own = {name: own.get(name, c).clone() for name, c in common.items()}
+        self._shared = by_plain_name(state_dict.get("shared", {}))
+        self._common = by_plain_name(state_dict.get("common", {}))
+        own = by_plain_name(state_dict.get("own", {}))
+        rates = by_plain_name(state_dict.get("rates", {}))
+        self._own = {name: own.get(name, c).clone() for name, c in self._common.items()}
         self._rates = {name: float(rate) for name, rate in rates.items()}

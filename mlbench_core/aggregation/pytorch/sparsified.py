@@ -134,8 +134,10 @@ class SparsifiedAggregation(CompressedAggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory by parameter name and, if random, the state of the generator."""
-        generator = {"generator": self._generator.get_state()} if self.random else {}
-        return {**super().state_dict(), **generator}
+        state = super().state_dict()
+        if self.random:
+            state["generator"] = self._generator.get_state()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
@@ -169,31 +171,17 @@ class SparsifiedAggregation(CompressedAggregation):
                     f"{name!r} must have fewer than 2**31 "
                     f"coordinates, not {tensor.numel()}: split it"
                 )
-            # With error feedback, m is the memory itself. _take() subtracts the values to send, and
-            # the rest stays in it.
-            m.append(
-                recall(self._memory, name, tensor).add_(tensor).view(-1)
-                if self.error_feedback
-                else tensor.reshape(-1).clone()
-            )
+            if self.error_feedback:
+                # m is the memory itself. _take() subtracts the values to send, and the rest stays
+                # in it.
+                m_n = recall(self._memory, name, tensor).add_(tensor).view(-1)
+            else:
+                m_n = tensor.reshape(-1).clone()
+            m.append(m_n)
         counts = [coordinates_sent(self.size, len(m_n)) for m_n in m]
-        if self.random:
-            picked = [
-                draw_coordinates(len(m_n), k, self._generator).to(m_n.device)
-                for m_n, k in zip(m, counts, strict=True)
-            ]
-        else:
-            picked = [
-                largest_entries(m_n.__getitem__, len(m_n), k, self._kept)[0]
-                for m_n, k in zip(m, counts, strict=True)
-            ]
+        picked = list(map(self._pick, m, counts))
         dtype = next(iter(tensors.values())).dtype
-        sent = torch.cat(
-            [
-                self._take(m_n, coordinates, dtype)
-                for m_n, coordinates in zip(m, picked, strict=True)
-            ]
-        )
+        sent = torch.cat([self._take(m_n, c, dtype) for m_n, c in zip(m, picked, strict=True)])
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
             self._average_uncompressed([sent, *extra], 1)
@@ -203,40 +191,51 @@ class SparsifiedAggregation(CompressedAggregation):
         else:
             # Coordinates are positions within a tensor, so that they fit into an int32.
             messages = self._gather(as_bytes(sent, *picked), divisor, extra)
-            # index_copy_ takes only int64.
-            received = [
-                (
-                    from_bytes(m, 0, len(sent), dtype),
-                    from_bytes(m, sent.nbytes, len(sent), torch.int32).long(),
-                )
-                for m in messages
-            ]
+            received = []
+            for message in messages:
+                positions = from_bytes(message, sent.nbytes, len(sent), torch.int32)
+                # index_copy_ takes only int64.
+                received.append((from_bytes(message, 0, len(sent), dtype), positions.long()))
         # For each worker, pairs of values and coordinates of each tensor.
-        parts = [
-            zip(values.split(counts), theirs.split(counts), strict=True)
-            for values, theirs in received
-        ]
+        parts = []
+        for their_values, theirs in received:
+            parts.append(zip(their_values.split(counts), theirs.split(counts), strict=True))
         # Added in the order of ranks, because sums in different orders differ in their last bits.
         for (name, tensor), *of_workers in zip(tensors.items(), *parts, strict=True):
-            tensor.zero_()
-            total = tensor.reshape(-1)
-            for values, theirs in of_workers:
-                total.index_add_(0, theirs, values)
-            coordinates = torch.cat([theirs for _, theirs in of_workers])
-            if _FEW * len(coordinates) <= len(total):
-                self._changed[name] = coordinates
-                # A coordinate of several workers is written several times, each time with the same
-                # result.
-                total.index_copy_(
-                    0, coordinates, divide(total.index_select(0, coordinates), divisor)
-                )
-            else:
-                self._changed.pop(name, None)
-                divide(total, divisor)
-            # The flat tensor is a copy only if the numbers are not in their logical order in
-            # memory.
-            if not tensor.is_contiguous():
-                tensor.copy_(total.view(tensor.shape))
+            self._add_up(name, tensor, of_workers, divisor)
+
+    def _pick(self, m: Tensor, count: int) -> Tensor:
+        """Return the coordinates of a flat tensor to send."""
+        if self.random:
+            return draw_coordinates(len(m), count, self._generator).to(m.device)
+        return largest_entries(m.__getitem__, len(m), count, self._kept)[0]
+
+    def _add_up(
+        self,
+        name: str,
+        tensor: Tensor,
+        of_workers: Sequence[tuple[Tensor, Tensor]],
+        divisor: Denominator,
+    ) -> None:
+        """Replace a tensor by the divided sum of all workers' values at their coordinates."""
+        tensor.zero_()
+        total = tensor.reshape(-1)
+        for values, theirs in of_workers:
+            total.index_add_(0, theirs, values)
+        coordinates = torch.cat([theirs for _, theirs in of_workers])
+        if _FEW * len(coordinates) <= len(total):
+            self._changed[name] = coordinates
+            # A coordinate of several workers is written several times, each time with the same
+            # result.
+            averages = divide(total.index_select(0, coordinates), divisor)
+            total.index_copy_(0, coordinates, averages)
+        else:
+            self._changed.pop(name, None)
+            divide(total, divisor)
+        # The flat tensor is a copy only if the numbers are not in their logical order in
+        # memory.
+        if not tensor.is_contiguous():
+            tensor.copy_(total.view(tensor.shape))
 
     def _take(self, m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
         """Subtract the values to send from ``m`` and return them in ``dtype``.
@@ -338,14 +337,10 @@ def largest_entries(
     margin = 4 * math.sqrt(rank) + 8
     more, fewer = int(rank + margin), max(1, int(rank - margin))
     room = 2 * more * _STRIDE
-    candidates = _not_below(
-        m,
-        numel,
-        _largest(sample, more),
-        kept.flat("coordinates", room, torch.int32, first.device),
-        kept.flat("values", room, first.dtype, first.device),
-        kept,
-    )
+    room_for_coordinates = kept.flat("coordinates", room, torch.int32, first.device)
+    room_for_values = kept.flat("values", room, first.dtype, first.device)
+    limit = _largest(sample, more)
+    candidates = _not_below(m, numel, limit, room_for_coordinates, room_for_values, kept)
     if candidates is None or len(candidates[0]) < k:
         return _topk(m(slice(numel)), k)
     coordinates, values = candidates
@@ -368,8 +363,8 @@ def largest_entries(
 
 def _largest(sample: Tensor, rank: int) -> float:
     """Return the value of a rank, 1 for the largest. NumPy finds it ten times faster than torch."""
-    place = len(sample) - rank
-    return float(np.partition(sample.float().numpy(), place)[place])
+    index = len(sample) - rank
+    return float(np.partition(sample.float().numpy(), index)[index])
 
 
 def _topk(m: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -396,12 +391,12 @@ def _not_below(
     for start in range(0, numel, BLOCK_ELEMENTS):
         block = m(slice(start, start + BLOCK_ELEMENTS))
         size = torch.abs(block, out=kept.flat("size", len(block), block.dtype, block.device))
-        found = _positions(~compare(size, "less", limit))
-        stop = count + len(found)
+        positions = _positions(~compare(size, "less", limit))
+        stop = count + len(positions)
         if stop > len(values):
             return None
-        torch.index_select(block, 0, found, out=values[count:stop])
-        torch.add(found, start, out=coordinates[count:stop])
+        torch.index_select(block, 0, positions, out=values[count:stop])
+        torch.add(positions, start, out=coordinates[count:stop])
         count = stop
     return coordinates[:count], values[:count]
 

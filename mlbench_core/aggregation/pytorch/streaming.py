@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import AggregationFunction, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
+from mlbench_core.aggregation.pytorch.compressed import ratio_of
 from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
@@ -32,8 +33,9 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     as_bytes,
     by_dtype_and_device,
     from_bytes,
+    nbytes_of,
 )
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, counts_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.packing import (
     pack_codes,
     packed_bytes,
@@ -169,7 +171,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
         """Return the outer gradients' bytes over those sent; 1 before any quantized message."""
-        return self._bytes_before / self._bytes_after if self._bytes_after else 1.0
+        return ratio_of(self._bytes_before, self._bytes_after)
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's weights.
@@ -204,7 +206,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         check_average(op)
         for flight in self._flights:
             # A call may have other tensors, such as parameters outside the model.
-            flight.left -= not tensors.keys().isdisjoint({**flight.gradients, **flight.averages})
+            if not tensors.keys().isdisjoint({**flight.gradients, **flight.averages}):
+                flight.left -= 1
         due = self._due(tensors)
         if due:
             self._send(due)
@@ -233,24 +236,21 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """Start the messages of tensors."""
         pending: list[Callable[[], None]] = []
         due = self._traveling(due, pending if self.delay else None)
-        gradients = {
-            name: self._difference(name, theta_i)
-            for name, theta_i in due.items()
-            if name in self._shared
-        }
-        averages = {
-            name: tensor.clone() for name, tensor in due.items() if name not in self._shared
-        }
+        gradients, averages = {}, {}
+        for name, theta_i in due.items():
+            if name in self._shared:
+                gradients[name] = self._difference(name, theta_i)
+            else:
+                averages[name] = theta_i.clone()
         flight = _Fragment(self.delay, gradients, averages, pending=pending)
         self._flights.append(flight)
-        plain = [*gradients.values(), *averages.values()]
+        plain = [*averages.values()]
         if self.quantize:
-            # A worker alone rounds too, so that it can show what rounding does.
-            for kind in by_dtype_and_device(
-                tensor for tensor in gradients.values() if tensor.numel()
-            ):
+            # A worker alone rounds too, so that it can show the effect of rounding.
+            for kind in by_dtype_and_device(filter(torch.numel, gradients.values())):
                 flight.pending.append(self._start_gather(kind))
-            plain = [*averages.values()]
+        else:
+            plain = [*gradients.values(), *plain]
         with self._counting_bytes_of(self._all_reduce):
             flight.pending += self._all_reduce.start_averages(
                 plain, Tensor.copy_, overlapped=self.delay > 0
@@ -264,16 +264,17 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         message = torch.cat([to_float4(tensor) for tensor in kind])
         gathered, work = message[None], None
         if self.world_size > 1:
-            is_gloo = process_groups.backend(self.group) == "gloo"
-            message = (
-                message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
-            )
+            # Gloo's all_gather needs tensors in the host's memory, NCCL's on the GPU.
+            if process_groups.backend(self.group) == "gloo":
+                message = message.cpu()
+            else:
+                message = process_groups.get_backend_tensor(message, self.group)
             gathered = message.new_empty(self.world_size, len(message))
             work = process_groups.dist.all_gather(
                 list(gathered), message, group=self.group, async_op=True
             )
             self._count("all_gather", self.world_size, message.nbytes, overlapped=self.delay > 0)
-            self._bytes_before += sum(tensor.nbytes for tensor in kind)
+            self._bytes_before += nbytes_of(kind)
             self._bytes_after += len(message)
 
         def receive() -> None:
@@ -343,17 +344,14 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """
         own = ("counts", "flights")
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in own})
-        self._arrive_all()  # the other workers count on this worker's part of every message
-        self._counts = {
-            name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()
-        }
+        # The other workers count on this worker's part of every message.
+        self._arrive_all()
+        self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         self._flights = []
         for flight in copy.deepcopy(state_dict.get("flights", [])):
-            gradients, averages = (
-                by_plain_name(flight["gradients"]),
-                by_plain_name(flight["averages"]),
-            )
+            gradients = by_plain_name(flight["gradients"])
+            averages = by_plain_name(flight["averages"])
             self._flights.append(_Fragment(int(flight["left"]), gradients, averages))
 
 
@@ -376,7 +374,7 @@ def to_float4(values: Tensor) -> Tensor:
     flat = values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
     scale = flat.abs().amax()
     levels = _levels(flat)
-    # Zero over zero is NaN, of which the code stands for the scale, which is 0.
+    # Zero over zero is NaN. Its code is that of the scale, which is 0.
     codes = torch.bucketize(flat.abs() / scale, (levels[1:] + levels[:-1]) / 2)
     return as_bytes(scale, pack_codes(codes.to(torch.int32) + 8 * (flat < 0), 4))
 
@@ -397,6 +395,5 @@ def from_float4(message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 def _levels(like: Tensor) -> Tensor:
     """Return the sizes of 4-bit numbers of scale 1."""
-    return torch.tensor(
-        [0, *(2.0**-e for e in range(6, -1, -1))], dtype=like.dtype, device=like.device
-    )
+    sizes = [0, *(2.0**-e for e in range(6, -1, -1))]
+    return torch.tensor(sizes, dtype=like.dtype, device=like.device)

@@ -22,6 +22,7 @@ __all__ = [
     "fill",
     "from_bytes",
     "in_blocks",
+    "nbytes_of",
     "pack",
     "unpack",
 ]
@@ -54,12 +55,9 @@ class KeptMemory:
     def like(self, key: Hashable, tensor: Tensor) -> Tensor:
         """Return memory of a tensor's shape, dtype and device, with the values of the last use."""
         kept = self._tensors.get(key)
+        kind = tensor.shape, tensor.dtype, tensor.device
         # A model may have moved to another device or dtype since the last call.
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-        ):
+        if kept is None or (kept.shape, kept.dtype, kept.device) != kind:
             # A tensor made in inference mode could not be changed outside of it.
             with torch.inference_mode(False):
                 kept = self._tensors[key] = torch.empty_like(tensor)
@@ -86,6 +84,11 @@ def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def pack(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
     """Copy tensors of one dtype and device, in logical order, into flat memory, ``out`` or new."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
@@ -95,14 +98,16 @@ def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
     """Copy a flat tensor into tensors, one after another; memory, strides and dtypes stay."""
     # Used twice, and may be an iterator.
     tensors = list(tensors)
-    parts = message.split([tensor.numel() for tensor in tensors])
+    parts = message.split(list(map(torch.numel, tensors)))
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 
 def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
     """Divide by a number, or by a tensor with one element on any device, in place."""
-    return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(tensor.device)
+    return tensor.div_(divisor)
 
 
 def compare(
@@ -203,4 +208,6 @@ def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> T
     """
     part = message[start : start + count * dtype.itemsize]
     # torch views bytes as a wider dtype only at an aligned offset, which a copy always has.
-    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)
+    if part.storage_offset() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype)

@@ -12,6 +12,8 @@ __all__ = [
     "by_plain_name",
     "check_keys",
     "check_names",
+    "copies_by_plain_name",
+    "counts_by_plain_name",
     "is_buffer",
     "name_of_buffer",
     "parameters_of",
@@ -81,6 +83,16 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in values.items()}
 
 
+def copies_by_plain_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors in a state, by plain name, which a step may change in place."""
+    return {plain_name(name): value.detach().clone() for name, value in values.items()}
+
+
+def counts_by_plain_name(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counters in a state, by plain name, as integers."""
+    return {plain_name(name): int(count) for name, count in values.items()}
+
+
 def check_keys(
     owner: object, state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()
 ) -> None:
@@ -95,10 +107,11 @@ def check_keys(
     Raises:
         ValueError: A key is missing or unknown.
     """
-    needed, known = set(needed), {*needed, *optional}
-    if not needed <= set(state) <= known:
+    needed = set(needed)
+    allowed = needed.union(optional)
+    if not needed <= set(state) <= allowed:
         raise ValueError(
-            f"the state of {type(owner).__name__} must have the keys {sorted(known)}, "
+            f"the state of {type(owner).__name__} must have the keys {sorted(allowed)}, "
             f"not {sorted(state)}: the checkpoint was written with another "
             "aggregation, so build the optimizer with that one"
         )
@@ -114,8 +127,8 @@ def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
     Raises:
         ValueError: A name is not known.
     """
-    here = sorted({plain_name(name) for name in known})
-    unknown = sorted({plain_name(name) for name in remembered} - set(here))
+    here = sorted(set(map(plain_name, known)))
+    unknown = sorted(set(map(plain_name, remembered)).difference(here))
     if unknown:
         raise ValueError(
             "the names in the state must be those of parameters "
@@ -124,6 +137,9 @@ def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
-# A large model has thousands of names, and a few are enough to show how they differ.
 def _first(names: list[str], count: int = 5) -> str:
-    return ", ".join(map(repr, names[:count])) + (", ..." if len(names) > count else "")
+    # A large model has thousands of names, and a few are enough to show how they differ.
+    shown = list(map(repr, names[:count]))
+    if len(names) > count:
+        shown.append("...")
+    return ", ".join(shown)
