@@ -15,9 +15,11 @@ import click
 
 from mlbench_cli.cli import cli_group
 
-# What click adds to the help of an option: "[default: 4; x>=1]", "[required]".
+# click adds to the help of an option: "[default: 4; x>=1]", "[required]".
 _EXTRA = re.compile(r"\s*\[((?:default: |required|[\w.]+<=?x|x[<>]).*)\]$")
 _DEFAULT = re.compile(r"\s*\(default: ([^)]*)\)")
+# Options, names of environment variables, and placeholders such as {name}.
+_CODE = re.compile(r"(?<![\w-])(--[a-z][\w-]*|-- |[A-Z]+(?:_[A-Z]+)+|\{\w+\})")
 
 
 def write_commands(names: str) -> str:
@@ -45,16 +47,15 @@ def _write_command(
     """Write the section of a command, and below it those of its subcommands."""
     context = click.Context(command, parent=parent, info_name=name)
     path = context.command_path
-    usage = textwrap.fill(
-        " ".join([path, *command.collect_usage_pieces(context)]), 95, subsequent_indent="    "
-    )
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    usage = textwrap.fill(usage, 95, subsequent_indent="    ")
     yield f"({path.replace(' ', '-')})=\n\n{'#' * level} {path}\n"
     yield f"{_write_help(command.help or '')}\n\n```text\n{usage}\n```\n"
     yield _write_options(command, context)
     if isinstance(command, click.Group):
         for sub in command.list_commands(context):
             subcommand = command.get_command(context, sub)
-            assert subcommand is not None  # it is listed
+            assert subcommand is not None
             yield from _write_command(subcommand, context, sub, level + 1)
 
 
@@ -63,9 +64,8 @@ def _write_help(text: str) -> str:
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         if paragraph.startswith("\b"):
-            paragraphs.append(
-                f"```bash\n{textwrap.dedent(paragraph.removeprefix(chr(8)).strip(chr(10)))}\n```"
-            )
+            example = textwrap.dedent(paragraph.removeprefix("\b").strip("\n"))
+            paragraphs.append(f"```bash\n{example}\n```")
         else:
             paragraphs.append(escape(" ".join(paragraph.split())))
     return "\n\n".join(paragraphs)
@@ -75,15 +75,19 @@ def _write_options(command: click.Command, context: click.Context) -> str:
     """Return the table of a command's options; an empty text if it has none but ``--help``."""
     rows = []
     for parameter in command.params:
-        record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
+        if not isinstance(parameter, click.Option):
+            continue
+        record = parameter.get_help_record(context)
+        # click returns None for a hidden option.
         if record is not None:
             names, text = record
             meaning, default = split_default(text)
-            spelled = (
-                names.replace("|", r"\|").replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
-            )
-            rows.append(f"| `{spelled}` | {escape(meaning)} | {escape(default)} |")
-    return "\n".join(["| option | meaning | default |", "|---|---|---|", *rows, ""]) if rows else ""
+            names = names.replace("|", r"\|")
+            names = names.replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
+            rows.append(f"| `{names}` | {escape(meaning)} | {escape(default)} |")
+    if not rows:
+        return ""
+    return "\n".join(["| option | meaning | default |", "|---|---|---|", *rows, ""])
 
 
 def split_default(text: str) -> tuple[str, str]:
@@ -122,18 +126,21 @@ def _describe_range(limits: str) -> str:
         return f"Allowed: {both[1]} to {both[2]}."
     words = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
     one = re.fullmatch(r"x([<>]=?)(.+)", limits)
-    return f"Allowed: {words[one[1]]} {one[2]}." if one is not None else f"Allowed: `{limits}`."
+    if one is not None:
+        return f"Allowed: {words[one[1]]} {one[2]}."
+    return f"Allowed: `{limits}`."
 
 
 def escape(text: str) -> str:
-    """Return a help text as Markdown: quoted words, options and words in capitals with underscores
-    become code."""
+    """Return a help text as Markdown.
+
+    Quoted words, options and words in capitals with underscores become code.
+    """
     text = re.sub(r"(?<!\w)'([^']+)'(?!\w)", r"`\1`", text)
     parts = re.split(r"(`[^`]*`)", text)
+    # The other parts are code already.
     for i in range(0, len(parts), 2):
-        parts[i] = re.sub(
-            r"(?<![\w-])(--[a-z][\w-]*|-- |[A-Z]+(?:_[A-Z]+)+|\{\w+\})", _as_code, parts[i]
-        )
+        parts[i] = _CODE.sub(_as_code, parts[i])
         parts[i] = parts[i].replace("*", r"\*").replace("<", r"\<")
     return "".join(parts).replace("|", r"\|")
 
