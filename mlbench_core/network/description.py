@@ -49,8 +49,7 @@ class Link:
         if not 0 <= self.round_trip_s <= _LONGEST_ROUND_TRIP_S:
             raise ValueError(
                 f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not "
-                f"{self.round_trip_s:g} s: "
-                "reduce the delay"
+                f"{self.round_trip_s:g} s: reduce the delay"
             )
         if not 0 <= self.jitter_s <= self.round_trip_s:
             raise ValueError(
@@ -65,9 +64,12 @@ class Link:
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
         words = [_bandwidth_text(self.bandwidth)]
-        words += [_time_text(self.round_trip_s)] if self.round_trip_s else []
-        words += [f"{_time_text(self.jitter_s)}-jitter"] if self.jitter_s else []
-        words += [f"{_number_text(self.loss * 100)}%-loss"] if self.loss else []
+        if self.round_trip_s:
+            words.append(_time_text(self.round_trip_s))
+        if self.jitter_s:
+            words.append(f"{_time_text(self.jitter_s)}-jitter")
+        if self.loss:
+            words.append(f"{_number_text(self.loss * 100)}%-loss")
         return ",".join(words)
 
 
@@ -92,8 +94,8 @@ class Cut:
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
-        end = "" if self.end_s is None else f"-{_time_text(self.end_s)}"
-        return f"cut@{_time_text(self.start_s)}{end}"
+        text = f"cut@{_time_text(self.start_s)}"
+        return text if self.end_s is None else f"{text}-{_time_text(self.end_s)}"
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,11 @@ class HostSettings:
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
-        words = [] if self.bandwidth is None else [_bandwidth_text(self.bandwidth)]
-        words += [f"{_number_text(self.cpu * 100)}%-cpu"] if self.cpu < 1 else []
+        words = []
+        if self.bandwidth is not None:
+            words.append(_bandwidth_text(self.bandwidth))
+        if self.cpu < 1:
+            words.append(f"{_number_text(self.cpu * 100)}%-cpu")
         return ",".join([*words, *map(str, self.cuts)])
 
 
@@ -180,11 +185,9 @@ class Network:
     @property
     def num_hosts(self) -> int | None:
         """The number of hosts; None if the network can have any number."""
-        return (
-            None
-            if self.between is None or self.hosts_per_rack is None
-            else self.racks * self.hosts_per_rack
-        )
+        if self.between is None or self.hosts_per_rack is None:
+            return None
+        return self.racks * self.hosts_per_rack
 
     def check_hosts(self, hosts: int) -> None:
         """Check that the network can have a number of hosts.
@@ -195,9 +198,8 @@ class Network:
         """
         if self.num_hosts is not None and hosts != self.num_hosts:
             raise ValueError(
-                f"hosts must be {self.num_hosts} ({self.racks} racks of "
-                f"{self.hosts_per_rack}), not {hosts}: "
-                "choose another number, or another network"
+                f"hosts must be {self.num_hosts} ({self.racks} racks of {self.hosts_per_rack}), "
+                f"not {hosts}: choose another number, or another network"
             )
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
@@ -213,34 +215,34 @@ class Network:
         return 0 if self.hosts_per_rack is None else host // self.hosts_per_rack
 
     def path(self, source: int, target: int) -> Link:
-        """Return the properties of the way between two hosts: the lowest bandwidth, and the delay, jitter and loss.
+        """Return the properties of the way between two hosts.
+
+        They are the lowest bandwidth on the way, and the delay, jitter and loss.
 
         Example:
             >>> str(Network(Link(10**10), Link(10**8, 0.04), racks=2, hosts_per_rack=2).path(0, 3))
             '100mbit,40ms'
         """
-        across = self.between is not None and self.rack_of(source) != self.rack_of(target)
-        way = self.between if across and self.between is not None else self.link
-        limits = [
-            self._bandwidth_of(source),
-            self._bandwidth_of(target),
-            *([way.bandwidth] if across else []),
-        ]
-        known = [limit for limit in limits if limit is not None]
-        return Link(min(known) if known else None, way.round_trip_s, way.jitter_s, way.loss)
+        way, limits = self.link, [self._bandwidth_of(source), self._bandwidth_of(target)]
+        if self.between is not None and self.rack_of(source) != self.rack_of(target):
+            way = self.between
+            limits.append(way.bandwidth)
+        finite = [limit for limit in limits if limit is not None]
+        return Link(min(finite, default=None), way.round_trip_s, way.jitter_s, way.loss)
 
     def _bandwidth_of(self, host: int) -> int | None:
-        own = self.hosts.get(host)
-        return self.link.bandwidth if own is None or own.bandwidth is None else own.bandwidth
+        if host in self.hosts and self.hosts[host].bandwidth is not None:
+            return self.hosts[host].bandwidth
+        return self.link.bandwidth
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
         text = str(self.link)
         if self.between is not None:
             text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
-        return "; ".join(
-            [text, *(f"host{number}: {self.hosts[number]}" for number in sorted(self.hosts))]
-        )
+        for number in sorted(self.hosts):
+            text += f"; host{number}: {self.hosts[number]}"
+        return text
 
 
 def bits_per_second(bandwidth: str | float) -> int:
@@ -289,14 +291,16 @@ def bandwidth_hint(text: str) -> str:
     number, prefix, unit, per = match.groups()
     if prefix == "t":
         number, prefix = _number_text(float(number) * 1000), "g"
-    # A number alone is rather in Mbit/s than in bits.
-    prefix = prefix if prefix or unit else "m"
+    if not prefix and not unit:
+        # A number alone is rather in Mbit/s than in bits.
+        prefix = "m"
     bits, in_bytes = f"{number}{prefix}bit", f"{_number_text(float(number) * 8)}{prefix}bit"
     if unit.startswith("byte"):
         return f": did you mean {in_bytes!r}?"
-    # The case of the letters does not count here, so MB may be Mb.
-    other = f", or {in_bytes!r} for bytes" if unit == "b" and per != "ps" else ""
-    return f": did you mean {bits!r}{other}?"
+    if unit == "b" and per != "ps":
+        # The case of the letters does not count here, so MB may be Mb.
+        return f": did you mean {bits!r}, or {in_bytes!r} for bytes?"
+    return f": did you mean {bits!r}?"
 
 
 def _bandwidth_text(rate: int | None) -> str:

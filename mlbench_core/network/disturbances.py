@@ -12,6 +12,7 @@ control groups of Linux would need root, and are left over if their owner is kil
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
 import time
@@ -50,23 +51,20 @@ class Disturbances:
         processes: Callable[[int], Sequence[Popen[Any]]],
     ) -> None:
         self._ended = threading.Event()
-        events = [
-            (time_s, action, host)
-            for host, settings in hosts.items()
-            for each in settings.cuts
-            for time_s, action in ((each.start_s, cut), (each.end_s, restore))
-            if time_s is not None
-        ]
-        works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-            (self._slow_down, (settings.cpu, host, processes))
-            for host, settings in hosts.items()
-            if settings.cpu < 1
-        ]
+        self._threads: list[threading.Thread] = []
+        events: list[tuple[float, Callable[[int], None], int]] = []
+        for host, settings in hosts.items():
+            for each in settings.cuts:
+                events.append((each.start_s, cut, host))
+                if each.end_s is not None:
+                    events.append((each.end_s, restore, host))
+            if settings.cpu < 1:
+                self._add(self._slow_down, settings.cpu, host, processes)
         if events:
-            works.append((self._play, (sorted(events, key=lambda event: event[0]),)))
-        self._threads = [
-            threading.Thread(target=work, args=arguments, daemon=True) for work, arguments in works
-        ]
+            self._add(self._play, sorted(events, key=operator.itemgetter(0)))
+
+    def _add(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
 
     def start(self) -> None:
         """Start the threads; the times of cuts count from here."""
@@ -93,18 +91,18 @@ class Disturbances:
         self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]
     ) -> None:
         """Let the workers of a host run for a share of each period."""
-        found: list[psutil.Process] = []
+        workers: list[psutil.Process] = []
         searched = -_SEARCH_S
         start = time.monotonic()
         while not self._ended.is_set():
             if time.monotonic() - searched >= _SEARCH_S:
-                found, searched = _family(processes(host)), time.monotonic()
-            _send(found, signal.SIGSTOP)
+                workers, searched = _family(processes(host)), time.monotonic()
+            _send(workers, signal.SIGSTOP)
             try:
                 # From the planned start of the period, so that late wake-ups do not add up.
                 self._ended.wait(max(0.0, start + (1 - share) * _PERIOD_S - time.monotonic()))
             finally:
-                _send(found, signal.SIGCONT)
+                _send(workers, signal.SIGCONT)
             start += _PERIOD_S
             self._ended.wait(max(0.0, start - time.monotonic()))
             # After a long delay of this thread, the missed periods are not made up for.

@@ -1,9 +1,9 @@
-"""Emulate several hosts on one machine: network namespaces behind a switch, with links of chosen properties.
+"""Emulate several hosts on one machine: network namespaces behind a switch.
 
-Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run
-reacts to a broken cable. Emulation needs Linux and the programs ``ip`` and ``tc`` (package
-iproute2). It also needs root, or a kernel that lets users create user namespaces. Only the
-namespaces created here are changed.
+The links have chosen properties. Slow links show how much time a compressed optimizer saves. A link
+that is cut shows how a run reacts to a broken cable. Emulation needs Linux and the programs ``ip``
+and ``tc`` (package iproute2). It also needs root, or a kernel that lets users create user
+namespaces. Only the namespaces created here are changed.
 
 The devices of a network with two hosts::
 
@@ -14,8 +14,10 @@ The devices of a network with two hosts::
 In a network of racks, every rack has a junction. A veth pair connects it to the junction of the
 core::
 
-    p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core -- c1 <-- veth pair --> u1 -- junction of rack 1
-                                 token bucket      token bucket     token bucket      token bucket
+    p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core
+                                    token bucket         token bucket
+    p2, p3 -- junction of rack 1 -- u1 <-- veth pair --> c1 -- core
+                                    token bucket         token bucket
 
 A junction without delay and loss is a bridge of the kernel. Another one is a part of the process
 ``switch.py``, which holds the frames. It does not use the kernel's ``netem``, which many kernels
@@ -126,12 +128,15 @@ class EmulatedNetwork:
         self.network = parse_network(network) if isinstance(network, str) else network
         self.network.check_hosts(hosts)
         self.hosts = hosts
-        own = {host: settings.bandwidth for host, settings in self.network.hosts.items()}
-        self._rates = [own.get(host) or self.network.link.bandwidth for host in range(hosts)]
+        self._rates = [self.network.link.bandwidth] * hosts
+        for host, settings in self.network.hosts.items():
+            if settings.bandwidth:
+                self._rates[host] = settings.bandwidth
         self._burst = burst
-        longest_s = max(
-            link.round_trip_s for link in (self.network.link, self.network.between) if link
-        )
+        self._links = [self.network.link]
+        if self.network.between is not None:
+            self._links.append(self.network.between)
+        longest_s = max(link.round_trip_s for link in self._links)
         self._queue_ms = max(queue_ms, longest_s * 1e3)
         # The name holds the id and start time of this process, so that cleanup() can check if the
         # process has ended.
@@ -161,10 +166,10 @@ class EmulatedNetwork:
 
     @staticmethod
     def cleanup() -> list[str]:
-        """Remove the networks of processes that have ended, and end the processes that still run in them.
+        """Remove the networks of processes that have ended.
 
-        Networks of living processes stay, even those of other users. Networks that users other than
-        root created end with their processes.
+        The processes that still run in them are killed. Networks of living processes stay, even
+        those of other users. Networks that users other than root created end with their processes.
 
         Returns:
             The names of the namespaces removed.
@@ -211,7 +216,7 @@ class EmulatedNetwork:
             self._disturbances.stop()
             self._disturbances = None
         self._is_up = False
-        processes = [process for each in self._processes.values() for process in each]
+        processes = list(itertools.chain.from_iterable(self._processes.values()))
         for process in processes:
             if process.poll() is None:
                 process.terminate()
@@ -220,7 +225,7 @@ class EmulatedNetwork:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
         if self._namespaces.is_open:
-            own_names = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
+            own_names = {self._switch, *map(self.namespace, range(self.hosts))}
             for name in own_names.intersection(self._namespaces.names()):
                 self._namespaces.remove(name)
             self._namespaces.close()
@@ -291,13 +296,16 @@ class EmulatedNetwork:
         """
         folder = options.get("cwd")
         command = self._namespaces.command(self._up(host), argv, folder and Path(folder))
-        variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
+        variables = dict(os.environ)
+        if as_worker:
+            variables.update(self.environment(host))
+        variables.update(env or {})
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)
         return process
 
     def cut(self, host: int) -> None:
-        """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
+        """Cut the link of a host: its packets are lost, and its connections stay for a while."""
         self._up(host)
         # Only the switch's end goes down. Packets are lost in both directions, but the host keeps
         # its address, so its programs see a silent network and no error.
@@ -345,16 +353,15 @@ class EmulatedNetwork:
             for host in hosts:
                 self._add_host(host)
                 self._shape(host)
-            uplink = "" if across is None else f"u{rack}"
+            uplink = ""
             if across is not None:
+                uplink = f"u{rack}"
                 self._pair((self._switch, uplink), (self._switch, f"c{rack}"), across.bandwidth)
-            junctions += self._connect(
-                f"rack{rack}", [f"p{host}" for host in hosts], uplink, self.network.link
-            )
+            ports = [f"p{host}" for host in hosts]
+            junctions += self._connect(f"rack{rack}", ports, uplink, self.network.link)
         if across is not None:
-            junctions += self._connect(
-                "core", [f"c{rack}" for rack in range(self.network.racks)], "", across
-            )
+            ports = [f"c{rack}" for rack in range(self.network.racks)]
+            junctions += self._connect("core", ports, "", across)
         if junctions:
             self._start_switch(junctions)
         self._is_up = True
@@ -369,21 +376,19 @@ class EmulatedNetwork:
         # All hosts are in one /24 network, so they reach one another through eth0 without further
         # routes.
         self._ip(name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-        ways = [link for link in (self.network.link, self.network.between) if link is not None]
-        if any(link.loss for link in ways):
+        if any(link.loss for link in self._links):
             # The switch loses whole frames, so a frame must not be larger than a packet.
             self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")
-        if any(link.round_trip_s for link in ways):
-            limits = (
-                f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 "
-                f"{WINDOW_BYTES} >tcp_wmem"
+        if any(link.round_trip_s for link in self._links):
+            script = (
+                "cd /proc/sys/net/ipv4; "
+                f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; "
+                f"echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
             )
-            self._namespaces.run(
-                "ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}"
-            )
+            self._namespaces.run("ip", "netns", "exec", name, "sh", "-ec", script)
 
     def _pair(self, first: tuple[str, str], second: tuple[str, str], rate: int | None) -> None:
-        """Create a cable, a veth pair, from a device in a namespace to another one, with a bandwidth."""
+        """Create a cable, a veth pair, between two devices in namespaces, with a bandwidth."""
         # Both ends are created inside their namespaces, so their names cannot collide with
         # interfaces of this machine.
         pair = ("type", "veth", "peer", "name", second[1], "netns", second[0])
@@ -395,17 +400,18 @@ class EmulatedNetwork:
     def _connect(
         self, name: str, ports: list[str], uplink: str, link: Link
     ) -> list[dict[str, Any]]:
-        """Connect ports by a bridge; if the link has delay or loss, return the configuration of ``switch.py``."""
+        """Connect ports by a bridge, or return their junction for ``switch.py``.
+
+        A link with delay or loss needs the switch.
+        """
         if link.round_trip_s or link.loss:
-            one_way = {
-                "delay_s": link.round_trip_s / 2,
-                "jitter_s": link.jitter_s / 2,
-                "loss": link.loss,
-            }
+            # The delay and the jitter of a link are those of both ways.
+            delay_s, jitter_s = link.round_trip_s / 2, link.jitter_s / 2
+            one_way = {"delay_s": delay_s, "jitter_s": jitter_s, "loss": link.loss}
             return [{"ports": ports, "uplink": uplink, **one_way}]
         self._ip(self._switch, "link", "add", name, "type", "bridge")
         self._ip(self._switch, "link", "set", name, "up")
-        for port in (*ports, *([uplink] if uplink else [])):
+        for port in filter(None, (*ports, uplink)):
             self._ip(self._switch, "link", "set", port, "master", name)
         return []
 
@@ -427,7 +433,8 @@ class EmulatedNetwork:
             raise ConfigurationError(f"the switch that delays frames cannot start: {last}")
 
     def _shape(self, host: int) -> None:
-        """Limit a link at both ends, because a filter acts only on the packets that an interface sends."""
+        """Limit a link at both ends."""
+        # A filter acts only on the packets that an interface sends.
         for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
             self._limit(namespace, device, self._rates[host])
 
@@ -436,18 +443,9 @@ class EmulatedNetwork:
             return
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
-        bucket = (
-            "tbf",
-            "rate",
-            f"{rate}bit",
-            "burst",
-            f"{burst}b",
-            "latency",
-            f"{self._queue_ms}ms",
-        )
-        self._namespaces.run(
-            "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket
-        )
+        command = ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf")
+        limits = ("rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
+        self._namespaces.run(*command, *limits)
 
     def _ip(self, namespace: str, *arguments: str) -> None:
         self._namespaces.run("ip", "-n", namespace, *arguments)

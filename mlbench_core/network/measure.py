@@ -1,4 +1,4 @@
-"""Measure an emulated network: bandwidth, round trip and loss of each kind of path, and all-reduces over Gloo."""
+"""Measure an emulated network: bandwidth, round trip and loss of its paths, and all-reduces."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class NetworkReport:
         paths: One report for each kind of path from host 0.
         all_reduce: A small and a large all-reduce; empty if torch is not installed or there is one
             host.
-        machine: What else the figures depend on: number of cores, load at the start, TCP's
+        machine: Further conditions of the measurement: number of cores, load at the start, TCP's
             congestion control, rights.
     """
 
@@ -99,7 +99,7 @@ def measure_network(
 ) -> NetworkReport:
     """Emulate a network and measure it.
 
-    Stragglers and cuts are left out, because they are no properties of the links.
+    Stragglers and cuts are left out, because they are not properties of the links.
 
     Args:
         network: The network.
@@ -125,19 +125,21 @@ def measure_network(
         targets.setdefault(network.path(0, host), host)
     machine = _machine()
     with EmulatedNetwork(hosts, network=quiet) as emulated:
-        paths = tuple(_path(emulated, host, asked, duration_s) for asked, host in targets.items())
-        all_reduce = _all_reduce(emulated, min(path.bandwidth for path in paths), duration_s)
-    return NetworkReport(str(network), hosts, paths, all_reduce, machine)
+        paths = [_path(emulated, host, asked, duration_s) for asked, host in targets.items()]
+        slowest = min(path.bandwidth for path in paths)
+        all_reduce = _all_reduce(emulated, slowest, duration_s)
+    return NetworkReport(str(network), hosts, tuple(paths), all_reduce, machine)
 
 
 def _machine() -> dict[str, Any]:
+    machine: dict[str, Any] = {"cores": os.cpu_count(), "load": None, "congestion_control": None}
+    if hasattr(os, "getloadavg"):
+        machine["load"] = round(os.getloadavg()[0], 1)
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    return {
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-        "congestion_control": control.read_text().strip() if control.exists() else None,
-        "root": hasattr(os, "geteuid") and os.geteuid() == 0,
-    }
+    if control.exists():
+        machine["congestion_control"] = control.read_text().strip()
+    machine["root"] = hasattr(os, "geteuid") and os.geteuid() == 0
+    return machine
 
 
 def _path(network: EmulatedNetwork, target: int, asked: Link, duration_s: float) -> PathReport:
@@ -148,9 +150,8 @@ def _path(network: EmulatedNetwork, target: int, asked: Link, duration_s: float)
     if asked.loss:
         received = _pair(network, target, ("count",), ("shoot", str(_DATAGRAMS), str(_INTERVAL_S)))
         loss = 1 - received / _DATAGRAMS
-    return PathReport(
-        0, target, asked, bandwidth, statistics.median(times), (min(times), max(times)), loss
-    )
+    median_s, range_s = statistics.median(times), (min(times), max(times))
+    return PathReport(0, target, asked, bandwidth, median_s, range_s, loss)
 
 
 def _pair(
@@ -161,7 +162,7 @@ def _pair(
     *,
     answers_last: bool = False,
 ) -> Any:
-    """Run a pair of probes, the first one on ``target`` and the second one on host 0, and return the answer."""
+    """Run a pair of probes, the first on ``target`` and the second on host 0, for their answer."""
     address = network.address(target)
     server = _start(network, target, [str(_PROBE), first[0], address, *first[1:]])
     with server:
@@ -213,9 +214,7 @@ def _read(process: subprocess.Popen[bytes]) -> Any:
     line = process.stdout.readline()
     if not line:
         _, problem = process.communicate()
-        last = (
-            problem.decode(errors="replace").strip().rpartition("\n")[2]
-            or f"exit status {process.returncode}"
-        )
-        raise ConfigurationError(f"a measurement of the network failed: {last}")
+        last = problem.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last or f"exit status {process.returncode}"
+        raise ConfigurationError(f"a measurement of the network failed: {reason}")
     return json.loads(line)

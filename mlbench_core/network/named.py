@@ -104,8 +104,8 @@ NETWORKS: dict[str, NamedNetwork] = {
         "100mbit,20ms",
         "Machines in several homes with optical fiber",
         "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s "
-        "download), here in both "
-        "directions; round trip: chosen by this project for homes of one region",
+        "download), here in both directions; round trip: chosen by this project for homes of one "
+        "region",
     ),
     "mobile-lte": NamedNetwork(
         "12mbit,70ms", "Machines in a mobile network of the fourth generation", _WEBPAGETEST
@@ -114,8 +114,7 @@ NETWORKS: dict[str, NamedNetwork] = {
         "100mbit,50ms,10ms-jitter,0.4%-loss",
         "Machines behind satellites in low orbits",
         "bandwidth, round trip and loss: rounded after Michel et al., 'A first look at "
-        "Starlink performance', IMC 2022"
-        "; jitter: chosen by this project",
+        "Starlink performance', IMC 2022; jitter: chosen by this project",
     ),
 }
 """The networks that ``mlbench network list`` shows, by name."""
@@ -145,10 +144,10 @@ def get_network(text: str) -> Network:
     if text.endswith(".toml"):
         return load_network(Path(text))
     if re.fullmatch(r"[A-Za-z][\w-]*", text) and text.lower() != "unlimited":
+        hint = "'mlbench network list' shows the names"
         similar = difflib.get_close_matches(text.lower(), NETWORKS, 1)
-        hint = (
-            f"did you mean {similar[0]!r}?" if similar else "'mlbench network list' shows the names"
-        )
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
         raise ValueError(
             "network must be a name, a .toml file or a text such as '100mbit,20ms', not "
             f"{text!r}: {hint}"

@@ -7,9 +7,10 @@ network" of the documentation has the grammar.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def parse_network(text: str) -> Network:
         if not slash:
             raise ValueError(
                 f"network {links!r} must have a link between the racks after '/': write for "
-                "example "
-                f"'{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
+                f"example '{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
     elif "/" in links and any(map(bandwidth_hint, links.split(","))):
@@ -74,8 +74,7 @@ def parse_network(text: str) -> Network:
     elif "/" in links or ":" in links:
         raise ValueError(
             f"network {links[:80]!r} must begin with the racks and the hosts of each if it has "
-            "'/' or ':': write for "
-            "example '2x2:10gbit/100mbit,40ms'"
+            "'/' or ':': write for example '2x2:10gbit/100mbit,40ms'"
         )
     else:
         link = _parse_link(links)
@@ -133,13 +132,12 @@ def _parse_link(text: str) -> Link:
         else:
             raise ValueError(
                 f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round "
-                "trip ('20ms'), a jitter "
-                "('2ms-jitter') or a loss ('0.1%-loss')" + bandwidth_hint(word)
+                "trip ('20ms'), a jitter ('2ms-jitter') or a loss ('0.1%-loss')"
+                + bandwidth_hint(word)
             )
         if name in values:
-            raise ValueError(
-                f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}"
-            )
+            kind = name.removesuffix("_s").replace("_", " ")
+            raise ValueError(f"part {word!r} must not follow another {kind}")
         values[name] = value
     if "bandwidth" not in values:
         raise ValueError(
@@ -167,9 +165,8 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
             name, value = "cpu", _share(word.removesuffix("-cpu").strip(), "cpu")
         else:
             raise ValueError(
-                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a "
-                "share of the processor "
-                "('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
+                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of "
+                "the processor ('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
             )
         if name in values:
             raise ValueError(f"part {word!r} of host {match[1]} must not follow another {name}")
@@ -218,17 +215,17 @@ def _share(text: object, subject: str) -> float:
 
 
 def _cut(text: object) -> Cut:
-    start, dash, end = text.partition("-") if isinstance(text, str) else ("", "", "")
     if not isinstance(text, str):
         raise ValueError(f"cut must be a text such as '10s-15s', not {text!r}")
-    return Cut(
-        _seconds(start.strip(), "start of a cut"),
-        _seconds(end.strip(), "end of a cut") if dash else None,
-    )
+    start, dash, end = text.partition("-")
+    start_s = _seconds(start.strip(), "start of a cut")
+    if not dash:
+        return Cut(start_s)
+    return Cut(start_s, _seconds(end.strip(), "end of a cut"))
 
 
-def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
-    ordered = tuple(sorted(cuts, key=lambda cut: cut.start_s))
+def _in_order(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    ordered = tuple(sorted(cuts, key=operator.attrgetter("start_s")))
     for earlier, later in itertools.pairwise(ordered):
         if earlier.end_s is None or earlier.end_s > later.start_s:
             raise ValueError(f"{later} must begin after the end of the cut before it, {earlier}")
@@ -236,7 +233,7 @@ def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
 
 
 def _from_tables(tables: Mapping[str, Any]) -> Network:
-    _known(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
+    _check_keys(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
     between = tables.get("between")
     numbers = {}
     for key in ("racks", "hosts_per_rack"):
@@ -251,7 +248,7 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
     if not isinstance(described, list):
         raise ValueError("hosts must be tables [[hosts]], each with the number of its host")
     for table in described:
-        _known(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
+        _check_keys(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
         number = table.get("host")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number in hosts:
             raise ValueError(
@@ -262,11 +259,12 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
             raise ValueError(
                 f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}"
             )
-        hosts[number] = HostSettings(
-            _bandwidth(table["bandwidth"]) if "bandwidth" in table else None,
-            _share(table["cpu"], "cpu") if "cpu" in table else 1.0,
-            _in_order([_cut(cut) for cut in cuts]),
-        )
+        settings: dict[str, Any] = {}
+        if "bandwidth" in table:
+            settings["bandwidth"] = _bandwidth(table["bandwidth"])
+        if "cpu" in table:
+            settings["cpu"] = _share(table["cpu"], "cpu")
+        hosts[number] = HostSettings(**settings, cuts=_in_order(map(_cut, cuts)))
     return Network(
         _link_of(tables.get("link"), "[link]"),
         None if between is None else _link_of(between, "[between]"),
@@ -279,7 +277,7 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
 def _link_of(table: Any, name: str) -> Link:
     if table is None:
         raise ValueError(f"the table {name} must be given: it has the bandwidth of a link")
-    _known(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
+    _check_keys(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
     if "bandwidth" not in table:
         raise ValueError(
             f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'"
@@ -292,7 +290,7 @@ def _link_of(table: Any, name: str) -> Link:
     )
 
 
-def _known(table: Any, names: tuple[str, ...], where: str) -> None:
+def _check_keys(table: Any, names: tuple[str, ...], where: str) -> None:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} must be a table, not {table!r}")
     unknown = sorted(set(table) - set(names))

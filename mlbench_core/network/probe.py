@@ -1,8 +1,8 @@
-"""Measure a link between two hosts: ``python probe.py receive|send|echo|ping|count|shoot ADDRESS VALUES...``.
+"""Measure a link between two hosts.
 
-The first program of a pair runs on the host with ADDRESS, the second one on the other host. They
-import only the standard library, so they start quickly. Results are one line of JSON on standard
-output.
+Usage: ``python probe.py receive|send|echo|ping|count|shoot ADDRESS VALUES...``. The first program
+of a pair runs on the host with ADDRESS, the second one on the other host. They import only the
+standard library, so they start quickly. Results are one line of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def _connect(address: str) -> socket.socket:
 
 
 def _receive(address: str, skip_s: str, duration_s: str) -> None:
-    """Write the bits per second that one connection receives, after the time in which TCP finds the bandwidth."""
+    """Write the bits per second that one connection receives."""
     buffer = bytearray(_BLOCK_BYTES)
     with _listen(address) as connection:
+        # In this time, TCP finds the bandwidth.
         start = time.perf_counter()
         while time.perf_counter() - start < float(skip_s):
             connection.recv_into(buffer)

@@ -9,7 +9,8 @@ A frame takes this way::
 
     port -> lost with the probability loss
          -> held for a uniform random time from delay_s - jitter_s to delay_s + jitter_s
-         -> sent to the port of its destination, which limits the bandwidth, or drops it if its queue is full
+         -> sent to the port of its destination, which limits the bandwidth, or drops it if its
+            queue is full
 
 Frames of one port stay in order. Frames to and from the uplink are neither lost nor held: their way
 goes on at another junction, which holds them.
@@ -83,19 +84,24 @@ class _Junction:
         self, ports: list[str], uplink: str, delay_s: float, jitter_s: float, loss: float
     ) -> None:
         self.ports = [_Port(name, self) for name in ports]
-        self.uplink = _Port(uplink, self) if uplink else None
-        self.all = [*self.ports, *([self.uplink] if self.uplink else [])]
+        self.uplink: _Port | None = None
+        self.all = list(self.ports)
+        if uplink:
+            self.uplink = _Port(uplink, self)
+            self.all.append(self.uplink)
         self.delay_s = delay_s
         self.jitter_s = jitter_s
         self.loss = loss
-        self._known: dict[bytes, _Port] = {}
+        self._port_of: dict[bytes, _Port] = {}
 
     def targets(self, frame: bytes, source: _Port) -> list[_Port]:
         """Return the ports to which a frame goes, and remember the port of its sender."""
-        self._known[frame[_HEADER_BYTES + 6 : _HEADER_BYTES + 12]] = source
-        known = self._known.get(frame[_HEADER_BYTES : _HEADER_BYTES + 6])
+        self._port_of[frame[_HEADER_BYTES + 6 : _HEADER_BYTES + 12]] = source
+        target = self._port_of.get(frame[_HEADER_BYTES : _HEADER_BYTES + 6])
+        if target is not None:
+            return [target]
         # Broadcasts, and frames to a host that has not sent yet, go to all.
-        return [port for port in self.all if port is not source] if known is None else [known]
+        return [port for port in self.all if port is not source]
 
 
 class _Switch:
@@ -110,7 +116,9 @@ class _Switch:
     def run(self) -> None:
         """Forward frames until standard input ends."""
         while True:
-            timeout = max(0.0, self._held[0][0] - time.monotonic()) if self._held else None
+            timeout = None
+            if self._held:
+                timeout = max(0.0, self._held[0][0] - time.monotonic())
             # Not epoll, whose timeout is rounded to milliseconds.
             ready, _, _ = select.select([sys.stdin, *self._ports], [], [], timeout)
             for each in ready:

@@ -46,7 +46,10 @@ _UNPACED_BYTES = 10 * 1448
 _UNPACED_BYTES_OF_A_PAIR = 1 << 16
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "neighbors", "shared_memory_sum")
-"""The kinds of collectives with a known cost. A sum through shared memory becomes an all-reduce between hosts."""
+"""The kinds of collectives with a known cost.
+
+A sum through shared memory becomes an all-reduce between hosts.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,13 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     check_finite_at_least_0("size_bytes", size_bytes)
     if workers == 1 or size_bytes == 0:
         return 0.0
-    links = _ring(workers, network)
-    if op == "neighbors":
-        return max(_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
-    if op == "broadcast":
-        # A binomial tree.
+    # The different links of a ring in the order of the ranks.
+    links = {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
+    if op in ("neighbors", "broadcast"):
         of_link = (_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
-        return math.ceil(math.log2(workers)) * max(of_link)
+        # A broadcast is a binomial tree.
+        rounds = math.ceil(math.log2(workers)) if op == "broadcast" else 1
+        return rounds * max(of_link)
     if op == "all_gather":
         return _phase_s(links, workers, size_bytes, segments=2)
     part = size_bytes / workers
@@ -132,26 +135,19 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     return phases * _phase_s(links, workers, part, segments)
 
 
-def _ring(workers: int, network: Network) -> set[Link]:
-    """Return the different links of a ring in the order of the ranks."""
-    return {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
-
-
 def _phase_s(links: set[Link], workers: int, message_bytes: float, segments: int) -> float:
-    """Return the seconds in which each worker passes a message on ``workers - 1`` times, in segments."""
-
-    def of_link(link: Link) -> float:
+    """Return the seconds in which each worker passes a message on ``workers - 1`` times."""
+    pairs = (workers - 1) * segments / 2
+    seconds = []
+    for link in links:
         # Two segments are in flight: while one travels, the receiver says that it is ready for the
         # next.
-        pair_s, round_trip_s = (
-            _sending_s(link, message_bytes * 2 / segments, workers),
-            _round_trip_s(link),
-        )
-        pairs = (workers - 1) * segments / 2
-        return (pairs - 1) * max(round_trip_s + pair_s / 2, pair_s) + round_trip_s + pair_s
-
+        pair_s = _sending_s(link, message_bytes * 2 / segments, workers)
+        round_trip_s = _round_trip_s(link)
+        interval_s = max(round_trip_s + pair_s / 2, pair_s)
+        seconds.append((pairs - 1) * interval_s + round_trip_s + pair_s)
     # Each worker waits for the one before it, so the slowest link sets the pace of the ring.
-    return max(map(of_link, links))
+    return max(seconds)
 
 
 def _round_trip_s(link: Link) -> float:
@@ -160,10 +156,10 @@ def _round_trip_s(link: Link) -> float:
 
 def _sending_s(link: Link, size_bytes: float, workers: int) -> float:
     """Return the seconds from the first to the last byte of a message."""
-    sending_s = 0.0 if link.bandwidth is None else size_bytes * 8 / (link.bandwidth * _PAYLOAD)
+    sending_s = 0.0
+    if link.bandwidth is not None:
+        sending_s = size_bytes * 8 / (link.bandwidth * _PAYLOAD)
     unpaced_bytes = _UNPACED_BYTES if workers > 2 else _UNPACED_BYTES_OF_A_PAIR
-    return (
-        max(sending_s, link.round_trip_s * _PACED_SHARE)
-        if size_bytes > unpaced_bytes
-        else sending_s
-    )
+    if size_bytes > unpaced_bytes:
+        return max(sending_s, link.round_trip_s * _PACED_SHARE)
+    return sending_s
