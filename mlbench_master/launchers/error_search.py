@@ -32,7 +32,7 @@ _LEVEL = r"(DEBUG|INFO|WARN(ING)?)"
 _REMARK = re.compile(
     rf"{_LEVEL}\b|.*[\s:|\[]{_LEVEL}[\s:|\]]|.*Warning: |\[?[IW]\d+[ :]|\[[IW]\d|.*\d%\||[\W\d_]+$"
 )
-# What a worker or a program around it says after another one has ended.
+# Messages of a worker, or of a program around it, after another one has ended.
 _CONSEQUENCE = re.compile(
     r"WorkerError: |ChildFailedError|CalledProcessError|ProcessExitedException"
     r"|[Cc]onnection (was )?(reset|closed|refused|aborted)|[Cc]losed by peer|[Bb]roken pipe"

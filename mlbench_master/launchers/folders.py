@@ -113,7 +113,7 @@ class FolderLauncher(Launcher):
         match = _JOB_ID.fullmatch(job_id)
         if match is None:
             raise ValueError(
-                f"job_id must be {self.name}-NUMBER, not {job_id!r}: give the id that start "
-                "returned"
+                f"job_id must be {self.name}-NUMBER, not {job_id!r}: "
+                "give the id that start returned"
             )
         return self._folder / match[1]

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+# Not from typing_extensions, which an installation without extras lacks.
 from typing import NamedTuple, TypedDict
 
 from mlbench_core.errors import MLBenchError
@@ -281,8 +283,8 @@ class Launcher(ABC):
         if options:
             words = " ".join(options)[:80]
             raise ValueError(
-                f"engine_options: must be left out, not {words!r}: the {self.name} launcher has "
-                "none"
+                f"engine_options: must be left out, not {words!r}: "
+                f"the {self.name} launcher has none"
             )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:

@@ -146,6 +146,7 @@ class LogWriter:
         self._first, self._path = _files(folder)[-1]
         self._descriptor: int | None = None
         self._gap = 0  # lines dropped since the last line that was written
+        self._dropping_mark = folder / _DROPPING_MARK
         self._lock = threading.Lock()
 
     def write(self, rank: int | None, stream: str, text: str, date: str | None = None) -> None:
@@ -162,7 +163,7 @@ class LogWriter:
                     # block.
                     self._append(_line(None, "system", lost) + line)
                     self._gap = 0
-                    self.dropping_mark.unlink(missing_ok=True)
+                    self._dropping_mark.unlink(missing_ok=True)
                 else:
                     self._append(line)
             except OSError as error:
@@ -171,7 +172,7 @@ class LogWriter:
                 self.problem = f"{error.strerror or error}: {self._path}"
                 # An empty file needs no block of a full disk.
                 with contextlib.suppress(OSError):
-                    self.dropping_mark.touch()
+                    self._dropping_mark.touch()
 
     def close(self) -> None:
         """Close the file until the next line."""
@@ -180,11 +181,6 @@ class LogWriter:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
-
-    @property
-    def dropping_mark(self) -> Path:
-        """Return the path of the file that exists while lines are dropped."""
-        return self._folder / _DROPPING_MARK
 
     def _append(self, content: bytes) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT

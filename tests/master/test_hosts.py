@@ -280,7 +280,7 @@ def test_a_script_that_a_host_does_not_have_is_named(
     command = script(tmp_path, ENDLESS)
     (fake / "a.after").write_text(f"rm -f {command}")
     assert end_of(launcher, launcher.start(job(command, options=("--host", "a:2")))).reason == (
-        f"host a: there is no file {command}: use a file system that all hosts share, or the "
+        f"host a: {command} does not exist: use a file system that all hosts share, or the "
         "same path"
     )
 
@@ -465,7 +465,7 @@ def test_a_host_without_the_folder_of_the_call_is_named(
         launcher, launcher.start(job("true", cwd=gone, options=("--host", "a:2")))
     ).reason
     assert reason.startswith(
-        f"host a: there is no folder {gone}: use a file system that all hosts share"
+        f"host a: {gone} does not exist: use a file system that all hosts share"
     )
 
 

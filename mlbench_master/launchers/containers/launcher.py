@@ -218,8 +218,8 @@ def read_options(options: Sequence[str]) -> Containers | None:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(
                 "engine_options: --env must be the name of a variable, not "
-                f"{name.partition('=')[0][:80]!r}: its value comes from the environment of the "
-                "master"
+                f"{name.partition('=')[0][:80]!r}: "
+                "its value comes from the environment of the master"
             )
     return Containers(values.container, tuple(values.volume), tuple(values.env))
 

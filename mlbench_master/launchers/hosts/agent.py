@@ -150,20 +150,20 @@ class _Run:
         self._launched = self.folder / "launched"
 
     def prepare(self) -> int:
-        """Check what the run needs on this host; return a free port."""
+        """Check the GPUs, the scripts and the folders of the run; return a free port."""
         self._gpus()
         cwd = self._cwd()
         if cwd and not os.access(cwd, os.R_OK | os.X_OK):
             raise _Refused(
-                f"there is no folder {cwd}: use a file system that all hosts share, or name a "
-                "folder with --cwd"
+                f"{cwd} does not exist: use a file system that all hosts share, or name a folder "
+                "with --cwd"
             )
         for word in self._job["commands"][0]["argv"][:3]:
             # A script without a path may also be a program on the PATH.
             if word.endswith(".py") and (cwd or "/" in word[:1]) and not Path(cwd, word).is_file():
                 raise _Refused(
-                    f"there is no file {Path(cwd, word)}: use a file system that all hosts "
-                    "share, or the same path"
+                    f"{Path(cwd, word)} does not exist: use a file system that all hosts share, "
+                    "or the same path"
                 )
         most = WORKERS_PER_CORE * usable_cores()
         if len(self._job["slots"]) > most and not self._job.get("oversubscribe"):

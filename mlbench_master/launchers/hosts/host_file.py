@@ -142,8 +142,8 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     if not path:
         raise ValueError(
             "engine_options: --hostfile or --host must be given: write a file with a line such "
-            "as 'node1 slots=4' for each host, and name it, or set "
-            f"{HOSTFILE_VARIABLE} before the master starts"
+            "as 'node1 slots=4' for each host, and name it, "
+            f"or set {HOSTFILE_VARIABLE} before the master starts"
         )
     file = Path(path).expanduser().absolute()
     try:
@@ -207,8 +207,8 @@ def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[
         hosts[host.name] = host
     if not hosts:
         raise ValueError(
-            f"engine_options: {source} must name at least one host: add a line such as 'node1 "
-            "slots=4'"
+            f"engine_options: {source} must name at least one host: "
+            "add a line such as 'node1 slots=4'"
         )
     return tuple(hosts.values())
 
@@ -252,8 +252,8 @@ def _parse_name(name: str) -> str:
             ) from None
     elif not _NAME.fullmatch(host):
         raise ValueError(
-            f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the "
-            "host's name"
+            f"the name must be one that ssh knows, not {name[:40]!r}: "
+            "begin the line with the host's name"
         )
     if at and not _USER.fullmatch(user):
         raise ValueError(

@@ -80,6 +80,7 @@ class HostsLauncher(FolderLauncher):
         self._read: dict[tuple[str, ...], tuple[float, HostOptions]] = {}
         self._links: dict[tuple[str, str], HostLink] = {}
         self._lock = threading.RLock()  # requests stop runs while the scheduler polls them
+        # Hosts still have folders of these runs, which this master has to remove.
         for mark in self._folder.glob(f"*/{LEFT_ON_HOSTS}"):
             # A damaged folder must not keep the master from starting.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -214,6 +215,7 @@ class HostsLauncher(FolderLauncher):
 
     def _known(self, job_id: str) -> HostRun | None:
         """Return a run and watch it from now on; None if it was not recorded."""
+        # Two objects for one run would write the same files.
         with self._lock:
             run = self._runs.get(job_id)
             if run is None:

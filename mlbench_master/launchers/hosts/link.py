@@ -92,6 +92,7 @@ class HostLink:
     def _loop(self) -> None:
         while not self._closed.is_set():
             began = time.monotonic()
+            # Before the steps are read: a run that changes later wakes this thread again.
             self._wake.clear()
             has_more = False
             with self._lock:
@@ -129,6 +130,7 @@ class HostLink:
             _log.exception("the call of host %s failed; trying again", self.name)
             problem = f"the answer of host {self.name} cannot be kept: {error}"
         finally:
+            # The begin: for a run that is being stopped, only calls that began later count.
             self.asked_at = began
         for root in steps:
             runs[root].failed(self.name, problem)
@@ -143,15 +145,12 @@ class HostLink:
             answers = _answers.validate_json(content)
         except ValidationError as error:
             why = " ".join(str(error).splitlines()[-2:])
-            raise HostError(
-                f"host {self.name} gave a damaged answer: {why}", is_reached=True
-            ) from error
+            raise HostError(f"host {self.name} gave a damaged answer: {why}") from error
         if answers["version"] != __version__:
             raise HostError(
                 f"host {self.name} has MLBench {answers['version']}, and the master has "
-                f"{__version__}: install the same version there, or name another Python with "
-                "--python",
-                is_reached=True,
+                f"{__version__}: "
+                "install the same version there, or name another Python with --python"
             )
         offset = answers["now"] - time.time()
         has_more = False

@@ -10,9 +10,9 @@ Its steps are::
     over      ended.json has the status; the hosts delete their folders of the run,
               and then the file left_on_hosts is deleted
 
-A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on
-at the same step. It looks for ``left_on_hosts``, because nobody asks about the status of a run that
-is known to be over.
+A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one
+continues at the same step. It looks for ``left_on_hosts``, because nobody asks about the status of
+a run that is known to be over.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class HostRun:
         return "; ".join(problems)
 
     def step(self, name: str) -> dict[str, Any] | None:
-        """Return what a host has to do next, or None if nothing."""
+        """Return the next step of a host, or None if there is none."""
         with self._lock:
             part = self._parts[name]
             step: dict[str, Any] = {"id": self.run_id, "log": part.kept.log, "load": part.kept.load}

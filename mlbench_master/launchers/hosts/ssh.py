@@ -56,15 +56,11 @@ class HostError(LauncherError):
     """A call of a host failed.
 
     Attributes:
-        is_reached: True if the host answered, but cannot do what was asked for.
         is_too_large: True if its answer was larger than the limit, as the next one would be.
     """
 
-    def __init__(
-        self, message: str, *, is_reached: bool = False, is_too_large: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, is_too_large: bool = False) -> None:
         super().__init__(message)
-        self.is_reached = is_reached
         self.is_too_large = is_too_large
 
 
@@ -262,10 +258,8 @@ def _error(
         # The Python is the word before -m.
         python = command[command.index("-m") - 1]
         why = f"{last}: install the same MLBench there, or name another Python with --python"
-        return HostError(f"host {host} has no MLBench in {python}: {why}", is_reached=True)
+        return HostError(f"host {host} has no MLBench in {python}: {why}")
     if status in (126, 127):
         why = f"{last}: use the same path on all hosts, or name another one with --python"
-        return HostError(f"host {host} cannot start Python: {why}", is_reached=True)
-    return HostError(
-        f"host {host} cannot run MLBench: exit status {status}: {last}", is_reached=True
-    )
+        return HostError(f"host {host} cannot start Python: {why}")
+    return HostError(f"host {host} cannot run MLBench: exit status {status}: {last}")

@@ -86,8 +86,8 @@ class KubernetesApi:
             except (config.ConfigException, OSError) as error:
                 raise ConfigurationError(
                     f"the kubernetes launcher needs the configuration of kubectl ({problem}), "
-                    f"or to run in a pod ({error}): set KUBECONFIG, or start the master in the "
-                    "cluster"
+                    f"or to run in a pod ({error}): "
+                    "set KUBECONFIG, or start the master in the cluster"
                 ) from error
         self.namespace = namespace or default_namespace or "default"
         self._client = client.ApiClient(configuration)
@@ -197,8 +197,8 @@ class KubernetesApi:
                 self._request("POST", self._path("/api/v1", resource), body=manifest)
                 return
             except ApiError as error:
-                # Kubernetes deletes what belonged to an earlier Job of this name some time after
-                # the Job itself.
+                # Kubernetes deletes the objects of an earlier Job of this name some time after the
+                # Job itself.
                 if error.status != HTTPStatus.CONFLICT or time.monotonic() > deadline:
                     raise
             time.sleep(_PAUSE_S)

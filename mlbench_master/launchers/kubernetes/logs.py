@@ -2,8 +2,8 @@
 
 The API gives each line its date, with nanoseconds, but its beginning can be chosen only to the
 second. So the place up to which a log has been read is a date, and the number of lines with this
-date. ``log_places.json`` has it for each rank, so that the next master goes on there. The API does
-not tell standard output and standard error apart.
+date. ``log_places.json`` has it for each rank, so that the next master continues there. The API
+does not distinguish standard output from standard error.
 
 One thread reads the logs of all running pods, several at once, because a node that does not answer
 takes seconds.

@@ -123,8 +123,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(
-            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; see "
-            "its page"
+            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; "
+            "see its page"
         )
 
 

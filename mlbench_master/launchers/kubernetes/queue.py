@@ -126,6 +126,7 @@ class KubernetesQueue:
     def view(self, run_id: int) -> JobView | None:
         """Return the latest view of a watched run; None if it is older than the watching."""
         with self._lock:
+            # A look that began before the Job was created lacks it.
             if self._asked_at < self._watched.get(run_id, time.monotonic()):
                 return None
             return self._views.get(run_id)

@@ -109,9 +109,9 @@ def _shared_mount(folder: Path) -> Path | None:
     if mount == Path("/") or not folder.is_relative_to(mount):
         raise ConfigurationError(
             f"{PREFIX}SHARED_MOUNT must be a folder above {folder}, not "
-            f"{variable('SHARED_MOUNT')!r}: give the folder at which the claim "
-            f"{variable('SHARED_CLAIM')!r} is mounted, and keep the data folder of the master "
-            "below it"
+            f"{variable('SHARED_MOUNT')!r}: "
+            f"give the folder at which the claim {variable('SHARED_CLAIM')!r} is mounted, "
+            "and keep the data folder of the master below it"
         )
     return mount
 

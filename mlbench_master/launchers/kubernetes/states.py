@@ -45,7 +45,7 @@ class Trouble:
     Attributes:
         time_s: Its time in seconds since 1970; the end of the worker, or the request to delete the
             pod.
-        weight: 0 for a cause, more for what is rather an effect of another pod's end.
+        weight: 0 for a cause, more for a probable effect of another pod's end.
         rank: Rank of the worker.
         reason: One line.
         returncode: Exit status of the worker, negative for a signal; None if it has none.

@@ -192,15 +192,17 @@ class LocalLauncher(FolderLauncher):
                 raise ConfigurationError(f"cannot start run {job.run_id}: {problem}")
         port_socket: socket.socket | None = None
         limit_bytes = log_limit_bytes()
+        program, removed = "", variables_to_remove(job.caller_env)
+        if containers is not None:
+            # A container inherits nothing of the master.
+            program, removed = containers.program, []
         # The containers of Docker and Podman are not below the supervisor, which measures the
         # processes below it.
-        sample_s = 0.0
-        if containers is None or containers.program == "apptainer":
-            sample_s = load_interval_s()
+        sample_s = load_interval_s() if program in ("", "apptainer") else 0.0
         try:
             (folder / "work").mkdir(parents=True)
-            if containers is not None:
-                (folder / "container").write_text(containers.program)
+            if program:
+                (folder / "container").write_text(program)
             if job.network:
                 (folder / emulated_hosts.FILE).write_text(job.network)
             self.results(job_id).mkdir()
@@ -209,15 +211,14 @@ class LocalLauncher(FolderLauncher):
             content = {
                 "commands": commands,
                 "env": env,
-                # A container inherits nothing of the master.
-                "remove": variables_to_remove(job.caller_env) if containers is None else [],
+                "remove": removed,
                 "cwd": job.cwd,
                 "grace_s": self._grace_s,
                 "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
                 "gpus": job.gpus,
                 "load_interval_s": sample_s,
-                "container": containers.program if containers else "",
+                "container": program,
                 "network": job.network,
             }
             job_file = folder / "job.json"
@@ -313,6 +314,7 @@ class LocalLauncher(FolderLauncher):
     def _end_marked(self, folder: Path) -> None:
         """End processes and containers that a killed supervisor left behind."""
         end_marked(folder, self._grace_s)
+        # The emulated hosts of a run outlive its supervisor.
         if (folder / emulated_hosts.FILE).exists():
             EmulatedNetwork.cleanup()
         with contextlib.suppress(OSError):

@@ -323,14 +323,14 @@ class _Ended:
         limit = entry.time_limit or "see its partition"
         reasons = {
             "TIMEOUT": (
-                f"{who} reached its time limit ({limit}): give a longer --time in the engine "
-                "options"
+                f"{who} reached its time limit ({limit}): "
+                "give a longer --time in the engine options"
             ),
             "CANCELLED": f"{who} was cancelled, but not by MLBench",
             "PREEMPTED": f"{who} was preempted by a job of higher priority",
             "OUT_OF_MEMORY": (
-                f"{who} used more memory than it had: give a larger --mem-per-cpu in the engine "
-                "options"
+                f"{who} used more memory than it had: "
+                "give a larger --mem-per-cpu in the engine options"
             ),
         }
         other = f"{who} ended with the state {entry.state}"

@@ -47,7 +47,7 @@ _SHORTEST_PAUSE_S = 1.0
 # master runs over to the jobs that it starts.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_MPI_TYPE")
 # Its commands read options from their variables, too. Only those for the place and the limits of a
-# job are the user's: others would change what is submitted, or what squeue answers.
+# job are the user's: others would change the job that is submitted, or the answers of squeue.
 _OF_SLURM = re.compile("(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SCONTROL|SINFO)_")
 # Workers read these from a file that only their user can read; Slurm keeps the environment of a job
 # in its database.
@@ -61,8 +61,8 @@ class QueueEntry:
     """A job as Slurm describes it.
 
     Attributes:
-        state: Slurm's word for its state, or :data:`UNKNOWN`.
-        reason: Slurm's word for the reason why it waits or has failed; ``"None"`` or empty without
+        state: Slurm's name of its state, or :data:`UNKNOWN`.
+        reason: Slurm's name of the reason why it waits or has failed; ``"None"`` or empty without
             one.
         time_limit: Its time limit.
         nodes: Its nodes in Slurm's short form.
@@ -119,6 +119,7 @@ class SlurmQueue:
     def entry(self, slurm_id: str) -> QueueEntry | None:
         """Return the entry of a watched job; None if Slurm was not asked since watching began."""
         with self._lock:
+            # A call that began before the job was submitted lacks it.
             if self._asked_at < self._watched.get(slurm_id, time.monotonic()):
                 return None
             return self._entries.get(slurm_id, QueueEntry(UNKNOWN))
@@ -318,8 +319,8 @@ def cancel(slurm_id: str, timeout_s: float) -> None:
                 run_slurm("scancel", slurm_id)
         if time.monotonic() > deadline:
             raise LauncherError(
-                f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: it is {state}; "
-                "try again"
+                f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: "
+                f"it is {state}; try again"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

@@ -60,7 +60,7 @@ class LoadSampler:
     ) -> None:
         self._num_workers = num_workers
         self._roots = roots
-        # Then the processes below it tell their ranks.
+        # Then the processes below it have their ranks in their environment.
         self._starts_others = len(roots) < num_workers or None in roots.values()
         self._gpus = GpuMeter(gpus)
         self._own_namespace = _namespace(_OWN_PROCESS)
@@ -73,7 +73,7 @@ class LoadSampler:
     def sample(self) -> dict[int, dict[str, Any]]:
         """Return the load of each worker that has a process, by rank, since the last call."""
         now = time.monotonic()
-        elapsed = max(now - self._time, 1e-3)
+        elapsed = max(now - self._time, 1e-3)  # not 0 for two calls at once
         seconds: dict[int, float] = {}
         memory: dict[int, int] = {}
         namespaces: dict[int, str] = {}
@@ -86,7 +86,8 @@ class LoadSampler:
                 memory.setdefault(rank, 0)
                 memory[rank] += process.memory_info().rss
                 namespace = _namespace(process.pid) or self._own_namespace
-                if namespaces.setdefault(rank, namespace) == self._own_namespace != namespace:
+                # A worker may have processes in its own namespace and in that of the machine.
+                if namespaces.get(rank, self._own_namespace) == self._own_namespace:
                     namespaces[rank] = namespace
                 if namespace not in counters:
                     counters[namespace] = _namespace_bytes(process.pid)
