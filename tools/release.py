@@ -36,33 +36,23 @@ ONLY_IN_THE_CHECKOUT = re.compile(
 )
 NEVER = re.compile(r"(^|/)(tests|docs|tools)/|\.pyc$|\.so$")
 SOURCES = (
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "Makefile",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "CITATION.cff",
-)
-SOURCE_FOLDERS = [*PACKAGES, "requirements"]
+    "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile",
+    "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
+)  # fmt: skip
+SOURCE_FOLDERS = (*PACKAGES, "requirements")
+COMPILED = ("__pycache__", "*.pyc", "*.so")
 
 
 def copy_sources(target: Path) -> None:
     """Copy the parts of the checkout that a build reads, and some that it must leave out."""
-    skipped = shutil.ignore_patterns(
-        "__pycache__", "*.pyc", "*.so", "*.egg-info", "_build", "results"
-    )
     for name in SOURCES:
         shutil.copy(ROOT / name, target)
+    ignore = shutil.ignore_patterns(*COMPILED)
     for name in SOURCE_FOLDERS:
-        shutil.copytree(
-            ROOT / name,
-            target / name,
-            ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"),
-        )
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+    ignore = shutil.ignore_patterns(*COMPILED, "*.egg-info", "_build", "results")
     for name in ("docs", "tools"):
-        shutil.copytree(ROOT / name, target / name, ignore=skipped)
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -104,17 +94,14 @@ def names_in_wheel(wheel: Path) -> set[str]:
 
 def expected_in_wheel() -> set[str]:
     """Return the files of the checkout that belong into the wheel, by their names there."""
-    found = set()
+    expected = set()
     for folder, package in PACKAGES.items():
         for path in (ROOT / folder).rglob("*"):
             name = f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
-            if (
-                path.is_file()
-                and not NEVER.search(name)
-                and not ONLY_IN_THE_CHECKOUT.fullmatch(name)
-            ):
-                found.add(name)
-    return found
+            is_left_out = NEVER.search(name) or ONLY_IN_THE_CHECKOUT.fullmatch(name)
+            if path.is_file() and not is_left_out:
+                expected.add(name)
+    return expected
 
 
 def find_problems(source: Path, wheel: Path) -> list[str]:
@@ -129,33 +116,41 @@ def find_problems(source: Path, wheel: Path) -> list[str]:
         names_in_wheel(wheel),
         expected_in_wheel(),
     )
+    # The names of the source distribution's files, as they would be in a wheel.
+    as_packaged = set()
+    for name in in_source:
+        folder, slash, rest = name.partition("/")
+        if slash and folder in PACKAGES:
+            as_packaged.add(f"{PACKAGES[folder]}/{rest}")
     metadata = {name for name in in_wheel if name.split("/")[0].endswith(".dist-info")}
     sources = files_below("requirements") | set(SOURCES)
-    packaged = {name for folder in PACKAGES for name in in_source if name.startswith(f"{folder}/")}
-    as_packaged = {PACKAGES[name.split("/")[0]] + "/" + name.partition("/")[2] for name in packaged}
-    return [
-        *(f"{wheel.name} lacks {name}" for name in sorted(expected - in_wheel)),
-        *(f"{wheel.name} must not have {name}" for name in sorted(in_wheel - metadata - expected)),
-        *(f"{source.name} lacks {name}" for name in sorted(sources - in_source)),
-        *(f"{source.name} lacks {name}" for name in sorted(expected - as_packaged)),
-        *(
-            f"{source.name} must not have {name}"
-            for name in sorted(in_source)
-            if NEVER.search(name)
-        ),
-    ]
+    refused = filter(NEVER.search, in_source)
+    problems = []
+    for file, problem, names in (
+        (wheel, "lacks", expected - in_wheel),
+        (wheel, "must not have", in_wheel - metadata - expected),
+        (source, "lacks", sources - in_source),
+        (source, "lacks", expected - as_packaged),
+        (source, "must not have", refused),
+    ):
+        problems += [f"{file.name} {problem} {name}" for name in sorted(names)]
+    return problems
 
 
 def files_below(folder: str) -> set[str]:
     """Return the files of a folder of the checkout."""
-    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {name for path in paths if not NEVER.search(name := path.relative_to(ROOT).as_posix())}
+    files = set()
+    for path in (ROOT / folder).rglob("*"):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and not NEVER.search(name):
+            files.add(name)
+    return files
 
 
 def read_metadata(wheel: Path) -> email.message.Message:
     """Return the metadata of a wheel: version, required packages, extras, description."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         return email.message_from_bytes(archive.read(name))
 
 
@@ -164,13 +159,14 @@ def describe(source: Path, wheel: Path) -> str:
     lines = []
     for path, names in ((source, names_in_source(source)), (wheel, names_in_wheel(wheel))):
         lines.append(f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, {len(names)} files")
-        tops = Counter(name.split("/")[0] + "/" * ("/" in name) for name in names)
+        # The top folder of a file with its slash, or the whole name of a file that is in none.
+        tops = Counter(re.match(r"[^/]*/?", name)[0] for name in names)
         lines += [f"  {count:>5}  {top}" for top, count in sorted(tops.items())]
     return "\n".join(lines)
 
 
 def next_steps(version: str) -> str:
-    """Return what is left to do for a real release of a version."""
+    """Return the remaining steps of a real release of a version."""
     final = re.sub(r"\.dev\d+$", "", version)
     steps = [
         f"set the version {final} in the files that CONTRIBUTING.md lists",
@@ -187,12 +183,8 @@ def run_twine(*files: Path) -> bool:
     if importlib.util.find_spec("twine") is None:
         print("twine check: skipped, because twine is not installed (pip install twine)")
         return True
-    return (
-        subprocess.run(
-            [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
-        ).returncode
-        == 0
-    )
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+    return subprocess.run(command).returncode == 0
 
 
 def main() -> int:
@@ -210,10 +202,8 @@ def main() -> int:
     problems = find_problems(source, wheel)
     print("\n".join(problems) or "contents: as expected")
     twine_agrees = run_twine(source, wheel)
-    print(
-        "Nothing was published. A real release:\n"
-        f"{next_steps(str(read_metadata(wheel)['Version']))}"
-    )
+    print("Nothing was published. A real release:")
+    print(next_steps(str(read_metadata(wheel)["Version"])))
     return int(bool(problems) or not twine_agrees)
 
 
