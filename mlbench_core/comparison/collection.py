@@ -165,7 +165,9 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
     commands = []
     for group in groups:
         folder = group.records[0].folder
-        words = None if folder is None else read_environment(folder).get("command_line")
+        if folder is None:
+            continue
+        words = read_environment(folder).get("command_line")
         if isinstance(words, list):
             commands.append(shlex.join(map(str, words)))
     return _distinct(commands)

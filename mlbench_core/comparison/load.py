@@ -63,10 +63,12 @@ def load(
     records: dict[str, RunRecord] = {}
     for path in map(Path, paths):
         problems: list[str] = []
-        at_path = list(_load(path, problems.append if unreadable else None))
-        for problem in problems:
-            assert unreadable is not None
-            unreadable(problem)
+        if unreadable is None:
+            at_path = list(_load(path, None))
+        else:
+            at_path = list(_load(path, problems.append))
+            for problem in problems:
+                unreadable(problem)
         if not at_path and not problems and empty_is_error:
             raise ConfigurationError(
                 f"{path} has no result: name a result folder, or a file of 'mlbench run "
@@ -89,8 +91,10 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
     if path.is_file():
         if path.name == RESULT:
             yield from _read(_load_folder, path.parent, unreadable)
-        elif path.suffix in (".json", ".zip"):
-            yield from _read(_load_zip if path.suffix == ".zip" else _load_json, path, unreadable)
+        elif path.suffix == ".zip":
+            yield from _read(_load_zip, path, unreadable)
+        elif path.suffix == ".json":
+            yield from _read(_load_json, path, unreadable)
         return
     if not path.is_dir():
         raise ConfigurationError(f"{path} does not exist")

@@ -220,11 +220,12 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     summary, goal = latest_json(metrics, "summary @ 0"), latest_json(metrics, "goal @ 0")
     times = _times(summary)
     steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
-    result = _latest(metrics, "TaskResult @ 0")
-    result = "" if result is None else str(result).strip()
+    text = _latest(metrics, "TaskResult @ 0")
+    result = "" if text is None else str(text).strip()
     reached = _is_reached(goal, summary, result)
     # The parts of the goal that count only if it was reached.
     reached_goal = goal if reached else {}
+    time_to_goal_s = _time_to_goal([goal, summary], result, metrics) if reached else None
     workers = _workers(run, summary, metrics)
     sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
     exposed_s = number(times.get("exposed_communication"))
@@ -246,7 +247,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
         "goal_value": number(reached_goal.get("value")),
-        "time_to_goal_s": _time_to_goal([goal, summary], result, metrics) if reached else None,
+        "time_to_goal_s": time_to_goal_s,
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
         "validation_s": number(times.get("validation")),
         "wall_s": number(times.get("wall")),
@@ -388,7 +389,9 @@ def _value(entry: Any) -> Any:
 def _latest(metrics: Metrics, name: str) -> Any:
     # The file of a saved run may hold anything.
     entries = metrics.get(name)
-    return _value(entries[-1]) if isinstance(entries, list) and entries else None
+    if not isinstance(entries, list) or not entries:
+        return None
+    return _value(entries[-1])
 
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,14 +441,14 @@ def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
 def _time_to_goal(
     reports: Sequence[Mapping[str, Any]], result: str, metrics: Metrics
 ) -> float | None:
+    candidates = [report.get("time_to_goal_s") for report in reports]
+    # A goal of the user may return only the number of seconds as its text.
+    candidates.append(result)
     in_text = _TIME_IN_RESULT.search(result)
-    return number(
-        *(report.get("time_to_goal_s") for report in reports),
-        # A goal of the user may return only the number of seconds as its text.
-        result,
-        in_text[1] if in_text else None,
-        _latest(metrics, "TotalCumulativeTrainTime @ 0"),
-    )
+    if in_text:
+        candidates.append(in_text[1])
+    candidates.append(_latest(metrics, "TotalCumulativeTrainTime @ 0"))
+    return number(*candidates)
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:

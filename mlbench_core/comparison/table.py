@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -307,13 +308,15 @@ def compare_groups(
     Raises:
         ConfigurationError: No group has the label ``baseline``; the message lists the labels.
     """
-    labels = dict.fromkeys(group.label for group in groups)
+    labels = dict.fromkeys(map(operator.attrgetter("label"), groups))
     if baseline is not None and baseline not in labels:
         quoted = ", ".join(f"'{label}'" for label in labels)
         raise ConfigurationError(
             f"baseline must be one of {quoted}, not {baseline!r}: give the label of a row"
         )
-    rows = list(itertools.chain.from_iterable(_rows(each, price) for each in series(groups)))
+    rows: list[dict[str, Any]] = []
+    for each in series(groups):
+        rows += _rows(each, price)
     _add_ratios(rows, baseline)
     # In the order of the groups, whatever the order of the series.
     order = {(group.label, group.workers): position for position, group in enumerate(groups)}
@@ -445,9 +448,12 @@ def _mean(group: Group, name: str) -> float | None:
 
 
 def _workload_text(group: Group) -> str:
-    program, dataset = workload(group.records[0])
-    name = f"task {program}" if group.configuration.get("task") else program
-    return name if dataset == "None" else f"{name} on {dataset}"
+    name, dataset = workload(group.records[0])
+    if group.configuration.get("task"):
+        name = f"task {name}"
+    if dataset != "None":
+        name += f" on {dataset}"
+    return name
 
 
 def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]]:
@@ -468,7 +474,8 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
                 a, b = b, a
         tests.append(_test(a, b))
     tested = [row for row in tests if row["p"] is not None]
-    for row, p_holm in zip(tested, holm([row["p"] for row in tested]), strict=True):
+    adjusted = holm([row["p"] for row in tested])
+    for row, p_holm in zip(tested, adjusted, strict=True):
         row["p_holm"] = p_holm
         if p_holm >= 0.05:
             row["verdict"] = "no difference shown"
@@ -481,10 +488,11 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
 
 def _test(a: Group, b: Group) -> dict[str, Any]:
     """Return the test of two groups, without the columns that depend on the other tests."""
+    workers = str(a.workers) if a.workers == b.workers else f"{a.workers} and {b.workers}"
     row: dict[str, Any] = {
         "a": a.label,
         "b": b.label,
-        "workers": str(a.workers) if a.workers == b.workers else f"{a.workers} and {b.workers}",
+        "workers": workers,
         **dict.fromkeys(("test", "ratio", "ratio_low", "ratio_high", "effect", "p", "p_holm")),
     }
     test = compare_times(a.records, b.records)
@@ -548,7 +556,9 @@ def cell(column: Column, row: Mapping[str, Any]) -> str:
         return "-" if row.get("missed") else column.missing
     if column.key == "p" and value < 1e-4:
         return "< 0.0001"
-    return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
+    if column.digits is None:
+        return str(value)
+    return f"{value:,.{column.digits}f}"
 
 
 def _is_shown(column: Column, rows: Iterable[Mapping[str, Any]]) -> bool:

@@ -46,7 +46,9 @@ def complete(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
     Args:
         records: The runs of one group.
     """
-    return () if any(map(is_miss, records)) else tuple(records)
+    if any(map(is_miss, records)):
+        return ()
+    return tuple(records)
 
 
 def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:

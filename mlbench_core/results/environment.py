@@ -156,10 +156,11 @@ def describe_environment(
     if tensorflow is not None:
         environment["tensorflow"] = tensorflow
     environment["packages"] = describe_packages()
-    environment["checkouts"] = {
-        "program": None if program is None else describe_checkout(program, accept_new=True),
-        "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
-    }
+    checkouts: dict[str, Any] = {"program": None}
+    if program is not None:
+        checkouts["program"] = describe_checkout(program, accept_new=True)
+    checkouts["mlbench_core"] = describe_checkout(Path(__file__).parents[1] / "__init__.py")
+    environment["checkouts"] = checkouts
     recorded = {name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}
     return {
         **environment,
@@ -560,7 +561,9 @@ def _control_groups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         # The line of version 2 names no controllers.
         if not controllers or controller in controllers.split(","):
-            root = _SYS / "fs/cgroup" / (controller if controllers else "")
+            root = _SYS / "fs/cgroup"
+            if controllers:
+                root /= controller
             parts = list(filter(None, path.split("/")))
             for length in range(len(parts), -1, -1):
                 yield root.joinpath(*parts[:length])

@@ -250,7 +250,9 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     # A line of many nested brackets raises RecursionError.
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and _is_sound(line) else None
+    if not isinstance(line, dict) or not _is_sound(line):
+        return None
+    return line
 
 
 # Unknown in a run that continues from a checkpoint of an earlier version; the processor time also

@@ -184,7 +184,8 @@ def _wire_bytes(worker: _Worker) -> float | None:
 def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     """Return the sum over all workers, None if one is unknown, and the first worker's value."""
     known = [value for value in values if value is not None]
-    return {"all_workers": sum(known) if len(known) == len(values) else None, "rank_0": values[0]}
+    total = sum(known) if len(known) == len(values) else None
+    return {"all_workers": total, "rank_0": values[0]}
 
 
 def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     for group in groups:
         total, phases = _total(group), _phases(group)
         hidden = mean(group.values("communication_hidden_s"))
-        row = [group.label, group.workers, total.runs, group.missed]
+        row: list[Any] = [group.label, group.workers, total.runs, group.missed]
         row += [total.value, total.low, total.high, *map(phases.get, PHASES)]
-        rows.append([*row, hidden.value if hidden else None])
+        row.append(None if hidden is None else hidden.value)
+        rows.append(row)
     return canvas.Drawing("total_time_by_phase", figure, text, rows)
 
 
@@ -203,7 +204,9 @@ def _known_total(group: Group) -> Estimate | None:
     """
     if _mark(group) == "*":
         cost_s = cost_per_success_s(group.records)
-        return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
+        if cost_s is None:
+            return None
+        return Estimate(cost_s, runs=len(group.records))
     times = [record.total_s for record in group.records if record.total_s is not None]
     if times and group.missed:
         return Estimate(math.fsum(times), runs=len(times))

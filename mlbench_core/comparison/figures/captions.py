@@ -59,7 +59,7 @@ def subtitle(groups: Sequence[Group], short: bool = False) -> str:
 
 def shared_goal(groups: Sequence[Group]) -> Mapping[str, Any] | None:
     """Return the goal that all groups share; None if there is none, or it has no metric."""
-    goal = _shared([group.configuration for group in groups], "goal")
+    goal = _shared(_configurations(groups), "goal")
     return goal if goal and goal.get("metric") is not None else None
 
 
@@ -100,6 +100,10 @@ def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
     return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
 
 
+def _configurations(groups: Sequence[Group]) -> list[Mapping[str, Any]]:
+    return [group.configuration for group in groups]
+
+
 def _shared(mappings: Sequence[Mapping[str, Any]], name: str) -> Any:
     """Return the value of an entry that all mappings have in common; None if they differ."""
     values = [mapping.get(name) for mapping in mappings]
@@ -109,7 +113,7 @@ def _shared(mappings: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 
 def _workload(groups: Sequence[Group]) -> str:
-    configurations = [group.configuration for group in groups]
+    configurations = _configurations(groups)
     programs = sorted(set(map(_program, configurations)))
     tasks = [configuration.get("task") for configuration in configurations]
     if all(tasks):
@@ -137,7 +141,7 @@ def _program(configuration: Mapping[str, Any]) -> str:
 
 
 def _goal(groups: Sequence[Group]) -> str:
-    configurations = [group.configuration for group in groups]
+    configurations = _configurations(groups)
     goal = _shared(configurations, "goal")
     if goal:
         return f"Goal: {goal_text(goal)}"

@@ -247,7 +247,9 @@ def _known(rows: Iterable[Estimates]) -> list[Estimate]:
 
 
 def _cells(value: Estimate | None) -> list[float | None]:
-    return [None, None, None] if value is None else [value.value, value.low, value.high]
+    if value is None:
+        return [None, None, None]
+    return [value.value, value.low, value.high]
 
 
 def _prepare(axes: Axes, every: Sequence[Series]) -> None:
@@ -270,7 +272,9 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     """Draw a line with error bars for each series, shifted so that no error bar hides another."""
     low, high = axes.get_xlim()
     # With a single number of workers, the points have the whole width.
-    step = min(0.02, 0.1 / len(every)) if len(axes.get_xticks()) > 1 else 0.9 / len(every)
+    step = 0.9 / len(every)
+    if len(axes.get_xticks()) > 1:
+        step = min(0.02, 0.1 / len(every))
     looks = method_looks(one.label for one in every)
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
