@@ -20,7 +20,7 @@ from mlbench_master.launchers.interface import (
     LogPage,
     LogRange,
 )
-from mlbench_master.launchers.logs import LogReader
+from mlbench_master.launchers.logs import LogReader, append_log, last_file
 
 __all__ = ["FolderLauncher", "read_interval", "unreachable_note"]
 
@@ -94,6 +94,12 @@ class FolderLauncher(Launcher):
     def results(self, job_id: str) -> Path:
         """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
         return self._job_folder(job_id) / "output"
+
+    def note(self, job_id: str, text: str) -> None:
+        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
+        # A full disk must not keep the master from recording the end of the run.
+        with contextlib.suppress(OSError):
+            append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""

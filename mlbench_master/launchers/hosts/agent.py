@@ -49,6 +49,7 @@ from mlbench_master.launchers.supervisor.start import (
     read_state,
     signal_to,
     start_supervisor,
+    write_private,
 )
 
 __all__ = ["answer"]
@@ -197,9 +198,7 @@ class _Run:
                 f"the port {self._job['port']} was taken: start the run again ({error.strerror})"
             ) from error
         with port_socket:
-            job_file = self.folder / "job.json"
-            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
-            job_file.write_text(json.dumps(self._content()))
+            write_private(self.folder / "job.json", json.dumps(self._content()))
             start_supervisor(self.folder, port_socket)
 
     def stop(self) -> None:
@@ -314,7 +313,7 @@ def _send_files(request: dict[str, Any]) -> None:
 
 def _main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    os.umask(0o077)
+    os.umask(0o077)  # the files of a run are only for its user
     if "fetch" in request:
         _send_files(request)
     else:

@@ -40,7 +40,8 @@ from mlbench_master.launchers.hosts.run_state import LEFT_ON_HOSTS, HostRun
 from mlbench_master.launchers.hosts.ssh import Ssh
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
 from mlbench_master.launchers.local.launcher import load_interval_s
-from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
+from mlbench_master.launchers.logs import append_log, log_limit_bytes
+from mlbench_master.launchers.supervisor.start import write_private
 
 __all__ = ["HostsLauncher"]
 
@@ -140,9 +141,7 @@ class HostsLauncher(FolderLauncher):
             )
         try:
             (folder / "output").mkdir(parents=True)
-            job_file = folder / "job.json"
-            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
-            job_file.write_text(json.dumps(self._content(job, options, shares)))
+            write_private(folder / "job.json", json.dumps(self._content(job, options, shares)))
             for note in (*job.notes, *_notes(job, shares)):
                 append_log(folder / "log.jsonl", None, "system", note)
             self._known(job_id)
@@ -172,23 +171,18 @@ class HostsLauncher(FolderLauncher):
             return
         began = time.monotonic()
         run.stop()
-        # The threads of the hosts do the rest; this one only waits for them.
+        # The threads of the hosts do the rest.
         while not run.is_over:
             asked_at = {name: self._link(name, run.python).asked_at for name in run.hosts}
             problem = run.problem_since(asked_at, began)
             if not problem and time.monotonic() > began + _STOP_S:
                 problem = f"no end within {_STOP_S:g} s on {', '.join(run.open_hosts())}"
+            # A host that the user took out of the host file will never answer again.
             if problem and not self._give_up_removed(run):
                 raise LauncherError(
                     f"the run cannot be stopped everywhere yet: {problem}; stop it again later"
                 )
             time.sleep(0.05)
-
-    def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
-        # A full disk must not keep the master from recording the end of the run.
-        with contextlib.suppress(OSError):
-            append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""

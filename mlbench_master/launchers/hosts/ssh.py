@@ -140,13 +140,10 @@ class Ssh:
         """
         if host not in self._addresses:
             address = host.rpartition("@")[2]
+            command = [*self._program, "-G", "--", host]
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run(
-                    [*self._program, "-G", "--", host],
-                    capture_output=True,
-                    text=True,
-                    timeout=10,
-                    check=True,
+                    command, capture_output=True, text=True, timeout=10, check=True
                 )
                 for line in done.stdout.splitlines():
                     if line.startswith("hostname "):

@@ -285,10 +285,7 @@ _RESTRICTED: dict[str, Any] = {
         "containers": [
             {
                 "name": CONTAINER,
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "privileged": False,
-                },
+                "securityContext": {"allowPrivilegeEscalation": False, "privileged": False},
             }
         ],
     }

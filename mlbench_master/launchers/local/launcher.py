@@ -71,12 +71,7 @@ from mlbench_master.launchers.interface import WORKERS_PER_CORE, Job, JobStatus
 from mlbench_master.launchers.local import emulated_hosts
 from mlbench_master.launchers.local.gpus import find_gpus
 from mlbench_master.launchers.local.mpirun import is_mpirun, mpirun_command
-from mlbench_master.launchers.logs import (
-    append_log,
-    dropping_problem,
-    last_file,
-    log_limit_bytes,
-)
+from mlbench_master.launchers.logs import append_log, dropping_problem, last_file, log_limit_bytes
 from mlbench_master.launchers.supervisor.start import (
     end_marked,
     find_supervisor,
@@ -85,6 +80,7 @@ from mlbench_master.launchers.supervisor.start import (
     read_state,
     signal_to,
     start_supervisor,
+    write_private,
 )
 
 __all__ = ["LocalLauncher", "worker_commands"]
@@ -221,9 +217,7 @@ class LocalLauncher(FolderLauncher):
                 "container": program,
                 "network": job.network,
             }
-            job_file = folder / "job.json"
-            job_file.touch(mode=0o600)  # only for its owner: it may hold a token
-            job_file.write_text(json.dumps(content))
+            write_private(folder / "job.json", json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
             _children[folder] = start_supervisor(folder, port_socket)
@@ -297,12 +291,6 @@ class LocalLauncher(FolderLauncher):
         # A supervisor that was killed leaves its workers behind.
         if folder.exists() and not (folder / "status.json").exists():
             self._end_marked(folder)
-
-    def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
-        # A full disk must not keep the master from recording the end of the run.
-        with contextlib.suppress(OSError):
-            append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
     def _supervisor(self, folder: Path) -> int | None:
         """Return the process id of the run's supervisor if it is alive."""
@@ -385,6 +373,7 @@ def _mpi_command(job: Job, argv: list[str], in_container: bool) -> dict[str, Any
     """Return the single command that starts all workers of a job; MPI assigns the ranks."""
     if is_mpirun(argv[0]):  # the user's own mpirun, with its own options
         return {"argv": argv}
+    # One command line for all workers, unless each has its own words.
     workers = [argv]
     if any("{rank}" in word for word in argv):
         workers = [_ranked(argv, rank) for rank in range(job.num_workers)]

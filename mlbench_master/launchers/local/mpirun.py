@@ -24,7 +24,7 @@ OPEN_MPI_PREFIX = r"^\[[^\]]*,(\d+)\]<std(?:out|err)>: ?"
 MPICH_PREFIX = r"^\[(\d+)\] "
 """The beginning of a worker's line with ``-prepend-rank``: ``[0]``."""
 
-_VERSION_TIMEOUT_S = 30
+_TIMEOUT_S = 30
 
 
 def mpirun_command(
@@ -112,11 +112,7 @@ def _find_mpirun() -> str:
 def _version(program: str) -> str:
     try:
         done = subprocess.run(
-            [program, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
+            [program, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(

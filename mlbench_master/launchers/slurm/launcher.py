@@ -53,7 +53,7 @@ from mlbench_master.launchers.slurm.queue import (
     run_slurm,
 )
 from mlbench_master.launchers.slurm.rank_logs import RankLogs
-from mlbench_master.launchers.supervisor.start import folder_variables
+from mlbench_master.launchers.supervisor.start import folder_variables, write_private
 from mlbench_master.launchers.supervisor.supervise import (
     describe_exit,
     from_shell_status,
@@ -247,8 +247,7 @@ class SlurmLauncher(FolderLauncher):
         for part in ("work", "output", "logs", "status"):
             (folder / part).mkdir(parents=True)
         variables, removed = _variables(job, folder_variables(folder))
-        (folder / "env.sh").touch(mode=0o600)  # only for its owner: it may hold a token
-        (folder / "env.sh").write_text(script.environment_script(variables, removed))
+        write_private(folder / "env.sh", script.environment_script(variables, removed))
         (folder / "job.sh").write_text(script.job_script(job))
         (folder / "worker.sh").write_text(script.worker_script(job))
         write_json(folder / "job.json", {"mark": mark})

@@ -28,6 +28,7 @@ __all__ = [
     "read_state",
     "signal_to",
     "start_supervisor",
+    "write_private",
 ]
 
 FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
@@ -104,6 +105,7 @@ def _supervises(process: psutil.Process, folder: Path) -> bool:
 
 def end_marked(folder: Path, grace_s: float) -> None:
     """End processes that a killed supervisor left behind."""
+    # By the run's folder in their environment: their parent is gone.
     end_processes(processes_with(FOLDER_VARIABLE, str(folder)), grace_s)
 
 
@@ -112,6 +114,12 @@ def read_state(path: Path) -> bytes:
     # A worker may have replaced it by a pipe or a large file.
     with open_at_once(path) as file:
         return file.read(_STATE_BYTES)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, because it may hold a token."""
+    path.touch(mode=0o600)
+    path.write_text(text)
 
 
 def signal_to(pid: int, number: signal.Signals) -> None:
