@@ -67,7 +67,7 @@ _WORKER = """\
 own=$PWD
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 . ./env.sh
-{place}
+{ranks}
 {folder}
 # A signal for all processes of the job must not keep this shell from writing the worker's status.
 is_ended=
@@ -89,7 +89,7 @@ _TORCHRUN = """\
 export RANK="$rank" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
 export LOCAL_WORLD_SIZE="$(echo "$counts" | sed -n "$((SLURM_NODEID + 1))p")"
 """
-_MPI_PLACE = """\
+_MPI_RANKS = """\
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
 # With these, a worker sees if MPI has found all of them. On a node that mpirun reached,
 # SLURM_NTASKS is another number.
@@ -187,7 +187,7 @@ def worker_script(job: Job) -> str:
     needs_torchrun = job.backend != "mpi" and not has_one_task
     parts = ["rank=$SLURM_PROCID\n"]
     if job.backend == "mpi" and not has_one_task:
-        parts = [_MPI_PLACE.replace("{num_workers}", str(job.num_workers))]
+        parts = [_MPI_RANKS.replace("{num_workers}", str(job.num_workers))]
     if needs_torchrun or has_hosts:
         parts.append(_COUNTS)
     if needs_torchrun:
@@ -202,9 +202,9 @@ def worker_script(job: Job) -> str:
         folder = f"cd {shlex.quote(job.cwd)} || cd work || exit"
     elif job.cwd:
         folder = f"cd {shlex.quote(job.cwd)} || exit"
-    place, command = "".join(parts).rstrip("\n"), " ".join(map(_quote, words))
+    ranks, command = "".join(parts).rstrip("\n"), " ".join(map(_quote, words))
     return _WORKER.format(
-        name=job.name, run_id=job.run_id, place=place, folder=folder, command=command
+        name=job.name, run_id=job.run_id, ranks=ranks, folder=folder, command=command
     )
 
 

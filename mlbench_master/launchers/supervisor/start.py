@@ -138,11 +138,11 @@ def hold_port(address: str = "127.0.0.1", port: int = 0) -> socket.socket:
         address: The address; empty for all of this machine.
         port: The port; 0 for one that the system chooses.
     """
-    held = socket.socket()
+    reserved = socket.socket()
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((address, port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, port))
     except OSError:
-        held.close()
+        reserved.close()
         raise
-    return held
+    return reserved
