@@ -132,10 +132,10 @@ class QSGDAggregation(CompressedAggregation):
             codes[start : start + len(block)] = own_codes
         bits = bits_for(2 * self.levels + 1)
         messages = self._gather(as_bytes(norms, pack_codes(codes, bits)), divisor, extra)
-        received = [
-            (from_bytes(message, 0, len(norms), dtype), message[norms.nbytes :])
-            for message in messages
-        ]
+        received = []
+        for message in messages:
+            their_norms = from_bytes(message, 0, len(norms), dtype)
+            received.append((their_norms, message[norms.nbytes :]))
         for block, start, first in self._in_blocks(flats):
             total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)
             # Added in the order of ranks, because sums in different orders differ in their last
@@ -156,9 +156,9 @@ class QSGDAggregation(CompressedAggregation):
     def _pad(self, flat: Tensor) -> Tensor:
         """Return a flat tensor as one row for each bucket, with zeros at the end of the last."""
         missing = -len(flat) % self.bucket_size
-        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(
-            -1, self.bucket_size
-        )
+        if missing:
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        return flat.view(-1, self.bucket_size)
 
     def _in_blocks(self, flats: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
         """Split flat tensors into views of whole buckets that fit into a CPU's cache.
@@ -170,8 +170,9 @@ class QSGDAggregation(CompressedAggregation):
         """
         start = first = 0
         for flat in flats:
-            on_cpu = flat.device.type == "cpu"
-            buckets = max(1, BLOCK_ELEMENTS // self.bucket_size) if on_cpu else self._buckets(flat)
+            buckets = self._buckets(flat)
+            if flat.device.type == "cpu":
+                buckets = max(1, BLOCK_ELEMENTS // self.bucket_size)
             for block in flat.split(buckets * self.bucket_size):
                 yield block, start, first
                 start, first = start + len(block), first + self._buckets(block)

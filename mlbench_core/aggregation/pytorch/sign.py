@@ -124,7 +124,7 @@ class SignAggregation(CompressedAggregation):
             yield scaled_signs(torch.stack(flags).all(), block.new_ones(())).view(1)
 
         ballots = self._gather(pack_signs(signed(), zero_is_positive), divisor, extra)
-        end = sum(tensor.numel() for tensor in tensors.values())
+        end = sum(map(torch.numel, tensors.values()))
         is_finite = torch.cat([unpack_part(ballot, end, end + 1) for ballot in ballots]).all()
 
         def majority(first: int, start: int, stop: int) -> Tensor:
@@ -215,41 +215,34 @@ class EFSignAggregation(CompressedAggregation):
             # p, its absolute sum and its signs are computed while a block is in the CPU's cache.
             for p_n, tensor in zip(p, tensors.values(), strict=True):
                 sums = []
-                for block, part in zip(
-                    in_blocks(p_n.view(-1)), in_blocks(tensor.reshape(-1)), strict=True
-                ):
+                pairs = zip(in_blocks(p_n.view(-1)), in_blocks(tensor.reshape(-1)), strict=True)
+                for block, part in pairs:
                     block += part
-                    sums.append(
-                        torch.abs(
-                            block, out=kept.flat("size", len(block), block.dtype, block.device)
-                        ).sum()
-                    )
+                    size = kept.flat("size", len(block), block.dtype, block.device)
+                    sums.append(torch.abs(block, out=size).sum())
                     yield block
                 scales_of_p.append(torch.stack(sums).sum() / p_n.numel())
 
         # A zero counts as positive. A tensor of zeros still gives zeros, because its scale is 0.
         signs = pack_signs(blocks_of_p())
-        scales = torch.stack(
-            [mean_in_range(scale, p_n) for scale, p_n in zip(scales_of_p, p, strict=True)]
-        )
+        scales = torch.stack(list(map(mean_in_range, scales_of_p, p)))
         message = as_bytes(scales, signs)
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
-                # Zeros are positive here as well: a sum that started from +0 is never -0.
-                part -= torch.copysign(
-                    scale, part, out=kept.flat("size", len(part), part.dtype, part.device)
-                )  # now e
+                delta = kept.flat("size", len(part), part.dtype, part.device)
+                # Zeros are positive here as well: a sum that started from +0 is never -0. The
+                # memory now holds e.
+                part -= torch.copysign(scale, part, out=delta)
         # On a GPU, reading the flag would make the host wait, so there the values are always
         # replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         messages = self._gather(message, divisor, extra)
         # One row per tensor, and one column per worker.
-        their_scales = torch.stack(
-            [from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1
-        )
+        columns = [from_bytes(message, 0, len(p), scales.dtype) for message in messages]
+        their_scales = torch.stack(columns, dim=1)
         if scales.device.type != "cpu":
-            sizes = [tensor.numel() for tensor in tensors.values()]
+            sizes = list(map(torch.numel, tensors.values()))
             total = sum_scaled_signs(messages[:, scales.nbytes :], their_scales, sizes)
             unpack(divide(total, divisor), tensors.values())
             return
@@ -260,9 +253,8 @@ class EFSignAggregation(CompressedAggregation):
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
             first_byte, end = (first + start) // 8, (first + stop + 7) // 8
             size = 8 * (end - first_byte)
-            total, other = (
-                kept.flat(key, size, scales.dtype, scales.device) for key in ("total", "other")
-            )
+            total = kept.flat("total", size, scales.dtype, scales.device)
+            other = kept.flat("other", size, scales.dtype, scales.device)
             # All workers add in the same order, because sums in different orders differ in their
             # last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
@@ -306,9 +298,8 @@ def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Te
     total = scales.new_zeros(sum(sizes))
     for row, column in zip(packed, scales.unbind(1), strict=True):
         signs = unpack_bits(row, len(total)).to(scales.dtype).mul_(2).sub_(1)
-        for sum_n, signs_n, scale in zip(
-            total.split(sizes), signs.split(sizes), column, strict=True
-        ):
+        parts = zip(total.split(sizes), signs.split(sizes), column, strict=True)
+        for sum_n, signs_n, scale in parts:
             sum_n.addcmul_(signs_n, scale)
     return total
 

@@ -128,11 +128,13 @@ class ChunkedTopKAggregation(CompressedAggregation):
             recall(self._memory, name, tensor).mul_(self.decay).add_(tensor).view(-1)
             for name, tensor in tensors.items()
         ]
-        parts = [self._encode(chunks) for e_n in e for chunks in self._chunks(e_n)]
+        parts: list[Tensor] = []
+        for e_n in e:
+            parts += map(self._encode, self._chunks(e_n))
         for e_n in e:
             # Without this, an overflow would stay in the memory and in every later message.
             e_n.nan_to_num_(nan=0, posinf=0, neginf=0)
-        total = [torch.zeros_like(e_n) for e_n in e]
+        total = list(map(torch.zeros_like, e))
         # Added in the order of ranks, because sums in different orders differ in their last bits.
         for message in self._gather(torch.cat(parts), divisor, extra):
             start = 0
@@ -159,27 +161,24 @@ class ChunkedTopKAggregation(CompressedAggregation):
             return as_bytes(values, _pack_positions(picked, chunks.shape[1]))
         sizes = values.abs()
         is_zero = sizes == 0
-        # A repetition of the first position stands for a zero; see _dequantize().
+        # A repetition of the first position means a zero; see _dequantize().
         picked = torch.where(is_zero, picked[:, :1], picked)
         low = sizes.masked_fill(is_zero, torch.inf).amin(1, keepdim=True)
         intervals = self._intervals(sizes.shape[1])
         # Of equal sizes the intervals have no width: 0 / 0 is nan.
-        share = ((sizes - low) / (sizes.amax(1, keepdim=True) - low)).nan_to_num_(
-            nan=0, posinf=0, neginf=0
-        )
+        share = (sizes - low) / (sizes.amax(1, keepdim=True) - low)
+        share.nan_to_num_(nan=0, posinf=0, neginf=0)
         number = share.mul_(intervals).floor_().clamp_(0, intervals - 1).long()
         # In float64, so that a sum of large values stays in range.
-        sums, counts = torch.zeros(
-            2, len(chunks), intervals, dtype=torch.float64, device=chunks.device
-        )
+        shape = 2, len(chunks), intervals
+        sums, counts = torch.zeros(shape, dtype=torch.float64, device=chunks.device)
         sums.scatter_add_(1, number, sizes.double())
         counts.scatter_add_(1, number, is_zero.logical_not().double())
         means = (sums / counts.clamp(min=1)).to(chunks.dtype)
         codes = number.to(torch.int32).add_((values < 0).int(), alpha=intervals)
         chunks.scatter_add_(1, picked, -_dequantize(codes, means, picked))
-        return as_bytes(
-            means, _pack_positions(picked, chunks.shape[1]), pack_codes(codes.view(-1), self.bits)
-        )
+        positions = _pack_positions(picked, chunks.shape[1])
+        return as_bytes(means, positions, pack_codes(codes.view(-1), self.bits))
 
     def _intervals(self, count: int) -> int:
         """Return the number of intervals, whose means are sent, for ``count`` values."""
@@ -211,7 +210,7 @@ def _pack_positions(picked: Tensor, width: int) -> Tensor:
 
 
 def _dequantize(codes: Tensor, means: Tensor, picked: Tensor) -> Tensor:
-    """Return the values that codes stand for; 0 for a position that repeats the first of its row.
+    """Return the values of codes; 0 for a position that repeats the first of its row.
 
     Args:
         codes: Shape (n, k): the number of the interval, plus the number of intervals for negative
@@ -243,8 +242,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
 
     Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096
     consecutive coordinates. Some cut the values of a whole tensor, with their signs, into intervals
-    around their mean; here the intervals are those of the sizes in a chunk, and the sign is a bit
-    of its own. Either way, the mean of the values in an interval stands for them.
+    around their mean; here the intervals are those of the sizes in a chunk, and the sign is a
+    separate bit. Either way, the values in an interval are replaced by their mean.
 
     Attributes:
         compressed: The compression; it holds the error memory.
@@ -277,7 +276,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
     def __init__(
         self, compressed: ChunkedTopKAggregation | None = None, *, outer_lr: float = 1.0
     ) -> None:
-        compressed = ChunkedTopKAggregation() if compressed is None else compressed
+        if compressed is None:
+            compressed = ChunkedTopKAggregation()
         if not isinstance(compressed, ChunkedTopKAggregation):
             raise TypeError(
                 f"compressed must be a ChunkedTopKAggregation, not {type(compressed).__name__}"
@@ -304,7 +304,9 @@ class SparseLoCoAggregation(DiLoCoAggregation):
     def state_dict(self) -> dict[str, Any]:
         """Return shared weights by parameter name, and the error memory under ``"compressed"``."""
         state = super().state_dict()
-        return {**state, "compressed": self.compressed.state_dict()} if state else {}
+        if state:
+            state["compressed"] = self.compressed.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -312,9 +314,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         Raises:
             ValueError: It is another aggregation's state.
         """
-        super().load_state_dict(
-            {key: value for key, value in state_dict.items() if key != "compressed"}
-        )
+        own = {key: value for key, value in state_dict.items() if key != "compressed"}
+        super().load_state_dict(own)
         self.compressed.load_state_dict(state_dict.get("compressed", {}))
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

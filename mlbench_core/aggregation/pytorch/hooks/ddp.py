@@ -29,7 +29,7 @@ from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Tr
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.transport.buckets import strides_of
 from mlbench_core.aggregation.pytorch.transport.messages import divide
-from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_names
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["DDPHookState", "as_ddp_hook", "check_combines_gradients"]
@@ -71,10 +71,8 @@ class DDPHookState:
         self._aggregate = aggregation.agg_grad()
         # In the order of registration. Names without DDP's prefix "module." are those that
         # optimizers use.
-        self._names = {
-            parameter: plain_name(name) for name, parameter in ddp_model.module.named_parameters()
-        }
-        self._not_compared = {name: parameter for parameter, name in self._names.items()}
+        self._not_compared = by_plain_name(dict(ddp_model.module.named_parameters()))
+        self._names = {parameter: name for name, parameter in self._not_compared.items()}
         refuse_complex(aggregation, self._not_compared)
         self._arrived: list[_Arrived] = []
 
@@ -105,10 +103,11 @@ class DDPHookState:
                 "gradients must be dense (torch.strided), not "
                 f"{memory.layout}: build the layer without sparse=True"
             )
-        event = torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[memory.device] if memory.is_cuda else None
-        )
+        event: torch.cuda.Event | None = None
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        if memory.is_cuda:
+            event = torch.cuda.current_stream(memory.device).record_event()
+            future = torch.futures.Future(devices=[memory.device])
         gradients = dict(zip(bucket.parameters(), _gradients(bucket), strict=True))
         self._arrived.append(_Arrived(memory, gradients, future, self._start(memory), event))
         if bucket.is_last():
@@ -138,9 +137,10 @@ class DDPHookState:
             if item.transfer is not None:
                 self._finish(item.transfer)
         if arrived[0].transfer is None:
-            self._aggregate_together(
-                {p: view for item in arrived for p, view in item.gradients.items()}
-            )
+            gradients: dict[Tensor, Tensor] = {}
+            for item in arrived:
+                gradients.update(item.gradients)
+            self._aggregate_together(gradients)
         for item in arrived:
             item.future.set_result(item.memory)
 
@@ -179,11 +179,12 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:
     # DDP keeps complex numbers as pairs of real ones, but its own views count each pair as one
     # number. A bucket has parameters of one dtype.
     flat = torch.view_as_complex(memory.view(-1, 2))
-    parts = flat.split([parameter.numel() for parameter in parameters])
-    return [
-        part.as_strided(p.shape, strides_of(p), part.storage_offset())
-        for part, p in zip(parts, parameters, strict=True)
-    ]
+    gradients = []
+    parts = flat.split(list(map(torch.numel, parameters)))
+    for part, parameter in zip(parts, parameters, strict=True):
+        strides = strides_of(parameter)
+        gradients.append(part.as_strided(parameter.shape, strides, part.storage_offset()))
+    return gradients
 
 
 def as_ddp_hook(
@@ -244,10 +245,8 @@ def as_ddp_hook(
             "ddp_model must be a DistributedDataParallel, not "
             f"{type(ddp_model).__name__}: wrap the model first"
         )
-    ours, theirs = (
-        dist.get_process_group_ranks(group)
-        for group in (aggregation.group, ddp_model.process_group)
-    )
+    ours = dist.get_process_group_ranks(aggregation.group)
+    theirs = dist.get_process_group_ranks(ddp_model.process_group)
     if ours != theirs:
         raise ValueError(
             f"process_group of the aggregation must have the workers {theirs} of "

@@ -24,7 +24,7 @@ from mlbench_core.aggregation.pytorch.aggregation import AVG_WORLD, Aggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import check_combines_gradients
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
-from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_names, plain_name
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["FSDPHookState", "set_fsdp_hooks"]
@@ -128,22 +128,18 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
             f"{type(aggregation).__name__} does: FSDP2 gives "
             "a hook one flat shard for several parameters"
         )
-    modules = {
-        plain_name(name) or _ROOT: module
-        for name, module in fsdp_model.named_modules()
-        if isinstance(module, FSDPModule)
-    }
+    modules: dict[str, FSDPModule] = {}
+    for name, module in fsdp_model.named_modules():
+        if isinstance(module, FSDPModule):
+            modules[plain_name(name) or _ROOT] = module
     if not modules:
         raise ValueError(
             f"fsdp_model must have a module sharded by FSDP2, but {type(fsdp_model).__name__} has "
             "none: call fully_shard(model, mesh=...) first"
         )
     between = set(dist.get_process_group_ranks(aggregation.group))
-    for mesh in {
-        parameter.device_mesh
-        for parameter in fsdp_model.parameters()
-        if isinstance(parameter, DTensor)
-    }:
+    sharded = [p for p in fsdp_model.parameters() if isinstance(p, DTensor)]
+    for mesh in {parameter.device_mesh for parameter in sharded}:
         if mesh.ndim != 1:
             raise ValueError(
                 "the mesh of fsdp_model must have one dimension, the shards of a "
@@ -157,7 +153,7 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
                 f"{sorted(between)} and the replica {sorted(within)} share "
                 f"{sorted(within & between)}: give mesh['replica'].get_group()"
             )
-    parameters = {plain_name(name): parameter for name, parameter in fsdp_model.named_parameters()}
+    parameters = by_plain_name(dict(fsdp_model.named_parameters()))
     for name, parameter in parameters.items():
         if parameter.is_complex():
             raise TypeError(
@@ -165,6 +161,6 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
                 "FSDP2 does not reduce complex gradients"
             )
     state = FSDPHookState(aggregation, frozenset(modules), parameters)
-    for name, module in modules.items():
-        module.set_all_reduce_hook(partial(state._aggregate, name))
+    for name, sharded_module in modules.items():
+        sharded_module.set_all_reduce_hook(partial(state._aggregate, name))
     return state

@@ -60,9 +60,9 @@ class Bucket:
 
     def is_intact(self) -> bool:
         """Return whether the views still lie in the memory; converting a model moves gradients."""
-        return not self.holds_gradients or self._addresses == [
-            view.data_ptr() for view in self.views
-        ]
+        if not self.holds_gradients:
+            return True
+        return self._addresses == [view.data_ptr() for view in self.views]
 
     def fill(self, divisor: int | None) -> Tensor:
         """Copy the gradients into the message.
@@ -96,14 +96,13 @@ class Bucket:
         """Copy the received values into gradients that are not views of the message."""
         if self.memory is None or self.holds_gradients:
             return
-        present = [
-            (p.grad, v)
-            for p, v in zip(self.parameters, self.views, strict=True)
-            if p.grad is not None
-        ]
-        if present:
-            gradients, views = zip(*present, strict=True)
-            torch_private.foreach_copy_(list(gradients), list(views))
+        gradients, views = [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                views.append(view)
+        if gradients:
+            torch_private.foreach_copy_(gradients, views)
 
     def adopt(self, index: int, message: Tensor) -> None:
         """Give a parameter without a gradient on this worker the one that others sent."""
@@ -151,26 +150,22 @@ def plan_buckets(
         dtype = parameter.dtype if comm_dtype is None or parameter.is_complex() else comm_dtype
         size_bytes = parameter.numel() * dtype.itemsize
         holds_gradients = dtype == parameter.dtype
-        # A gradient as large as a bucket is a message by itself, which saves the copy into a
-        # bucket.
+        # A gradient as large as a bucket travels alone, which saves the copy into a bucket.
         if holds_gradients and size_bytes >= bucket_size_bytes:
             buckets.append(Bucket([name], [parameter], holds_gradients))
             continue
-        names = open_buckets.setdefault((dtype, parameter.device, holds_gradients), [])
+        kind = dtype, parameter.device, holds_gradients
+        names = open_buckets.setdefault(kind, [])
         names.append(name)
         if sum(parameters[n].numel() for n in names) * dtype.itemsize >= bucket_size_bytes:
-            buckets.append(
-                _bucket(
-                    open_buckets.pop((dtype, parameter.device, holds_gradients)), parameters, dtype
-                )
-            )
+            del open_buckets[kind]
+            buckets.append(_bucket(names, parameters, dtype))
     rest = [(names, dtype) for (dtype, _, _), names in open_buckets.items()]
     buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
     names, dtype = rest[-1] if rest else ([], torch.float32)
     last = _bucket(names, parameters, dtype, number_of_flags=len(parameters))
-    if (
-        not names and parameters
-    ):  # all gradients travel in earlier buckets, and the flags alone in the last one
+    # All gradients travel in earlier buckets, and the flags alone in the last one.
+    if not names and parameters:
         device = next(iter(parameters.values())).device
         last.memory = last.flags = torch.zeros(len(parameters), device=device)
     return [*buckets, last]
@@ -183,18 +178,18 @@ def _bucket(
     number_of_flags: int = 0,
 ) -> Bucket:
     members = [parameters[name] for name in names]
-    sizes = [member.numel() for member in members]
+    sizes = list(map(torch.numel, members))
     device = members[0].device if members else torch.device("cpu")
     memory = torch.zeros(sum(sizes) + number_of_flags, dtype=dtype, device=device)
     *parts, flags = memory.split([*sizes, number_of_flags])
-    views = [
-        part.as_strided(m.shape, strides_of(m), part.storage_offset())
-        for part, m in zip(parts, members, strict=True)
-    ]
+    views = []
+    for part, member in zip(parts, members, strict=True):
+        views.append(part.as_strided(member.shape, strides_of(member), part.storage_offset()))
     holds_gradients = not members or members[0].dtype == dtype
-    return Bucket(
-        list(names), members, holds_gradients, memory, views, flags if number_of_flags else None
-    )
+    bucket = Bucket(list(names), members, holds_gradients, memory, views)
+    if number_of_flags:
+        bucket.flags = flags
+    return bucket
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:

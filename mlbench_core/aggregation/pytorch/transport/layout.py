@@ -68,11 +68,11 @@ class Layout:
 
     def frozen_among(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Return the names that do not travel, in order; of new ones, those that take no part."""
-        return [
-            n
-            for n, p in parameters.items()
-            if n in self.frozen or (n not in self.known and not takes_part(p))
-        ]
+        frozen = []
+        for name, parameter in parameters.items():
+            if name in self.frozen or (name not in self.known and not takes_part(parameter)):
+                frozen.append(name)
+        return frozen
 
     def admit(self, names: Iterable[str]) -> None:
         """Let frozen parameters travel from now on; all workers give the same."""
@@ -116,15 +116,15 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
     def wait() -> None:
         if is_same():
             return
-        first, *others = [_parse(row) for row in _gather(text, group)]
-        rank, other = next(
-            (i, other)
-            for i, other in enumerate(others, start=1)
-            if list(other.items()) != list(first.items())
-        )
+        first, *others = map(_parse, _gather(text, group))
+        rank = 1
+        # As lists, because dictionaries with the same entries in another order are equal.
+        while list(others[rank - 1].items()) == list(first.items()):
+            rank += 1
+        difference = _difference(first, others[rank - 1], rank)
         raise ValueError(
-            "model must have the same parameters on all workers, but "
-            f"{_difference(first, other, rank)}: build the model in the same way on every worker"
+            f"model must have the same parameters on all workers, but {difference}: "
+            "build the model in the same way on every worker"
         )
 
     return wait
@@ -149,10 +149,8 @@ def _gather(text: bytes, group: Any) -> list[bytes]:
 
 def _parse(text: bytes) -> dict[str, list[Any]]:
     """Return the properties of parameters by name."""
-    return {
-        name: properties
-        for name, *properties in map(json.loads, filter(None, text.decode().split("\n")))
-    }
+    lines = filter(None, text.decode().split("\n"))
+    return {name: properties for name, *properties in map(json.loads, lines)}
 
 
 def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: int) -> str:
@@ -175,6 +173,7 @@ def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: 
                 f"requires_grad of {name!r} is {trains} on worker "
                 f"0 and {other_trains} on worker {rank}"
             )
+    # Both have the same parameters, so only the order differs.
     position, ours, theirs = next(
         (i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b
     )

@@ -32,6 +32,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["OverlappedReduction"]
 
-_NO_PASS = -1  # stands for autograd's number of a pass if gradients are sent outside of one
+# Takes the place of autograd's number of a pass if gradients are sent outside of one.
+_NO_PASS = -1
 
 
 @dataclass
@@ -209,10 +211,12 @@ class OverlappedReduction:
         current.missing[bucket] -= 1
         self._note_arrivals(current)
         # The last bucket waits for the end of the pass, because it has the flags of all parameters.
-        while (sent := len(current.transfers)) < len(self._buckets) - 1 and current.missing[
-            sent
-        ] <= 0:
-            self._send(current, self._buckets[sent])
+        for i in range(len(current.transfers), len(self._buckets) - 1):
+            # In the order of the buckets, which is the same on all workers: a full one waits for
+            # those before it.
+            if current.missing[i] > 0:
+                break
+            self._send(current, self._buckets[i])
 
     def _open(self, graph_task: int) -> _Pass:
         # A change is noticed here and nowhere else: workers with and without a backward pass both
@@ -221,16 +225,16 @@ class OverlappedReduction:
         parameters = dict(parameters_of(self._model))
         layout = self._aggregation.layout
         self._aggregation.compare_models(parameters)
-        if (
-            not is_intact
-            or (signature(parameters), layout.frozen_among(parameters)) != self._signature
-        ):
+        current_signature = signature(parameters), layout.frozen_among(parameters)
+        if not is_intact or current_signature != self._signature:
             self._lay_out()
         if self._is_new_step:
             self._aggregation.last_bytes = 0
             self._is_new_step = False
         within = "backprop" if graph_task != _NO_PASS else None
-        missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
+        missing = []
+        for bucket in self._buckets:
+            missing.append(sum(1 for p in bucket.parameters if p.requires_grad))
         self._pass = _Pass(graph_task, missing, Interval(self._device, within))
         return self._pass
 
@@ -253,11 +257,10 @@ class OverlappedReduction:
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.start_message()
         with current.interval.exposed():
-            message = bucket.fill(
-                self._aggregation.world_size if self._divides_early(bucket) else None
-            )
+            divisor = self._aggregation.world_size if self._divides_early(bucket) else None
+            message = bucket.fill(divisor)
             if bucket.flags is not None:
-                present = [float(p.grad is not None) for b in self._buckets for p in b.parameters]
+                present = [float(p.grad is not None) for p in self._sent_parameters()]
                 bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
                 self._aggregation.mark(bucket.flags, self._frozen)
             current.transfers.append(self._aggregation.start(message, overlapped=True))
@@ -265,9 +268,9 @@ class OverlappedReduction:
 
     def _divides_early(self, bucket: Bucket) -> bool:
         """Return whether a bucket is divided by the number of workers before it is sent."""
-        return bool(bucket.parameters) and self._aggregation.divides_early(
-            bucket.parameters[0].dtype
-        )
+        if not bucket.parameters:
+            return False
+        return self._aggregation.divides_early(bucket.parameters[0].dtype)
 
     @torch.no_grad()
     @naming_lost_workers()
@@ -277,9 +280,8 @@ class OverlappedReduction:
             self._send(current, bucket)
         # Cleared before the waits, so that an error in them does not leave a stale pass behind.
         self._pass = None
-        for position, (bucket, transfer) in enumerate(
-            zip(self._buckets, current.transfers, strict=True)
-        ):
+        messages = zip(self._buckets, current.transfers, strict=True)
+        for position, (bucket, transfer) in enumerate(messages):
             with current.interval.exposed():
                 self._aggregation.finish(transfer)
                 if not self._divides_early(bucket):
@@ -297,19 +299,20 @@ class OverlappedReduction:
 
     def _adopt(self, current: _Pass) -> None:
         """Give parameters without a gradient the average of the other workers."""
-        places = [
-            (i, j, p)
-            for i, bucket in enumerate(self._buckets)
-            for j, p in enumerate(bucket.parameters)
-        ]
         # Only a worker that lacks a gradient reads the flags, because reading them waits for a GPU.
-        if all(parameter.grad is not None for _, _, parameter in places):
+        if all(parameter.grad is not None for parameter in self._sent_parameters()):
             return
         flags = self._buckets[-1].flags
         assert flags is not None
-        for (i, j, parameter), is_present in zip(places, flags.abs().tolist(), strict=True):
-            if parameter.grad is None and is_present > 0:
-                self._buckets[i].adopt(j, current.transfers[i].message)
+        is_present = iter(flags.abs().tolist())
+        for bucket, transfer in zip(self._buckets, current.transfers, strict=True):
+            for index, parameter in enumerate(bucket.parameters):
+                if next(is_present) > 0 and parameter.grad is None:
+                    bucket.adopt(index, transfer.message)
+
+    def _sent_parameters(self) -> list[Tensor]:
+        """Return the parameters of all buckets, in the order of the flags."""
+        return list(chain.from_iterable(bucket.parameters for bucket in self._buckets))
 
     def _read_mark(self) -> None:
         """Let frozen parameters that a worker has trained travel from the next pass on."""
@@ -317,15 +320,14 @@ class OverlappedReduction:
         if flags is None:  # no parameter travels
             self._aggregation.admit(self._frozen)
         else:
-            first = next(parameter for bucket in self._buckets for parameter in bucket.parameters)
+            first = self._sent_parameters()[0]
             self._aggregation.read_mark(flags, self._frozen, first.grad is not None)
 
     def _receive_late(self, current: _Pass) -> None:
         """Aggregate gradients of formerly frozen parameters that are not in the buckets yet."""
         parameters = dict(parameters_of(self._model))
-        admitted = {
-            n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen
-        }
+        frozen = self._aggregation.layout.frozen
+        admitted = {name: parameters[name] for name in self._frozen if name not in frozen}
         if admitted:
             before = self._aggregation.bytes_sent
             with current.interval.exposed():
@@ -336,11 +338,8 @@ class OverlappedReduction:
 
     @property
     def _device(self) -> torch.device:
-        return (
-            self._buckets[0].parameters[0].device
-            if self._buckets[0].parameters
-            else torch.device("cpu")
-        )
+        parameters = self._buckets[0].parameters
+        return parameters[0].device if parameters else torch.device("cpu")
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
@@ -348,15 +347,13 @@ class OverlappedReduction:
         self._remove_hooks()
         self._frozen = self._aggregation.layout.frozen_among(parameters)
         self._signature = signature(parameters), self._frozen
-        sent = {
-            name: parameter for name, parameter in parameters.items() if name not in self._frozen
-        }
+        sent = {name: p for name, p in parameters.items() if name not in self._frozen}
         self._buckets = plan_buckets(
             sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype
         )
-        self._bucket_of = {
-            id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters
-        }
+        self._bucket_of = {}
+        for i, bucket in enumerate(self._buckets):
+            self._bucket_of.update(dict.fromkeys(map(id, bucket.parameters), i))
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
         reduction = weakref.ref(self)
 
@@ -365,11 +362,9 @@ class OverlappedReduction:
             if alive is not None:
                 alive._on_gradient(parameter)
 
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(hook)
-            for p in parameters.values()
-            if p.requires_grad
-        ]
+        for parameter in parameters.values():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -44,8 +44,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """
     group, size_bytes = _word(bits)
     if not size_bytes:
-        places = torch.arange(bits - 1, -1, -1, device=codes.device, dtype=torch.int32)
-        return pack_bits((codes[:, None] >> places & 1).view(-1).bool())
+        shifts = torch.arange(bits - 1, -1, -1, device=codes.device, dtype=torch.int32)
+        return pack_bits((codes[:, None] >> shifts & 1).view(-1).bool())
     packed = [_pack_words(block, bits, group, size_bytes) for block in in_blocks(codes)]
     return torch.cat(packed)[: packed_bytes(len(codes), bits)]
 
@@ -69,19 +69,19 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
     group, size_bytes = _word(bits)
     if not size_bytes:
         codes = torch.zeros(start + count, dtype=torch.int32, device=packed.device)
-        # Bit by bit, because a matrix of shifted bits would take four bytes for each of them.
-        for bit in (
-            unpack_bits(packed, len(codes) * bits).view(-1, bits).unbind(dim=1) if bits else ()
-        ):
-            codes.mul_(2).add_(bit)
+        if bits:
+            flags = unpack_bits(packed, len(codes) * bits).view(-1, bits)
+            # Bit by bit, because a matrix of shifted bits would take four bytes for each of them.
+            for flag in flags.unbind(dim=1):
+                codes.mul_(2).add_(flag)
         return codes[start:]
     first, stop = start // group, -(-(start + count) // group)
     part = packed[first * size_bytes : stop * size_bytes]
     part = torch.nn.functional.pad(part, (0, (stop - first) * size_bytes - len(part)))
     words = _join(part, 8, size_bytes, torch.uint8 if size_bytes == 1 else torch.int64)
     codes = torch.empty(len(words), group, dtype=torch.int32, device=packed.device)
-    for place, column in enumerate(codes.unbind(dim=1)):
-        column.copy_(words >> bits * (group - 1 - place) & 2**bits - 1)
+    for position, column in enumerate(codes.unbind(dim=1)):
+        column.copy_(words >> bits * (group - 1 - position) & 2**bits - 1)
     return codes.view(-1)[start - first * group :][:count]
 
 
@@ -106,9 +106,7 @@ def _pack_words(codes: Tensor, bits: int, group: int, size_bytes: int) -> Tensor
     """Pack codes, with zeros up to a whole group at the end."""
     codes = torch.nn.functional.pad(codes, (0, -len(codes) % group))
     words = _join(codes, bits, group, torch.uint8 if size_bytes == 1 else torch.int64)
+    if size_bytes == 1:
+        return words
     # The lowest byte of an integer comes first in memory, and last in the message.
-    return (
-        words
-        if size_bytes == 1
-        else words.view(torch.uint8).view(-1, 8)[:, :size_bytes].flip(1).reshape(-1)
-    )
+    return words.view(torch.uint8).view(-1, 8)[:, :size_bytes].flip(1).reshape(-1)

@@ -64,17 +64,18 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
     if isinstance(divisor, Tensor):
         divisor = divisor.cpu()
     batches = list(_batches(messages, size))
-    counts_of = [[(size - 1) * len(parts[rank]) for parts in batch] for batch in batches]
-    memory = first.new_empty(
-        max(map(sum, counts_of))
-    )  # each batch overwrites the versions of the one before
+    # For each piece of a batch, the number of elements to receive: k - 1 versions of the own part.
+    counts_of = []
+    for batch in batches:
+        counts_of.append([(size - 1) * len(parts[rank]) for parts in batch])
+    # Each batch overwrites the versions of the one before.
+    memory = first.new_empty(max(map(sum, counts_of)))
     exchanges: list[_Exchange] = []
     for batch, counts in zip(batches, counts_of, strict=True):
         received = memory[: sum(counts)].split(counts)
-        started = [
-            _Exchange(rank, parts, versions, group)
-            for parts, versions in zip(batch, received, strict=True)
-        ]
+        started = []
+        for parts, versions in zip(batch, received, strict=True):
+            started.append(_Exchange(rank, parts, versions, group))
         for exchange in started:
             exchange.reduce(divisor)
         exchanges += started
@@ -131,7 +132,8 @@ class _Exchange:
         size = len(parts)
         # The order of Gloo's ring, in which part j is added up from worker j - 1 down to worker j.
         self._others = [(rank - distance) % size for distance in range(1, size)]
-        self._own, self._other_parts = parts[rank], [parts[other] for other in self._others]
+        self._own = parts[rank]
+        self._other_parts = [parts[other] for other in self._others]
         self._versions = received.view(size - 1, len(self._own))
         self._receives = self._start(process_groups.dist.irecv, self._versions, _VERSION_TAG)
         self._sends = self._start(process_groups.dist.isend, self._other_parts, _VERSION_TAG)

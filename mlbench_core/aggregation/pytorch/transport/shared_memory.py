@@ -300,12 +300,11 @@ class SharedMemorySum:
         if message.device.type != "cpu":
             raise ValueError(f"shared memory is the host's, and the message is on {message.device}")
         offset = self._arena.reserve(message.numel() * message.element_size())
-        place, own = (
-            self._arena.view(offset, message.numel(), message.dtype),
-            self._part(message, self._rank),
-        )
-        place[: own.start].copy_(message[: own.start])
-        place[own.stop :].copy_(message[own.stop :])
+        offered = self._arena.view(offset, message.numel(), message.dtype)
+        # Only this worker reads its own part, and it has it in the message.
+        own = self._part(message, self._rank)
+        offered[: own.start].copy_(message[: own.start])
+        offered[own.stop :].copy_(message[own.stop :])
         exchange = Exchange(self, self._started, message, offset)
         self._started += 1
         self._offered.append(exchange)
@@ -374,7 +373,7 @@ class SharedMemorySum:
         """Add the others' values to this worker's part, and publish the sum."""
         message = exchange.message
         part = self._part(message, self._rank)
-        shown = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
+        published = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
         others = []
         for peer in self._peers:
             offset, *theirs = peer.offers[exchange.number - self._collected]
@@ -389,11 +388,11 @@ class SharedMemorySum:
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
         # Block by block, each sum is copied to the shared memory while it is still in the cache.
-        blocks = (tensor.split(_BLOCK_ELEMENTS) for tensor in (message[part], shown, *others))
-        for own_block, shown_block, *other_blocks in zip(*blocks, strict=True):
+        blocks = (tensor.split(_BLOCK_ELEMENTS) for tensor in (message[part], published, *others))
+        for own_block, published_block, *other_blocks in zip(*blocks, strict=True):
             for block in other_blocks:
                 own_block.add_(block)
-            shown_block.copy_(own_block)
+            published_block.copy_(own_block)
         self._notify(_SUMMED)
 
     def _collect(self, exchange: Exchange) -> None:
@@ -434,9 +433,10 @@ class SharedMemorySum:
         """Return the workers that hold up the oldest message on its way."""
         if self._unannounced:
             return self._not_notified(self._unannounced[0])
-        kind, exchange = (
-            (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
-        )
+        if self._summed:
+            kind, exchange = _SUMMED, self._summed[0]
+        else:
+            kind, exchange = _OFFERED, self._offered[0]
         return [peer for peer in self._peers if peer.received[kind] <= exchange.number]
 
 
@@ -445,8 +445,13 @@ def _sleep(sums: Iterable[SharedMemorySum], at_most_s: float) -> None:
     poll = select.poll()
     for one in sums:
         for peer in one._peers:
-            if not peer.is_gone:
-                poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
+            if peer.is_gone:
+                continue
+            events = select.POLLIN
+            # Only then: a socket with room would wake this worker at once.
+            if peer.unsent:
+                events |= select.POLLOUT
+            poll.register(peer.socket, events)
     poll.poll(1000 * min(at_most_s, _LONGEST_SLEEP_S))
 
 
@@ -496,11 +501,8 @@ def _check_system() -> None:
 
 def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
-    rank, world_size, store = (
-        process_groups.rank(group),
-        process_groups.world_size(group),
-        process_groups.store(),
-    )
+    rank, world_size = process_groups.rank(group), process_groups.world_size(group)
+    store = process_groups.store()
     meeting = process_groups.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
     # The store may still have the entries of an earlier group. A random key, sent by the backend,
     # keeps them apart.
@@ -510,23 +512,24 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(world_size)
-        store.set(
-            f"{key}/{rank}", json.dumps({"machine": process_groups.machine(), "address": address})
-        )
+        record = {"machine": process_groups.machine(), "address": address}
+        store.set(f"{key}/{rank}", json.dumps(record))
         records = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
-        elsewhere = [
-            str(i) for i, record in enumerate(records) if record["machine"] != records[0]["machine"]
-        ]
+        elsewhere = []
+        for other, record in enumerate(records):
+            if record["machine"] != records[0]["machine"]:
+                elsewhere.append(str(other))
         if elsewhere:
             raise BackendError(
                 f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they "
                 "run on different machines, in different network namespaces or as "
                 "different users: leave shared_memory out"
             )
-        peers = [
-            _exchange_memory(_connect(record["address"], timeout_s), rank, arena)
-            for record in records[:rank]
-        ]
+        # Each worker connects to those of lower rank, and accepts the connections of the others.
+        peers = []
+        for record in records[:rank]:
+            connection = _connect(record["address"], timeout_s)
+            peers.append(_exchange_memory(connection, rank, arena))
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)

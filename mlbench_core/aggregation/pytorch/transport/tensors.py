@@ -53,9 +53,8 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     columns = matrix[:, : len(matrix)].t().to(torch.promote_types(matrix.dtype, torch.float32))
     is_zero = torch.linalg.vector_norm(columns, dim=1, keepdim=True) <= floor
     basis = orthonormal_rows(columns.masked_fill(is_zero, 0))
-    if (
-        basis.is_cuda or not basis.any(dim=1).all()
-    ):  # on a GPU reading the values would make the host wait
+    # On a GPU, reading the values would make the host wait.
+    if basis.is_cuda or not basis.any(dim=1).all():
         _fill_zero_rows(basis)
     matrix.zero_()
     matrix[:, : len(basis)] = basis.t()
@@ -113,11 +112,14 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
     rows = rows / torch.where(peak == 0, 1, peak)
     for i, row in enumerate(rows):
         norm = _normalize(row)
-        for _ in range(3 if i else 0):
+        if i == 0:
+            continue
+        for _ in range(3):
             row -= (rows[:i] @ row) @ rows[:i]
             norm = _normalize(row)
-        if i:
-            row.masked_fill_(norm < 0.5, 0)
+        # A unit vector that the last projection shortens by more than half lies in the span of the
+        # rows before.
+        row.masked_fill_(norm < 0.5, 0)
     return rows
 
 
@@ -169,7 +171,8 @@ def pack_tensors(
         ([1.0, 1.0, 1.0, 1.0, 5.0], [0, 4, 5])
     """
     tensors = list(tensors)
-    dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
+    dtypes = {tensor.dtype for tensor in tensors}
+    devices = {tensor.device for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(
             "tensors must have one dtype, not "
@@ -185,7 +188,9 @@ def pack_tensors(
         indices.append(indices[-1] + tensor.numel())
         sizes.append(tensor.size())
     vec = pack(tensors) if tensors else torch.empty(0)
-    return vec.cuda() if use_cuda else vec, indices, sizes
+    if use_cuda:
+        vec = vec.cuda()
+    return vec, indices, sizes
 
 
 def unpack_tensors(

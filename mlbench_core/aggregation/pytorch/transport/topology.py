@@ -48,23 +48,23 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_at_least("world_size", self.world_size, 1)
-        found: list[set[int]] = [set() for _ in range(self.world_size)]
+        neighbours: list[set[int]] = [set() for _ in range(self.world_size)]
         for i, j in self.edges:
             if i == j or not (0 <= i < self.world_size and 0 <= j < self.world_size):
                 raise ValueError(
                     f"edge ({i}, {j}) must join two different ranks from 0 to {self.world_size - 1}"
                 )
-            found[i].add(j)
-            found[j].add(i)
-        object.__setattr__(
-            self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges}))
-        )
-        object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
+            neighbours[i].add(j)
+            neighbours[j].add(i)
+        edges = {(min(edge), max(edge)) for edge in self.edges}
+        object.__setattr__(self, "edges", tuple(sorted(edges)))
+        sorted_neighbours = tuple(tuple(sorted(ranks)) for ranks in neighbours)
+        object.__setattr__(self, "_neighbours", sorted_neighbours)
         # Search from rank 0. Between two parts without an edge, the weights would never approach
         # each other.
         reached, to_visit = {0}, [0]
         while to_visit:
-            new = found[to_visit.pop()] - reached
+            new = neighbours[to_visit.pop()] - reached
             reached |= new
             to_visit.extend(new)
         apart = set(range(self.world_size)) - reached
@@ -89,9 +89,8 @@ class Topology:
         """Return the weights W: shape (n, n), float64, symmetric, rows and columns sum to 1."""
         weights = torch.zeros(self.world_size, self.world_size, dtype=torch.float64)
         for i, j in self.edges:
-            weights[i, j] = weights[j, i] = 1 / (
-                1 + max(len(self._neighbours[i]), len(self._neighbours[j]))
-            )
+            degree = max(len(self._neighbours[i]), len(self._neighbours[j]))
+            weights[i, j] = weights[j, i] = 1 / (1 + degree)
         return weights + torch.diag(1 - weights.sum(dim=1))
 
     @property
@@ -164,9 +163,8 @@ def exponential(world_size: int) -> Topology:
         B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient
         for decentralized deep training, arXiv:2110.13363 (there with edges in one direction).
     """
-    return _from_offsets(
-        "exponential", world_size, (2**k for k in range((world_size - 1).bit_length()))
-    )
+    offsets = [2**k for k in range((world_size - 1).bit_length())]
+    return _from_offsets("exponential", world_size, offsets)
 
 
 def complete(world_size: int) -> Topology:
@@ -200,8 +198,11 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
-    # With few workers, an offset may lead from a worker to itself; such an edge is dropped.
-    edges = (
-        (rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size)
-    )
-    return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
+    edges = []
+    for offset in offsets:
+        for rank in range(world_size):
+            other = (rank + offset) % world_size
+            # With few workers, an offset may lead from a worker to itself.
+            if other != rank:
+                edges.append((rank, other))
+    return Topology(name, world_size, tuple(edges))
