@@ -149,7 +149,9 @@ class Reference:
 
         It is over all values, with the divisor ``n``.
         """
-        return max(statistics.pstdev(self.values.values()), self.resolution / math.sqrt(12))
+        # An even distribution over an interval of this length has this standard deviation.
+        rounding = self.resolution / math.sqrt(12)
+        return max(statistics.pstdev(self.values.values()), rounding)
 
     def limits(self, runs: int) -> tuple[float, float]:
         """Return the smallest and the largest olympic mean that agree with this reference.
@@ -194,11 +196,13 @@ class Reference:
         """
         error, difference = self.standard_error(runs), mean - self.mean
         if error == 0:
+            # Without any deviation, the sign of the difference decides alone.
             return 0.5 if difference == 0 else float(difference > 0)
         return student_cdf(difference / error, self._df(runs))
 
     def _df(self, runs: int) -> int:
         """Return the degrees of freedom, without the two values that each mean leaves out."""
+        # The formula of the module's docstring: (n - 2) + (k - 2) - 2.
         return len(self.values) - 2 + check_int("runs", runs, LEAST_RUNS) - 2 - 2
 
     def save(self, path: Path) -> None:
@@ -319,6 +323,7 @@ def check_convergence(
     }
     if len(runs) < LEAST_RUNS:
         return ConvergenceCheck("too few runs", **common)
+    # The olympic mean leaves out one goal that was not reached. With two, the mean is infinite.
     mean = _trimmed_mean(math.inf if value is None else value for value in runs)
     smallest, largest = reference.limits(len(runs))
     verdict = "consistent"

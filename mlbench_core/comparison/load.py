@@ -76,6 +76,7 @@ def load(
             )
         for record in at_path:
             try:
+                # Copies of a run differ only in the path from which they were read.
                 without_place = dataclasses.replace(record, source="", folder=None).as_json()
                 key = json.dumps(without_place, sort_keys=True, default=str)
             except RecursionError as error:

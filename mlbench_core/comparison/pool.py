@@ -223,6 +223,7 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
         repeats.setdefault(_key(record), []).append(record)
     labels = _labels([_of_series(same[0]) for same in repeats.values()])
     groups = []
+    # Labels do not name the number of workers, so the groups of a series have one label.
     for label, same in zip(labels, repeats.values(), strict=True):
         kept, remarks = _one_of_each_seed(same)
         configuration = dict(same[0].configuration)
@@ -283,7 +284,8 @@ def _differences(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _position(name: str) -> int:
-    """Return the position of a property in a label; an empty text holds that of all others."""
+    """Return the position of a property in a label."""
+    # The empty text has the position of all properties that are not named.
     order = (*_FIRST, "options", "", "machine", "software")
     section = name.partition(".")[0]
     return order.index(section) if section in order else order.index("")

@@ -220,6 +220,7 @@ def price_index(train_s: float, workers: int, base_train_s: float, base_workers:
     check_positive("base_train_s", base_train_s)
     check_int("workers", workers)
     check_int("base_workers", base_workers)
+    # k T_k / (k_0 T_k0) divided by T_k0 / T_k.
     return workers / base_workers * (train_s / base_train_s) ** 2
 
 

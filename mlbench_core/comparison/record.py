@@ -391,6 +391,7 @@ def _totals_by_step(
         totals = line.get("totals")
         if isinstance(totals, Mapping) and totals.get(name) is not None:
             step = int(line.get("step") or totals.get("batches") or 0)
+            # Every total begins with 0 at step 0.
             by_rank.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals[name])
     return {rank: sorted(by_step.items()) for rank, by_step in by_rank.items()}
 

@@ -103,8 +103,10 @@ def student_quantile(p: float, df: float) -> float:
         )
     if p == 0.5:
         return 0.0
+    # The distribution is symmetric, so the quantile of the smaller tail is enough.
     df, share = float(df), float(min(p, 1 - p))
     lower, upper = 0.0, 1.0
+    # Double the upper end until the quantile is below it.
     while _upper_tail(upper, df) > share:
         lower, upper = upper, 2 * upper
         if math.isinf(upper):
@@ -389,6 +391,7 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         half = student_quantile((1 + level) / 2, df) * error
         weight_a, weight_b = math.sqrt((n_a - 1) / (total - 2)), math.sqrt((n_b - 1) / (total - 2))
         pooled = math.hypot(weight_a * s_a, weight_b * s_b)
+        # The last factor is the correction of Hedges for small samples.
         effect = difference / pooled * (1 - 3 / (4 * total - 9))
     return WelchTest(
         difference=difference,
@@ -626,7 +629,7 @@ def _log_beta_half(a: float) -> float:
     """Return the logarithm of the beta function B(a, 1/2)."""
     if a < _LARGE_SHAPE:
         return math.lgamma(a) + math.lgamma(0.5) - math.lgamma(a + 0.5)
-    # Series of lgamma(a + 1/2) - lgamma(a) in 1 / a.
+    # Asymptotic series of lgamma(a + 1/2) - lgamma(a) in 1 / a.
     inverse = 1 / a
     ratio = math.log(a) / 2 - inverse / 8 + inverse**3 / 192 - inverse**5 / 640
     return math.lgamma(0.5) - ratio
@@ -639,6 +642,7 @@ def _beta_fraction(x: float, a: float, b: float) -> float:
     """
     c, d = 1.0, _reciprocal(1 - (a + b) * x / (a + 1))
     fraction = d
+    # Each step has the even and the odd coefficient of the fraction, both of order m.
     for m in range(1, 10_000):
         before = fraction
         for term in (

@@ -20,7 +20,7 @@ import itertools
 import math
 import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.comparison.record import RunRecord
@@ -51,6 +51,15 @@ def complete(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
     return tuple(records)
 
 
+def known_times_s(records: Iterable[RunRecord]) -> list[float]:
+    """Return the times by which runs are compared, without those that are unknown.
+
+    Args:
+        records: The runs.
+    """
+    return [record.total_s for record in records if record.total_s is not None]
+
+
 def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
     """Return the median time to the goal in seconds, in which a miss is longer than every time.
 
@@ -62,10 +71,10 @@ def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
         The median; None if half of the runs or more missed, or if no time is known.
     """
     misses = sum(map(is_miss, records)) + lost
-    successes = itertools.filterfalse(is_miss, records)
-    times = [record.total_s for record in successes if record.total_s is not None]
+    times = known_times_s(itertools.filterfalse(is_miss, records))
     if not times:
         return None
+    # With half of the runs or more, the misses decide the median, and it is infinite.
     median = statistics.median(times + [math.inf] * misses)
     return median if math.isfinite(median) else None
 
@@ -81,7 +90,8 @@ def cost_per_success_s(records: Sequence[RunRecord], lost: int = 0) -> float | N
         Seconds; None without a success, or if the training time of a run is not known.
     """
     successes = len(records) - sum(map(is_miss, records))
-    times = [record.total_s for record in records if record.total_s is not None]
+    times = known_times_s(records)
+    # The training time of a miss without a record is not known.
     if lost or not successes or len(times) < len(records):
         return None
     return math.fsum(times) / successes

@@ -1,7 +1,7 @@
 """Compute the result of a run from its raw lines, to write ``result.json`` and to verify it later.
 
 The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of
-the time of each phase. The times of rank 0 stand beside them.
+the time of each phase. The result also has the times of rank 0.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
             "id": start.get("run_id"),
             "name": variables.get("MLBENCH_RUN_NAME") or start.get("run_id"),
             **_state(ranks, number),
+            # A resumed run keeps the moment at which its first part began.
             "started_at": (first.first_start or start).get("time"),
-            "ended_at": max((end["time"] for end in ends if "time" in end), default=None),
+            "ended_at": max(_known(ends, "time"), default=None),
             "times_resumed": first.resumed,
         },
         "configuration": configuration,
@@ -301,7 +302,7 @@ def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
     torch's own DistributedDataParallel reports nothing, so a run of several workers without a
     collective is unknown.
     """
-    counted = [end["collectives"] for end in ends if end.get("collectives") is not None]
+    counted = _known(ends, "collectives")
     if len(counted) < len(ends) or not (workers == 1 or any(counted)):
         return {}
     return {"collectives": max(counted, key=_bytes_of)}

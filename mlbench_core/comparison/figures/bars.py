@@ -15,7 +15,7 @@ from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
 from mlbench_core.comparison.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.comparison.pool import Group, series
-from mlbench_core.comparison.times import cost_per_success_s
+from mlbench_core.comparison.times import cost_per_success_s, known_times_s
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import PHASES, STEPS
 
@@ -207,7 +207,7 @@ def _known_total(group: Group) -> Estimate | None:
         if cost_s is None:
             return None
         return Estimate(cost_s, runs=len(group.records))
-    times = [record.total_s for record in group.records if record.total_s is not None]
+    times = known_times_s(group.records)
     if times and group.missed:
         return Estimate(math.fsum(times), runs=len(times))
     return mean_time(times)

@@ -55,6 +55,7 @@ def method_look(label: str) -> dict[str, Any]:
         shift = _number("".join(spelled.split()).replace(methods[0], "", 1))
     else:
         index, shift = len(METHODS) + _number(label), 0
+    # The colors in mlbench.mplstyle have no "#", which would begin a comment there.
     color = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"][index % _COLORS]
     return {
         "color": f"#{color.removeprefix('#')}",
