@@ -81,7 +81,7 @@ class HostLink:
         self._wake.set()
 
     def end(self) -> None:
-        """Have the thread end after the call that has begun."""
+        """End the thread after the current call."""
         self._closed.set()
         self._wake.set()
 

@@ -190,7 +190,7 @@ class HostRun:
             return JobStatus("running", problems or dropping_problem(self.folder))
 
     def stop(self) -> None:
-        """Have the workers of all hosts ended."""
+        """Ask all hosts to end their workers."""
         with self._lock:
             if self._ended is None and not self._is_stopping:
                 self._is_stopping = True

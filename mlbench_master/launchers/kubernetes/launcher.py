@@ -83,7 +83,7 @@ class KubernetesLauncher(FolderLauncher):
 
     Args:
         folder: Folder for the folders of runs.
-        interval_s: Seconds between two looks at the cluster, each at all runs; by default
+        interval_s: Seconds between two queries of the cluster, each about all runs; by default
             ``MLBENCH_KUBERNETES_INTERVAL_S``, or 5.
 
     Raises:
@@ -263,7 +263,7 @@ class KubernetesLauncher(FolderLauncher):
         self._collector.start()
 
     def _notes(self, job: Job) -> list[str]:
-        """Return remarks on what a run misses in this cluster."""
+        """Return notes for the log on features that a run lacks in this cluster."""
         notes = []
         url = self._setting.master_url or job.env.get("MLBENCH_MASTER_URL", "")
         lost = "" if self._setting.shared_claim else ", and no volume keeps them, so they are lost"

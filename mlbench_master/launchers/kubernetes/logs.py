@@ -189,7 +189,7 @@ class LogCollector:
 
     Args:
         api: The API.
-        interval_s: Seconds between two looks at a log.
+        interval_s: Seconds between two reads of a log.
         sources: A function that returns the logs of each run with the pods of the run.
     """
 
@@ -213,7 +213,7 @@ class LogCollector:
             self._thread.start()
 
     def look_soon(self) -> None:
-        """Look without waiting for the interval to pass."""
+        """Read the logs without waiting for the interval to pass."""
         self._wake.set()
 
     def close(self) -> None:

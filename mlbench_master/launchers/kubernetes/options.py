@@ -22,17 +22,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 # Folders that the system or MLBench itself mounts or needs.
 _TAKEN = (
-    "/mlbench",
-    "/dev",
-    "/proc",
-    "/sys",
-    "/etc",
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/usr",
+    *("/mlbench", "/workspace", "/dev", "/proc", "/sys", "/etc", "/bin", "/lib", "/lib64", "/usr"),
     "/var/run",
-    "/workspace",
 )
 _FOLDER = re.compile(r"(/[\w.+@-]+)+", re.ASCII)
 

@@ -63,7 +63,7 @@ class KubernetesQueue:
     Args:
         api: The API.
         mark: The mark of the master.
-        interval_s: Seconds between two looks. There are none while no Job is watched.
+        interval_s: Seconds between two queries. There are none while no Job is watched.
         on_load: Called with the id of a run, a rank and the load of this worker.
 
     Attributes:
@@ -87,7 +87,7 @@ class KubernetesQueue:
         self._watched: dict[int, float] = {}
         self._views: dict[int, JobView] = {}
         self._retired: set[str] = set()
-        self._asked_at = -1.0  # the begin of the latest look that succeeded
+        self._asked_at = -1.0  # the begin of the latest query that succeeded
         self._load_at = 0.0
         self._load_dates: dict[str, str] = {}
         self._wake = threading.Event()
@@ -95,7 +95,7 @@ class KubernetesQueue:
         self._thread: threading.Thread | None = None
 
     def watch(self, run_id: int) -> None:
-        """Include a run in the looks to come."""
+        """Include a run in the next queries."""
         with self._lock:
             if run_id in self._watched:
                 return
@@ -109,7 +109,7 @@ class KubernetesQueue:
         self._wake.set()
 
     def forget(self, run_id: int) -> None:
-        """Leave a run out of the looks to come."""
+        """Leave a run out of the next queries."""
         with self._lock:
             self._watched.pop(run_id, None)
             self._views.pop(run_id, None)
@@ -126,7 +126,7 @@ class KubernetesQueue:
     def view(self, run_id: int) -> JobView | None:
         """Return the latest view of a watched run; None if it is older than the watching."""
         with self._lock:
-            # A look that began before the Job was created lacks it.
+            # A query that began before the Job was created lacks it.
             if self._asked_at < self._watched.get(run_id, time.monotonic()):
                 return None
             return self._views.get(run_id)
@@ -223,7 +223,7 @@ class KubernetesQueue:
 
 
 def _renewed(view: JobView, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> JobView:
-    """Return the view after another look."""
+    """Return the view after another query."""
     troubles = dict(view.troubles)
     if job is not None:
         for trouble in filter(None, map(find_trouble, pods)):

@@ -101,14 +101,14 @@ def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[st
     lost node never does. Until then it has the condition ``FailureTarget``, which counts here if
     nothing else runs.
     """
-    true: dict[str, dict[str, Any]] = {}
+    conditions: dict[str, dict[str, Any]] = {}
     for condition in _conditions(job):
         if condition.get("status") == "True":
-            true[condition.get("type", "")] = dict(condition)
-    end = true.get("Complete") or true.get("Failed")
+            conditions[condition.get("type", "")] = dict(condition)
+    end = conditions.get("Complete") or conditions.get("Failed")
     if end is not None:
         return end
-    target = true.get("FailureTarget")
+    target = conditions.get("FailureTarget")
     if target is not None and all(_has_ended(pod) or is_on_lost_node(pod) for pod in pods):
         return target
     return None

@@ -21,7 +21,7 @@ its state::
     log.jsonl        lines of the workers (from the supervisor) and of the master; see ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
     container        the program that runs containers, if there are any; see ``containers``
-    status.json      written by the supervisor at the end; without both, the run is lost
+    status.json      written at the end; with neither this file nor a supervisor, the run is lost
     spool/           metrics that were not delivered; the master stores them at the end of the run
     network          exists if each worker has an emulated host
     work/            the folder in which the workers run, unless the run has another one

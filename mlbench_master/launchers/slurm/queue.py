@@ -98,7 +98,7 @@ class SlurmQueue:
         self._thread: threading.Thread | None = None
 
     def watch(self, slurm_id: str) -> None:
-        """Include a job in the calls to come."""
+        """Include a job in the next calls."""
         with self._lock:
             if slurm_id in self._watched:
                 return
@@ -112,7 +112,7 @@ class SlurmQueue:
         self._wake.set()
 
     def forget(self, slurm_id: str) -> None:
-        """Leave a job out of the calls to come."""
+        """Leave a job out of the next calls."""
         with self._lock:
             self._watched.pop(slurm_id, None)
 
