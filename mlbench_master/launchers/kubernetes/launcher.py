@@ -337,7 +337,9 @@ class KubernetesLauncher(FolderLauncher):
             if is_consequence(error):
                 # The worker that is the cause: it did not fail because another one had gone.
                 for other in view.troubles.values():
-                    other_error = self._error_of(run, other) if other.has_error else ""
+                    if not other.has_error:
+                        continue
+                    other_error = self._error_of(run, other)
                     if other_error and not is_consequence(other_error):
                         trouble, error = other, other_error
                         break
