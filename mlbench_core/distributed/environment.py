@@ -329,21 +329,20 @@ class MPIWorldEnvironment(ClusterEnvironment):
         world = mpi.world()
         mpi.check_variables(world, self.environment)
         if self.hosts:
-            mpi.check_launch(
-                world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name
-            )
+            size = len(HostsEnvironment(self.hosts, 0).hosts)
+            mpi.check_launch(world, -1, size, HostsEnvironment.name)
         if self.expected is not None:
-            given = self.expected.place()
-            mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
+            expected = self.expected.place()
+            mpi.check_launch(world, expected.rank, expected.world_size, self.expected.name)
         if world.size == 1:
             return Place(rank=0, world_size=1)
         # Each worker knows only its own host; the list of all gives the local rank and the
         # rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
-        address = self.environment.get("MASTER_ADDR") or (
-            "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-        )
+        address = self.environment.get("MASTER_ADDR")
+        if not address:
+            address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
         return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
 
 
@@ -371,21 +370,21 @@ class SlurmEnvironment(ClusterEnvironment):
     def is_active(self) -> bool:
         # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the
         # same variables.
-        in_step = self._has("SLURM_STEP_ID")
-        batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
-        interactive_shell = (
-            self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
-        )
-        tasks = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
-        return self._has("SLURM_PROCID") and tasks and not batch_shell and not interactive_shell
+        if not self._has("SLURM_STEP_ID"):
+            if self.environment.get("ENVIRONMENT") == "BATCH":
+                return False
+            if self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+                return False
+        has_size = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
+        return self._has("SLURM_PROCID") and has_size
 
     def read_rank(self) -> int:
         return self._integer("SLURM_PROCID")
 
     def place(self) -> Place:
-        size = self._integer(
-            "SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-        )
+        # A step may have fewer tasks than the job.
+        in_step = self._has("SLURM_STEP_NUM_TASKS")
+        size = self._integer("SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS")
         nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
@@ -415,7 +414,7 @@ class SlurmEnvironment(ClusterEnvironment):
 
 
 class SingleProcessEnvironment(ClusterEnvironment):
-    """A worker on its own: a world of size 1 that opens no port."""
+    """A single worker: a world of size 1 that opens no port."""
 
     name = "no launcher"
 
@@ -433,7 +432,9 @@ def first_slurm_host(nodes: str) -> str:
     # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma
     # outside brackets.
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
+    if match is None:
+        return ""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
 def _slurm_address(nodes: str) -> str:
@@ -444,8 +445,8 @@ def _slurm_address(nodes: str) -> str:
     name = listed[0] if listed else first_slurm_host(nodes)
     if not name or resolves(name):
         return name
-    known = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
-    return known.group(1) if known else name
+    match = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    return match.group(1) if match else name
 
 
 def _scontrol(*arguments: str) -> str:
@@ -491,7 +492,8 @@ def detect_environment(
         >>> detect_environment("a,b", 0, {}).name
         '--hosts'
     """
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        environment = os.environ
     # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from
     # elsewhere: hosts given by hand take precedence over them.
     torchrun = TorchrunEnvironment(environment)

@@ -8,6 +8,7 @@ connect. The interface that leads to rank 0's address is the right one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Mapping
@@ -40,14 +41,15 @@ def interface_variables(
         >>> interface_variables(None)
         {}
     """
-    environment = os.environ if environment is None else environment
-    missing = {name: form for name, form in _VARIABLES.items() if not environment.get(name)}
-    interface = interface_towards(address) if address and missing else None
-    return (
-        {}
-        if interface is None
-        else {name: form.format(interface) for name, form in missing.items()}
-    )
+    if environment is None:
+        environment = os.environ
+    missing = [name for name in _VARIABLES if not environment.get(name)]
+    if not address or not missing:
+        return {}
+    interface = interface_towards(address)
+    if interface is None:
+        return {}
+    return {name: _VARIABLES[name].format(interface) for name in missing}
 
 
 def interface_towards(address: str) -> str | None:
@@ -72,15 +74,10 @@ def interface_towards(address: str) -> str | None:
                 local = probe.getsockname()[0]
                 import psutil
 
-                interfaces = psutil.net_if_addrs().items()
-                return next(
-                    (
-                        name
-                        for name, found in interfaces
-                        if local in [entry.address for entry in found]
-                    ),
-                    None,
-                )
+                for name, entries in psutil.net_if_addrs().items():
+                    if local in [entry.address for entry in entries]:
+                        return name
+                return None
     return None
 
 
@@ -110,11 +107,9 @@ def own_addresses() -> list[str]:
     """
     import psutil
 
-    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = [
-        entry.address
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for entry in entries
-        if entry.family == family
-    ]
-    return [address for address in found if not is_loopback(address)]
+    addresses: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for entry in itertools.chain.from_iterable(psutil.net_if_addrs().values()):
+        # An interface also has entries of other families, such as its hardware address.
+        if entry.family in addresses and not is_loopback(entry.address):
+            addresses[entry.family].append(entry.address)
+    return [*addresses[socket.AF_INET], *addresses[socket.AF_INET6]]

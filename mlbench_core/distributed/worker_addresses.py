@@ -55,10 +55,11 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
         '127.0.0.1'
     """
     host = place.master_address or "127.0.0.1"
-    with socket.socket(_family(host)) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        port = int(held.getsockname()[1])
+    # The bound socket reserves the port until the end of the block; it never listens.
+    with socket.socket(_family(host)) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        port = int(reserved.getsockname()[1])
         if place.world_size == 1:
             yield [_join(host, port)]
         elif place.rank == 0:
@@ -70,7 +71,7 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
 def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
     """Wait for the line of every other rank, and send the list to all of them."""
     deadline = time.monotonic() + timeout_s
-    found = {0: _join(host, port)}
+    arrived = {0: _join(host, port)}
     # Others cannot reach a loopback address, and then nobody else needs to.
     listen = host if is_loopback(host) else ""
     with contextlib.ExitStack() as stack:
@@ -78,12 +79,13 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
             socket.create_server((listen, place.master_port), family=_family(host))
         )
         waiting = []
-        while len(found) < place.world_size:
+        while len(arrived) < place.world_size:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, peer = server.accept()
             except TimeoutError:
-                missing = [str(rank) for rank in range(place.world_size) if rank not in found]
+                ranks = range(place.world_size)
+                missing = [str(rank) for rank in ranks if rank not in arrived]
                 raise WorkerError(
                     f"no message of rank {', '.join(missing)} arrived at "
                     f"{_join(host, place.master_port)} within "
@@ -94,13 +96,13 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
             if line is None:
                 continue
             rank, its_port = line
-            if rank in found:
+            if rank in arrived:
                 raise WorkerError(
                     f"two workers have the rank {rank}: give each of the workers another rank"
                 )
-            found[rank] = _join(str(peer[0]), its_port)
+            arrived[rank] = _join(str(peer[0]), its_port)
             waiting.append(connection)
-        addresses = [found[rank] for rank in range(place.world_size)]
+        addresses = [arrived[rank] for rank in range(place.world_size)]
         for connection in waiting:
             connection.sendall(json.dumps(addresses).encode() + b"\n")
     return addresses
@@ -115,13 +117,11 @@ def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | 
         rank, port = message["rank"], message["port"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if (
-        type(rank) is not int
-        or type(port) is not int
-        or not (0 < rank < world_size and 0 < port < 65536)
-    ):
+    # Not isinstance(), for which True is an integer.
+    if type(rank) is not int or type(port) is not int:
         return None
-    return rank, port
+    is_valid = 0 < rank < world_size and 0 < port < 65536
+    return (rank, port) if is_valid else None
 
 
 def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:

@@ -143,8 +143,10 @@ def initialize_backends(
         )
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
-        given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
-        environment = MPIWorldEnvironment(environment if given else None, hosts)
+        # These name ranks of their own, with which those of MPI must agree.
+        names_ranks = (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment)
+        expected = environment if isinstance(environment, names_ranks) else None
+        environment = MPIWorldEnvironment(expected, hosts)
     place = environment.place()
     if environment.is_on_one_machine(place) and not _agent_has_store():
         # Nobody else needs to reach the workers, so they listen where nobody else can.
@@ -160,10 +162,9 @@ def initialize_backends(
         # The address of torchrun's agent may be that of another interface.
         meeting = _LOOPBACK if environment.is_on_one_machine(place) else place.master_address
         stack.enter_context(_variables({**place.variables(), **interface_variables(meeting)}))
+        cudnn = torch.backends.cudnn
         for setting in ("benchmark", "deterministic"):
-            stack.callback(
-                setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting)
-            )
+            stack.callback(setattr, cudnn, setting, getattr(cudnn, setting))
         stack.callback(config_logging(logging_level, logging_file))
         files: list[Path] = []
         stack.callback(_leave, files, place.world_size)
@@ -188,10 +189,10 @@ def initialize_backends(
 
 def _checked_backend(name: str) -> str:
     name = str(name).lower()
-    known = sorted({*BACKENDS} | set(dist.Backend.backend_list) - {"undefined", "fake"})
-    if name not in known:
+    names = sorted({*BACKENDS} | set(dist.Backend.backend_list) - {"undefined", "fake"})
+    if name not in names:
         raise BackendError(
-            f"the communication backend {name!r} is unknown; known here are {', '.join(known)}"
+            f"the communication backend {name!r} is unknown; known here are {', '.join(names)}"
         )
     if name == "nccl" and torch.cuda.device_count() == 0:
         raise BackendError(
@@ -236,9 +237,8 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
     deadline = time.monotonic() + limit_s
     while not resolves(place.master_address):
         if time.monotonic() > deadline:
-            remedy = remedies.get(
-                type(environment), "set MASTER_ADDR to its IP address for every worker"
-            )
+            by_variable = "set MASTER_ADDR to its IP address for every worker"
+            remedy = remedies.get(type(environment), by_variable)
             raise ConfigurationError(
                 f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no "
                 f"address that {socket.gethostname()} knows: {remedy}"
@@ -270,7 +270,8 @@ def _join(
                     store, path = private_store.meet(store, rank, size, timeout)
                     files.append(path)
             options |= {"store": store, "rank": rank, "world_size": size}
-        with contextlib.nullcontext() if backend == "mpi" else _waiting(place, timeout_s):
+        is_mpi = backend == "mpi"
+        with contextlib.nullcontext() if is_mpi else _waiting(place, timeout_s):
             dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
         # torch raises a plain RuntimeError for all of these causes; only the text distinguishes
@@ -300,19 +301,15 @@ def _join(
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     """Return the store at the rendezvous' port; in memory, without a port, for one worker."""
-    rank, size, address, port = (
-        place.rank,
-        place.world_size,
-        str(place.master_address),
-        place.master_port,
-    )
+    rank, size = place.rank, place.world_size
+    address, port = str(place.master_address), place.master_port
     if size == 1:
         return dist.HashStore()
     if _agent_has_store():
         return next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))[0]
     listener: dict[str, Any] = {}
     if rank == 0 and address == _LOOPBACK:
-        # By itself, torch's store listens on all interfaces.
+        # Without this socket, torch's store listens on all interfaces.
         with socket.socket() as bound:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -330,9 +327,10 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
     """
     workers = environment.hosts.count(environment.hosts[environment.rank])
     threads = torch.get_num_threads()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    # Only the cores that this process may use; macOS does not have this call.
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
         _log.warning(
             "%s workers on %s have %s threads each, together more than its %s cores, so they "
@@ -350,11 +348,11 @@ def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
     is_ours = threading.current_thread() is threading.main_thread()
     is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     message = (
-        f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
+        f"rank {place.rank} of {place.world_size} waits for the others at "
+        f"{place.master_address}:{place.master_port}, for up to {timeout_s:g} s"
     )
-    message += f"{place.master_port}, for up to {timeout_s:g} s" + (
-        "; Ctrl-C ends it" if is_ours else ""
-    )
+    if is_ours:
+        message += "; Ctrl-C ends it"
     timer = threading.Timer(_NOTICE_AFTER_S, _log.warning, (message,))
     timer.daemon = True
     if is_ours:

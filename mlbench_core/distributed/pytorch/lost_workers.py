@@ -112,9 +112,8 @@ def introduce() -> None:
     _known = _KnownWorkers(dist.group.WORLD)
     record = _Record(socket.gethostname(), os.getpid(), _machine())
     with contextlib.suppress(RuntimeError, ValueError):
-        process_groups.store().set(
-            _key("record", process_groups.rank()), json.dumps(asdict(record))
-        )
+        key = _key("record", process_groups.rank())
+        process_groups.store().set(key, json.dumps(asdict(record)))
 
 
 def forget() -> None:
@@ -168,13 +167,14 @@ def is_failed_communication(error: RuntimeError) -> bool:
 
 def _origin(error: BaseException) -> tuple[str, bool]:
     """Return the module that raised an error, and whether by ``raise``, not in compiled code."""
-    place = error.__traceback__
-    if place is None:
+    innermost = error.__traceback__
+    if innermost is None:
         return "", True
-    while place.tb_next is not None:
-        place = place.tb_next
-    code = place.tb_frame.f_code.co_code
-    return str(place.tb_frame.f_globals.get("__name__", "")), code[place.tb_lasti] in _RAISE
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    frame = innermost.tb_frame
+    module = str(frame.f_globals.get("__name__", ""))
+    return module, frame.f_code.co_code[innermost.tb_lasti] in _RAISE
 
 
 def explained(error: Exception) -> WorkerError:
@@ -209,12 +209,9 @@ def _who_is_lost() -> str:
     try:
         store = process_groups.store()
     except RuntimeError:
-        two = process_groups.world_size() == 2
-        return (
-            f"communication with worker {1 - process_groups.rank()} failed"
-            if two
-            else "communication failed"
-        )
+        if process_groups.world_size() == 2:
+            return f"communication with worker {1 - process_groups.rank()} failed"
+        return "communication failed"
     silent = set(range(process_groups.world_size())) - {process_groups.rank()}
     deadline = time.monotonic() + SILENCE_S
     while True:
@@ -223,20 +220,22 @@ def _who_is_lost() -> str:
             # Before the look at the notices: a worker that writes one and ends in between must not
             # count as lost.
             ended = [rank for rank in sorted(silent) if _known.has_ended(rank)]
-            silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
+            for rank in sorted(silent):
+                if store.check([_key("noticed", rank)]):
+                    silent.remove(rank)
         except RuntimeError:
             return f"lost {_name(0)}: the process group's store, which it holds, does not answer"
         # A process of this machine that has ended without a notice is the cause for certain; the
         # rest need not be waited for.
         gone = [rank for rank in ended if rank in silent]
         if gone:
-            return "lost " + ", ".join(_name(rank) for rank in gone)
+            return "lost " + ", ".join(map(_name, gone))
         if not silent or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     if not silent:
         return "communication failed, although all workers answer: was the network interrupted?"
-    names = ", ".join(_name(rank) for rank in sorted(silent))
+    names = ", ".join(map(_name, sorted(silent)))
     return f"communication failed, and these workers do not answer: {names}"
 
 

@@ -12,12 +12,11 @@ import torch
 __all__ = ["fits_on_gpu", "keep_freed_memory", "return_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_LARGEST_THRESHOLDS_BYTES = (
-    1 << 30,
-    32 << 20,
-)  # one of them is the largest that the C library accepts
+# One of them is the largest that the C library accepts.
+_LARGEST_THRESHOLDS_BYTES = (1 << 30, 32 << 20)
 _NEVER = -1
-_ADAPTED_BYTES = 32 << 20  # up to which glibc adapts its own threshold
+# glibc adapts its own threshold up to this size.
+_ADAPTED_BYTES = 32 << 20
 _SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
 
 
@@ -45,10 +44,10 @@ def keep_freed_memory() -> bool:
         return False
     # mallopt refuses a threshold above the largest that the library was built for, so the smaller
     # one is tried next.
-    is_mapping_off = any(
-        library.mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES
-    )
-    return is_mapping_off and library.mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
+    for size_bytes in _LARGEST_THRESHOLDS_BYTES:
+        if library.mallopt(_M_MMAP_THRESHOLD, size_bytes) == 1:
+            return bool(library.mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1)
+    return False
 
 
 def return_freed_memory() -> None:

@@ -82,7 +82,8 @@ def create(world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Pa
     if shared is not None:
         with contextlib.suppress(OSError):
             Path(shared).mkdir(mode=0o700, parents=True, exist_ok=True)
-        shared = shared if os.access(shared, os.W_OK) else None
+        if not os.access(shared, os.W_OK):
+            shared = None
     folder = Path(tempfile.mkdtemp(prefix="mlbench-store-", dir=shared)).absolute()
     path = folder / secrets.token_hex(16)
     return _open(path, world_size, timeout), path

@@ -210,12 +210,12 @@ def store() -> Any:
         raise RuntimeError("this process has no process group")
     # For mpi, torch returns an abstract store, which fails when it is used.
     if backend() == "mpi":
-        found = getattr(dist.group.WORLD, "notices", None)
+        group_store = getattr(dist.group.WORLD, "notices", None)
     else:
-        found = torch_private.default_store()
-    if found is None:
+        group_store = torch_private.default_store()
+    if group_store is None:
         raise RuntimeError("the process group has no store")
-    return found
+    return group_store
 
 
 def timeout_s(group: Any = None) -> float:
@@ -229,9 +229,8 @@ def timeout_s(group: Any = None) -> float:
         # Only the groups of this library's backend mpi have this attribute.
         if hasattr(group, "timeout_s"):
             return float(group.timeout_s)
-        limit = torch_private.group_timeout_s(
-            group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu"
-        )
+        device = "cuda" if backend(group) == dist.Backend.NCCL else "cpu"
+        limit = torch_private.group_timeout_s(group, device)
         if limit is not None:
             return limit
     return float(store().timeout.total_seconds())

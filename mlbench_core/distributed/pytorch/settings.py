@@ -60,12 +60,10 @@ def config_logging(
         True
         >>> undo()
     """
-    level = (
-        logging_level
-        if isinstance(logging_level, int)
-        else logging.getLevelName(str(logging_level).upper())
-    )
-    # getLevelName() returns a text for a name that it does not know.
+    level = logging_level
+    if not isinstance(level, int):
+        # getLevelName() returns a text for a name that it does not know.
+        level = logging.getLevelName(str(logging_level).upper())
     if not isinstance(level, int):
         raise ValueError(
             "logging_level must be DEBUG, INFO, WARNING, ERROR, "
@@ -87,12 +85,12 @@ def config_logging(
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
-        # Only our own handlers: those that a user has added stay.
-        for old in [
-            h for h in logger.handlers if any(isinstance(f, _RankFilter) for f in h.filters)
-        ]:
-            logger.removeHandler(old)
-            old.close()
+        # A copy of the list, because the loop removes handlers.
+        for old in list(logger.handlers):
+            # Only our own handlers: those that a user has added stay.
+            if any(isinstance(filter_, _RankFilter) for filter_ in old.filters):
+                logger.removeHandler(old)
+                old.close()
         for handler in handlers:
             logger.addHandler(handler)
         logger.setLevel(level)

@@ -116,11 +116,9 @@ class Datatypes:
 
     def _make(self, name: str, dtype: torch.dtype) -> Reduction:
         if dtype not in _NAMES and dtype not in (torch.float16, torch.bfloat16):
-            known = ", ".join(
-                str(known).removeprefix("torch.")
-                for known in (*_NAMES, torch.float16, torch.bfloat16)
-            )
-            raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {known}")
+            reducible = ", ".join(map(str, (*_NAMES, torch.float16, torch.bfloat16)))
+            reducible = reducible.replace("torch.", "")
+            raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {reducible}")
         allowed = _allowed(dtype)
         if name not in allowed:
             raise ValueError(
@@ -129,12 +127,10 @@ class Datatypes:
             )
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):
-            return Reduction(
-                self._moving[2], self._half_operator(allowed[name], dtype), divide, on_host=True
-            )
-        return Reduction(
-            getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name]), divide
-        )
+            operator = self._half_operator(allowed[name], dtype)
+            return Reduction(self._moving[2], operator, divide, on_host=True)
+        datatype, operator = getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name])
+        return Reduction(datatype, operator, divide)
 
     def _half_operator(self, name: str, dtype: torch.dtype) -> Any:
         combine = _HALF[name]
@@ -142,13 +138,9 @@ class Datatypes:
         def reduce(incoming: Any, inout: Any, _: Any) -> None:
             if not len(inout):
                 return
-            ours, theirs = (
-                torch.frombuffer(inout, dtype=dtype),
-                torch.frombuffer(incoming, dtype=dtype),
-            )
-            for mine, other in zip(
-                ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True
-            ):
+            ours = torch.frombuffer(inout, dtype=dtype).split(_BLOCK_ELEMENTS)
+            theirs = torch.frombuffer(incoming, dtype=dtype).split(_BLOCK_ELEMENTS)
+            for mine, other in zip(ours, theirs, strict=True):
                 combine(mine, other, out=mine)
 
         return self._mpi.Op.Create(reduce, commute=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -110,9 +111,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
         buffer = Buffer(tensor, on_host=reduction.on_host)
         reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
-        return self._collective(
-            "reduce", [(reduce, [buffer] if root == self.rank() else [])], tensors, opts
-        )
+        filled = [buffer] if root == self.rank() else []
+        return self._collective("reduce", [(reduce, filled)], tensors, opts)
 
     def reduce_scatter(
         self,
@@ -145,14 +145,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "input", source, "output", output)
             reduction = self._world.datatypes.reduction(opts.reduceOp, output.dtype)
-            host = reduction.on_host
-            target, given = Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host)
-            jobs.append(
-                (
-                    partial(self._transfers.reduce_scatter, target.memory, given.memory, reduction),
-                    [target],
-                )
-            )
+            target = Buffer(output, fill=False, on_host=reduction.on_host)
+            memory = Buffer(source, on_host=reduction.on_host).memory
+            call = partial(self._transfers.reduce_scatter, target.memory, memory, reduction)
+            jobs.append((call, [target]))
         return self._collective(name, jobs, outputs, opts)
 
     # Moving data
@@ -164,12 +160,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         jobs: list[Job] = []
         for tensor in tensors:
             buffer = Buffer(tensor, fill=is_root)
-            jobs.append(
-                (
-                    partial(self._transfers.broadcast, buffer.memory, root),
-                    [] if is_root else [buffer],
-                )
-            )
+            call = partial(self._transfers.broadcast, buffer.memory, root)
+            jobs.append((call, [] if is_root else [buffer]))
         return self._collective("broadcast", jobs, tensors, opts)
 
     def allgather(
@@ -186,7 +178,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         inputs: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Work:
-        by_input = [list(tensors) for tensors in zip(*outputs, strict=True)]
+        by_input = list(map(list, zip(*outputs, strict=True)))
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
     def _all_gather_lists(
@@ -200,12 +192,14 @@ class MPIProcessGroup(dist.ProcessGroup):
             self._check_parts(name, parts, source)
         # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then
         # copy.
-        wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
-        spread: list[Job] = [
-            (partial(_spread, whole, parts), ())
-            for parts, whole in zip(outputs, wholes, strict=True)
-        ]
-        tensors = [tensor for parts in outputs for tensor in parts]
+        wholes: list[torch.Tensor] = []
+        spread: list[Job] = []
+        tensors: list[torch.Tensor] = []
+        for parts, source in zip(outputs, inputs, strict=True):
+            whole = source.new_empty(self.size() * source.numel())
+            wholes.append(whole)
+            spread.append((partial(_spread, whole, parts), ()))
+            tensors += parts
         return self._all_gather(name, wholes, inputs, opts, tensors, spread)
 
     def all_gather_single(
@@ -233,10 +227,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "output", output, "input", source)
-            target, given = Buffer(output, fill=False), Buffer(source)
-            jobs.append(
-                (partial(self._transfers.all_gather, target.memory, given.memory), [target])
-            )
+            target, memory = Buffer(output, fill=False), Buffer(source).memory
+            call = partial(self._transfers.all_gather, target.memory, memory)
+            jobs.append((call, [target]))
         opts = dist.AllgatherOptions() if opts is None else opts
         return self._collective(name, [*jobs, *then], result, opts)
 
@@ -283,11 +276,9 @@ class MPIProcessGroup(dist.ProcessGroup):
                     f"all_to_all has {len(parts)} {name} tensors "
                     f"for a group of {self.size()} workers"
                 )
-        received, sent = (
-            [Buffer(part, fill=False) for part in outputs],
-            [Buffer(part) for part in inputs],
-        )
-        incoming, outgoing = [part.memory for part in received], [part.memory for part in sent]
+        received = [Buffer(part, fill=False) for part in outputs]
+        incoming = [buffer.memory for buffer in received]
+        outgoing = [Buffer(part).memory for part in inputs]
         return self._all_to_all(incoming, outgoing, received, outputs, opts)
 
     def all_to_all_single(
@@ -319,7 +310,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _rows(self, name: str, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Split a tensor into each worker's rows (entries of the first dimension)."""
-        rows, size = (memory.shape[0] if memory.dim() else 1), self.size()
+        size = self.size()
+        # A tensor without dimensions counts as one row.
+        rows = memory.shape[0] if memory.dim() else 1
         if not sizes:
             if rows % size:
                 raise ValueError(
@@ -341,11 +334,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         peer, tag = self._peer(dst_rank, "send"), self._tag(tag)
 
         def post() -> list[Test]:
-            send = self._comm.Isend
-            return [
-                send(self._transfers.message(chunk), peer, tag).Test
-                for chunk in chunks(buffer.memory)
-            ]
+            messages = map(self._transfers.message, chunks(buffer.memory))
+            return [self._comm.Isend(message, peer, tag).Test for message in messages]
 
         return self._submit(self._work(f"send to {peer}", post, None, tensors), background=True)
 
@@ -366,11 +356,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         status = self._world.mpi.Status()
 
         def post() -> list[Test]:
-            receive = self._comm.Irecv
-            requests = [
-                receive(self._transfers.message(chunk), source, tag)
-                for chunk in chunks(buffer.memory)
-            ]
+            messages = map(self._transfers.message, chunks(buffer.memory))
+            requests = [self._comm.Irecv(message, source, tag) for message in messages]
             # Only the first chunk's status is kept: all chunks come from the same worker.
             return [partial(requests[0].Test, status), *(request.Test for request in requests[1:])]
 
@@ -403,10 +390,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         def post() -> list[Test]:
             return [partial(getattr, work, "done") for work in works]
 
-        tensors = [tensor for work in works for tensor in work.result()]
-        return self._submit(
-            self._work("coalesced operations", post, finish, tensors), background=True
-        )
+        tensors = list(chain.from_iterable(work.result() for work in works))
+        together = self._work("coalesced operations", post, finish, tensors)
+        return self._submit(together, background=True)
 
     def shutdown(self) -> None:
         """Finish the operations under way and free the communicator."""
@@ -451,18 +437,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         timeout: datetime.timedelta = datetime.timedelta(0),
         in_order: bool = False,
     ) -> Work:
+        limit_s = timeout.total_seconds()
         # Options that do not set a time limit have a negative one, which torch calls "unset".
-        limit_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.timeout_s
-        return Work(
-            self._world.works,
-            self,
-            f"{name}, {self._place}",
-            post,
-            finish,
-            result,
-            limit_s,
-            in_order,
-        )
+        if limit_s <= 0:
+            limit_s = self.timeout_s
+        works, full_name = self._world.works, f"{name}, {self._place}"
+        return Work(works, self, full_name, post, finish, result, limit_s, in_order)
 
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:

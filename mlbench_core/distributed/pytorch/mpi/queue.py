@@ -108,9 +108,7 @@ class Work(dist.Work):
     def has_arrived(self) -> bool:
         """Return True if the requests have completed or failed."""
         try:
-            self._requests = [
-                has_completed for has_completed in self._requests if not has_completed()
-            ]
+            self._requests = [test for test in self._requests if not test()]
         except Exception as error:
             self._fail(error)
         return self.done or not self._requests
@@ -173,7 +171,8 @@ class Work(dist.Work):
             torch.distributed.DistBackendError: It failed, or was not done in time.
         """
         seconds = timeout.total_seconds()
-        if not self.done and not self._queue.run_until(self, seconds if seconds > 0 else None):
+        limit_s = seconds if seconds > 0 else None
+        if not self.done and not self._queue.run_until(self, limit_s):
             raise dist.DistBackendError(
                 f"MPI: {self.name}: timed out, it was not done within {seconds:g} s"
             )
@@ -207,9 +206,7 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             devices = sorted({str(tensor.device) for tensor in self._result if tensor.is_cuda})
-            self._future = torch.futures.Future(
-                devices=[torch.device(device) for device in devices]
-            )
+            self._future = torch.futures.Future(devices=list(map(torch.device, devices)))
         if self.done:
             self.set_future()
         return self._future

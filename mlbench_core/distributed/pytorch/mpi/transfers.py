@@ -63,19 +63,18 @@ class Transfers:
             datatype: MPI's datatype for its elements; by default one that only moves them.
             count: Number of elements for each worker; by default all of them.
         """
-        size_bytes = tensor.numel() * tensor.element_size()
-        return [
-            self.mpi.memory.fromaddress(tensor.data_ptr(), size_bytes),
-            tensor.numel() if count is None else count,
-            self._datatypes.moving(tensor.dtype) if datatype is None else datatype,
-        ]
+        if count is None:
+            count = tensor.numel()
+        if datatype is None:
+            datatype = self._datatypes.moving(tensor.dtype)
+        memory = self.mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, count, datatype]
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce in place; every worker gets the result."""
         for chunk in chunks(tensor):
-            self.comm.Allreduce(
-                self.mpi.IN_PLACE, self.message(chunk, reduction.datatype), reduction.op
-            )
+            message = self.message(chunk, reduction.datatype)
+            self.comm.Allreduce(self.mpi.IN_PLACE, message, reduction.op)
         self._divide(tensor, reduction)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
@@ -95,9 +94,8 @@ class Transfers:
         """Reduce ``source``, a part per worker; ``output`` is this worker's part of the result."""
         if source.numel() <= MAX_ELEMENTS:
             sent = self.message(source, reduction.datatype, output.numel())
-            self.comm.Reduce_scatter_block(
-                sent, self.message(output, reduction.datatype), reduction.op
-            )
+            received = self.message(output, reduction.datatype)
+            self.comm.Reduce_scatter_block(sent, received, reduction.op)
             self._divide(output, reduction)
             return
         # Each part may be longer than one message: reduce() sends it in chunks. On this worker the
@@ -134,17 +132,11 @@ class Transfers:
         requests = []
         # Receives first: a message that finds its receive posted need not be buffered.
         for peer, part in enumerate(output):
-            requests += [
-                self.comm.Irecv(self.message(chunk), peer, tag)
-                for chunk in chunks(part)
-                if chunk.numel()
-            ]
+            for chunk in filter(torch.numel, chunks(part)):
+                requests.append(self.comm.Irecv(self.message(chunk), peer, tag))
         for peer, part in enumerate(source):
-            requests += [
-                self.comm.Isend(self.message(chunk), peer, tag)
-                for chunk in chunks(part)
-                if chunk.numel()
-            ]
+            for chunk in filter(torch.numel, chunks(part)):
+                requests.append(self.comm.Isend(self.message(chunk), peer, tag))
         self.mpi.Request.Waitall(requests)
 
     def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
@@ -155,9 +147,9 @@ class Transfers:
             return
         # MPI cannot count the whole output: each worker's part goes in separate messages, and all
         # other parts are empty.
-        incoming = (
-            self._empty_parts(source) if output is None else output.view(-1).split(source.numel())
-        )
+        incoming: Sequence[torch.Tensor] = self._empty_parts(source)
+        if output is not None:
+            incoming = output.view(-1).split(source.numel())
         outgoing = self._empty_parts(source)
         outgoing[root] = source
         self.all_to_all(incoming, outgoing)
@@ -170,9 +162,9 @@ class Transfers:
             return
         incoming = self._empty_parts(output)
         incoming[root] = output
-        outgoing = (
-            self._empty_parts(output) if source is None else source.view(-1).split(output.numel())
-        )
+        outgoing: Sequence[torch.Tensor] = self._empty_parts(output)
+        if source is not None:
+            outgoing = source.view(-1).split(output.numel())
         self.all_to_all(incoming, outgoing)
 
     def _empty_parts(self, like: torch.Tensor) -> list[torch.Tensor]:

@@ -137,14 +137,15 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     """
     if found.size != size:
         script = os.path.basename(sys.argv[0]) or "..."
-        alone = (
-            "this process was not started by an mpirun of the "
-            f"MPI that mpi4py uses ({_library(found)})"
-        )
+        problem = "the two must agree"
+        if found.size == 1:
+            problem = (
+                "this process was not started by an mpirun of the "
+                f"MPI that mpi4py uses ({_library(found)})"
+            )
         found.failed = (
-            f"{source} says {size} workers, but MPI's world has {found.size}: "
-            + (alone if found.size == 1 else "the two must agree")
-            + f". Start the workers with MPI, as in: mpirun -n {size} python {script} ..."
+            f"{source} says {size} workers, but MPI's world has {found.size}: {problem}. Start "
+            f"the workers with MPI, as in: mpirun -n {size} python {script} ..."
         )
         raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
