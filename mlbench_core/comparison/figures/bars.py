@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
@@ -105,9 +105,9 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
         raise ConfigurationError("no run reported the time of its steps: nothing to draw")
     figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
     axes = figure.subplots()
-    places = _places(axes, groups, canvas.COLUMN_IN)
-    ends = _stack(axes, places, _steps, _STEP_LOOKS, _STEP_NAMES)
-    _write_values(axes, [(y, end, end) for (y, _), end in zip(places, ends, strict=True)])
+    y, ordered = _places(axes, groups, canvas.COLUMN_IN)
+    ends = _stack(axes, y, list(map(_steps, ordered)), _STEP_LOOKS, _STEP_NAMES)
+    _write_values(axes, y, ends, ends)
     canvas.title(axes, "Training time by step", groups)
     notes = [caption(groups), "Mean over the runs, whole training.", *_mark_notes(groups)]
     text = " ".join(notes) + not_drawn(every, groups)
@@ -137,14 +137,14 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     Returns:
         The caption.
     """
-    places = _places(axes, groups, width)
-    _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
+    y, ordered = _places(axes, groups, width)
+    _stack(axes, y, list(map(_phases, ordered)), _PHASE_LOOKS, _PHASE_NAMES)
     hidden_y, hidden_s = [], []
-    for y, group in places:
+    for position, group in zip(y, ordered, strict=True):
         hidden = mean(group.values("communication_hidden_s"))
         if hidden is not None:
             # Below the bar, whose lower edge is at 0.25.
-            hidden_y.append(y + 0.36)
+            hidden_y.append(position + 0.36)
             hidden_s.append(hidden.value)
     sentences = [caption(groups)]
     if any(hidden_s):
@@ -154,14 +154,14 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
             "Hatched below a bar: hidden communication. It ran at the same time as the "
             "computation and is not part of the total."
         )
-    totals = [(y, _total(group)) for y, group in places]
-    cut = _intervals(axes, totals)
+    totals = list(map(_total, ordered))
+    cut = _intervals(axes, y, totals)
     canvas.title(axes, "Training time by phase", groups)
     if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
         sentences.append(
             "Each phase is that of its slowest worker, so the bars can exceed the totals."
         )
-    if any(total.low is not None for _, total in totals):
+    if any(total.low is not None for total in totals):
         sentences.append(error_bars(cut))
     return " ".join([*sentences, *_mark_notes(groups)])
 
@@ -250,9 +250,14 @@ def _parts(
     return means
 
 
-def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
-    """Place the bars from top to bottom, with the label of each series above its bars."""
-    places: list[tuple[float, Group]] = []
+def _places(axes: Axes, groups: Sequence[Group], width: float) -> tuple[list[float], list[Group]]:
+    """Place the bars from top to bottom, with the label of each series above its bars.
+
+    Returns:
+        The position of each bar, and the groups in the same order.
+    """
+    y: list[float] = []
+    ordered: list[Group] = []
     labels = []
     blocks, top = series(groups), 0.0
     for block in blocks:
@@ -265,43 +270,43 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
                 0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style
             )
         for group in block.groups:
-            places.append((top + 0.3, group))
+            y.append(top + 0.3)
+            ordered.append(group)
             labels.append(f"{group.workers}{_mark(group)}")
             top += 1.0
         top += 0.3
-    axes.set_yticks([y for y, _ in places], labels)
+    axes.set_yticks(y, labels)
     axes.set_ylim(max(top, 1.0), -0.2)
     axes.set_ylabel("workers")
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("seconds")
-    return places
+    return y, ordered
 
 
 def _stack(
     axes: Axes,
-    places: Sequence[tuple[float, Group]],
-    parts: Callable[[Group], Mapping[str, float]],
+    y: Sequence[float],
+    bars: Sequence[Mapping[str, float]],
     looks: Mapping[str, canvas.Look],
     names: Mapping[str, str],
 ) -> list[float]:
     """Draw stacked bars and return their ends."""
-    y = [y for y, _ in places]
-    rows = [parts(group) for _, group in places]
-    ends = [0.0] * len(places)
+    ends = [0.0] * len(bars)
     for part, look in looks.items():
-        lengths = [row.get(part, 0.0) for row in rows]
+        lengths = [bar.get(part, 0.0) for bar in bars]
         if any(lengths):
             axes.barh(y, lengths, left=ends, height=0.5, label=names.get(part, part), **look)
         ends = list(map(operator.add, ends, lengths))
     return ends
 
 
-def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
+def _intervals(axes: Axes, y: Sequence[float], totals: Sequence[Estimate]) -> bool:
     """Draw the totals' intervals and write the totals; return True if an interval is cut."""
-    limit = _LONGEST_INTERVAL * max(total.value for _, total in totals)
+    values = [total.value for total in totals]
+    limit = _LONGEST_INTERVAL * max(values)
     ends, cut = [], False
-    for y, total in totals:
+    for position, total in zip(y, totals, strict=True):
         end = total.value
         if total.low is not None and total.high is not None:
             cut = cut or total.high > limit or total.low < 0
@@ -309,21 +314,24 @@ def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
             bar: canvas.Look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
             # The interval of the geometric mean may lie below the mean, which the bar shows.
             lengths = [[max(total.value - low, 0.0)], [max(end - total.value, 0.0)]]
-            axes.errorbar([total.value], [y], xerr=lengths, **bar)
-        ends.append((y, total.value, end))
-    _write_values(axes, ends)
+            axes.errorbar([total.value], [position], xerr=lengths, **bar)
+        ends.append(end)
+    _write_values(axes, y, values, ends)
     return cut
 
 
-def _write_values(axes: Axes, values: Sequence[tuple[float, float, float]]) -> None:
+def _write_values(
+    axes: Axes, y: Sequence[float], values: Sequence[float], ends: Sequence[float]
+) -> None:
     """Write each value to the right of its bar, and leave room for it.
 
     Args:
         axes: The axes to write on.
-        values: For each bar its place, its value, and the end of the bar with its interval.
+        y: Positions of the bars.
+        values: Their values.
+        ends: Ends of the bars with their intervals.
     """
-    for y, value, end in values:
-        axes.annotate(
-            canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6
-        )
-    axes.set_xlim(0, 1.16 * max(end for _, _, end in values) or 1.0)
+    look: canvas.Look = {"textcoords": "offset points", "va": "center", "size": 6}
+    for position, value, end in zip(y, values, ends, strict=True):
+        axes.annotate(canvas.number(value), (end, position), (3, 0), **look)
+    axes.set_xlim(0, 1.16 * max(ends) or 1.0)

@@ -45,8 +45,8 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
             points.append((group, time, group.workers * time.value / 3600 * price_per_hour))
     if not points:
         raise ConfigurationError("no run reached its goal")
-    figure, text = _draw_prices(groups, points)
-    front = _front(points)
+    front = pareto_front((price, time.value) for _, time, price in points)
+    figure, text = _draw_prices(groups, points, front)
     header = ["setup", "workers", "runs", "missed", "price"]
     rows: list[list[Any]] = [[*header, "time_to_goal_s", "low_s", "high_s", "front"]]
     for group, time, price in points:
@@ -55,23 +55,19 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
     return canvas.Drawing("time_to_goal_against_price", figure, text, rows)
 
 
-def _front(points: Sequence[tuple[Group, Estimate, float]]) -> list[tuple[float, float]]:
-    return pareto_front((price, time.value) for _, time, price in points)
-
-
 def _draw_prices(
-    groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]]
+    groups: Sequence[Group],
+    points: Sequence[tuple[Group, Estimate, float]],
+    front: Sequence[tuple[float, float]],
 ) -> tuple[Any, str]:
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.4)
     axes = figure.subplots()
-    front = _front(points)
     if front:
         dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
-    every = series([group for group, _, _ in points])
-    looks = method_looks(one.label for one in every)
-    limit = 1.5 * max(time.value for _, time, _ in points)
-    prices = [price for _, _, price in points]
+    drawn, times, prices = zip(*points, strict=True)
+    looks = method_looks(one.label for one in series(drawn))
+    limit = 1.5 * max(time.value for time in times)
     width = max(prices) - min(prices)
     named: set[str] = set()
     cut = False
@@ -104,21 +100,15 @@ def _draw_prices(
     axes.set_xlabel("price of a run to the goal")
     axes.set_ylabel("time to goal in seconds")
     canvas.title(axes, "Time to goal against price", groups)
-    text = _price_caption(groups, points, cut)
+    text = (
+        f"{caption(groups)} Numbers at the points: workers. Price: workers x time to goal x price "
+        "of an hour."
+    )
+    if any(time.low is not None for time in times):
+        text += f" {error_bars(cut)}"
+    text += not_drawn(groups, drawn)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     return figure, text
-
-
-def _price_caption(
-    groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]], cut: bool
-) -> str:
-    sentences = [
-        caption(groups),
-        "Numbers at the points: workers. Price: workers x time to goal x price of an hour.",
-    ]
-    if any(time.low is not None for _, time, _ in points):
-        sentences.append(error_bars(cut))
-    return " ".join(sentences) + not_drawn(groups, (group for group, _, _ in points))
 
 
 def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
