@@ -1,5 +1,4 @@
-"""The networks that `optimizers.py` trains, and the variants of a training step that it
-compares."""
+"""The networks that `optimizers.py` trains, and the training steps that it compares."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,23 +54,24 @@ class Workload:
 def make_mlp() -> nn.Module:
     """Make an MLP of 19.7 million parameters: much to send, little to compute."""
     # Large matrices, so that communication dominates the step.
-    sizes = (3072, 2560, 2560, 2048)
-    layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+    return nn.Sequential(
+        nn.Linear(3072, 2560), nn.ReLU(),
+        nn.Linear(2560, 2560), nn.ReLU(),
+        nn.Linear(2560, 2048), nn.ReLU(),
+        nn.Linear(2048, 10),
+    )  # fmt: skip
 
 
 IMAGE = (3, 32, 32)
 WORKLOADS = {
     "resnet20": Workload(
         "ResNet-20, batch 128",
-        lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10),
-        (128, *IMAGE),
-        2,
+        lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2,
     ),
     "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_32x32(10), (8, *IMAGE), 4),
     "vgg11": Workload("VGG11, batch 16", lambda: VGG("VGG11"), (16, *IMAGE), 4),
     "mlp": Workload("MLP, 19.7 million parameters, batch 16", make_mlp, (16, 3072), 10),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -109,8 +108,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Context:
-    """The surroundings of a variant: its own copy of the network, the number of workers, and a
-    block's steps."""
+    """The surroundings of a variant: its copy of the network, the workers, a block's steps."""
 
     model: nn.Module
     workers: int
@@ -148,14 +146,10 @@ def alone(context: Context, fused: bool | None = None) -> Trainee:
 
 
 def ddp(
-    context: Context,
-    share: float = 1.0,
-    fused: bool | None = None,
-    hook: Any = None,
+    context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None,
     **options: Any,
-) -> Trainee:
-    """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's
-    bytes."""
+) -> Trainee:  # fmt: skip
+    """Make torch's DDP; a hook sends the part ``share`` of the gradient's bytes."""
     module = DistributedDataParallel(context.model, **options)
     if hook is not None:
         module.register_comm_hook(None, hook)
@@ -165,8 +159,8 @@ def ddp(
 
 
 def ddp_power(context: Context, rank: int) -> Trainee:
-    """Make torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so it gets
-    one."""
+    """Make torch's PowerSGD."""
+    # On Gloo it hangs or aborts with more than one bucket.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     module = DistributedDataParallel(context.model, bucket_cap_mb=HUGE_MB)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -207,12 +201,9 @@ def sharing(context: Context) -> Trainee:
 
 def custom(context: Context) -> Trainee:
     """Make the library's wrapper around a given torch optimizer."""
-    inside = SGD(context.model.parameters(), LR, MOMENTUM)
-    return Trainee(
-        context.model,
-        find("CustomCentralizedOptimizer")(context.model, None, inside),
-        is_tracked=True,
-    )
+    wrapped = SGD(context.model.parameters(), LR, MOMENTUM)
+    optimizer = find("CustomCentralizedOptimizer")(context.model, None, wrapped)
+    return Trainee(context.model, optimizer, is_tracked=True)
 
 
 class NoUpdate(SGD):
@@ -223,11 +214,9 @@ class NoUpdate(SGD):
 
 
 def only_sums(context: Context) -> Trainee:
-    """Average gradients as CentralizedSGD does, without an update: a bound for every update after
-    the averages."""
-    optimizer = find("GenericCentralizedOptimizer")(
-        None, context.model, optimizer=partial(NoUpdate, lr=LR)
-    )
+    """Average gradients as CentralizedSGD does, without an update: a bound for every update."""
+    make, no_update = find("GenericCentralizedOptimizer"), partial(NoUpdate, lr=LR)
+    optimizer = make(None, context.model, optimizer=no_update)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
@@ -240,18 +229,14 @@ def ddp_adam(context: Context) -> Trainee:
 def power(context: Context, rank: int) -> Trainee:
     """Make PowerSGD with warm start."""
     return ours(
-        "PowerSGD",
-        context,
-        momentum=MOMENTUM,
-        rank=rank,
-        reuse_query=True,
+        "PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True,
         world_size=context.workers,
-    )
+    )  # fmt: skip
 
 
 def sign(context: Context, name: str) -> Trainee:
-    """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate
-    is smaller."""
+    """Make an optimizer of signs."""
+    # Its steps do not shrink with the gradient, so the learning rate is smaller.
     return compressed(context, name, lr=SIGN_LR, momentum=MOMENTUM)
 
 
@@ -272,11 +257,10 @@ def sparse(context: Context, random: bool) -> Trainee:
 
 def gossip(name: str, context: Context) -> Trainee:
     """Average with the neighbors on a ring."""
-    kind = getattr(
-        importlib.import_module("mlbench_core.aggregation.pytorch"),
-        name.replace("SGD", "Aggregation"),
-    )
-    return ours(name, context, momentum=MOMENTUM, aggregation=kind(topology=ring(context.workers)))
+    aggregations = importlib.import_module("mlbench_core.aggregation.pytorch")
+    make_exchange = getattr(aggregations, name.replace("SGD", "Aggregation"))
+    exchange = make_exchange(topology=ring(context.workers))
+    return ours(name, context, momentum=MOMENTUM, aggregation=exchange)
 
 
 def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
@@ -304,7 +288,7 @@ def make_muon(parameters: Any) -> Any:
 
 
 def muloco(context: Context) -> Trainee:
-    """Make DiLoCo with Muon inside."""
+    """Make DiLoCo with Muon as its inner optimizer."""
     optimizer = find("DiLoCo")(model=context.model, inner_optimizer=make_muon, period=context.steps)
     return Trainee(context.model, optimizer, is_tracked=True)
 
@@ -327,6 +311,19 @@ def half(context: Context, dtype: torch.dtype) -> Trainee:
     optimizer = FP16Optimizer(model, context.workers, average_world=True)
     optimizer.set_optimizer(SGD([optimizer.fp32_params], LR, MOMENTUM))
     return Trainee(model, optimizer, optimizer.backward_loss, dtype, is_tracked=True)
+
+
+def with_buckets(size_mb: int) -> Variant:
+    """Declare CentralizedSGD with overlap and buckets of a size."""
+    title = f"CentralizedSGD, overlap, buckets of {size_mb} MB"
+    make = partial(overlapping, bucket_size_bytes=size_mb * 10**6)
+    return Variant(title, make, is_default=False)
+
+
+def returning(title: str, make: Callable[[Context], Trainee]) -> Variant:
+    """Declare a variant that returns freed memory to the system."""
+    title = f"{title}, freed memory returned"
+    return Variant(title, make, is_default=False, keeps_memory=False)
 
 
 SHARED = "CentralizedSGD, shared memory"
@@ -363,20 +360,12 @@ VARIANTS = {
     "sgd_overlap_fp16": Variant(
         "CentralizedSGD, overlap, fp16 transfer", partial(overlapping, comm_dtype=torch.float16)
     ),
-    **{
-        f"sgd_overlap_{size_mb}mb": Variant(
-            f"CentralizedSGD, overlap, buckets of {size_mb} MB",
-            partial(overlapping, bucket_size_bytes=size_mb * 10**6),
-            is_default=False,
-        )
-        for size_mb in (1, 4, 25, 1000)
-    },
-    **{
-        f"{name}_returned": Variant(
-            f"{title}, freed memory returned", make, is_default=False, keeps_memory=False
-        )
-        for name, title, make in (("ddp", "DDP + SGD", ddp), ("sgd", "CentralizedSGD", sgd))
-    },
+    "sgd_overlap_1mb": with_buckets(1),
+    "sgd_overlap_4mb": with_buckets(4),
+    "sgd_overlap_25mb": with_buckets(25),
+    "sgd_overlap_1000mb": with_buckets(1000),
+    "ddp_returned": returning("DDP + SGD", ddp),
+    "sgd_returned": returning("CentralizedSGD", sgd),
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),
     "power4": Variant("PowerSGD, rank 4", partial(power, rank=4)),
