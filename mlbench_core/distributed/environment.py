@@ -400,11 +400,9 @@ class SlurmEnvironment(ClusterEnvironment):
     def _num_local(self) -> int:
         # A step may use fewer nodes than its job. Tasks on one node are all of the step's.
         nodes = self._integer("SLURM_STEP_NUM_NODES", self._integer("SLURM_NNODES", 0))
-        return (
-            self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0))
-            if nodes == 1
-            else 0
-        )
+        if nodes != 1:
+            return 0
+        return self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0))
 
     _node_lists: ClassVar[tuple[str, ...]] = (
         "SLURM_STEP_NODELIST",

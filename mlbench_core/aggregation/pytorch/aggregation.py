@@ -289,7 +289,11 @@ class Aggregation(ABC):
         Args:
             state_dict: The result of :meth:`state_dict`, on any worker.
         """
-        return {key: {} if key in self._own_state else value for key, value in state_dict.items()}
+        shared = dict(state_dict)
+        for key in self._own_state:
+            if key in shared:
+                shared[key] = {}
+        return shared
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
         """Return the names of the parameters that have an entry in a state.
@@ -537,17 +541,15 @@ class Aggregation(ABC):
         by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
-        named = model.named_buffers() if isinstance(model, nn.Module) else ()
-        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average makes
-        # no sense.
-        buffers = (
-            (name_of_buffer(name), buffer)
-            for name, buffer in named
-            if buffer.is_floating_point() or buffer.is_complex()
-        )
         parameters = dict(parameters_of(model))
         self.layout.note(parameters)
-        weights = {name: tensor.detach() for name, tensor in (*parameters.items(), *buffers)}
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        if isinstance(model, nn.Module):
+            for name, buffer in model.named_buffers():
+                # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an
+                # average makes no sense.
+                if buffer.is_floating_point() or buffer.is_complex():
+                    weights[name_of_buffer(name)] = buffer.detach()
         if not self._selects_late:
             weights = self._traveling(weights)
         for message in _messages(weights, by_layer):

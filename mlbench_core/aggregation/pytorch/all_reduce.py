@@ -184,12 +184,16 @@ class AllReduceAggregation(Aggregation):
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates gradients; see :meth:`Aggregation.agg_grad`."""
         function = super().agg_grad()
-        return functools.partial(self._aggregate_by_layer, function) if by_layer else function
+        if by_layer:
+            function = functools.partial(self._aggregate_by_layer, function)
+        return function
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates weights; see :meth:`Aggregation.agg_model`."""
         function = super().agg_model()
-        return functools.partial(self._aggregate_by_layer, function) if by_layer else function
+        if by_layer:
+            function = functools.partial(self._aggregate_by_layer, function)
+        return function
 
     def _aggregate_by_layer(
         self,
@@ -291,8 +295,12 @@ class AllReduceAggregation(Aggregation):
 
     def _write_back(self, sent: Tensor, message: Tensor) -> None:
         """Copy the result into the message, if a converted or moved copy of it was sent."""
-        if sent.data_ptr() != message.data_ptr():
-            (message if sent.is_complex() else as_real(message)).copy_(sent)
+        if sent.data_ptr() == message.data_ptr():
+            return
+        # A converted message of complex numbers has traveled as pairs of real ones.
+        if not sent.is_complex():
+            message = as_real(message)
+        message.copy_(sent)
 
     def start_averages(
         self,
@@ -417,7 +425,8 @@ def messages_of(
         >>> [([tuple(t.shape) for t in group], own is not None) for group, own in groups]
         [([(20, 10)], True), ([(30, 20)], False), ([(3,), (2,)], False)]
     """
-    large_bytes = LARGE_BYTES if large_bytes is None else large_bytes
+    if large_bytes is None:
+        large_bytes = LARGE_BYTES
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     small: list[Tensor] = []
     groups: list[tuple[list[Tensor], Tensor | None]] = []
@@ -429,11 +438,8 @@ def messages_of(
         # contiguous. A sum in place would change the values of another tensor in the same memory.
         # Torch conjugates and negates lazily, so the memory of such a tensor has other numbers.
         is_lazy = tensor.is_conj() or tensor.is_neg()
-        is_own = (
-            tensor.is_contiguous()
-            and not is_lazy
-            and users[tensor.untyped_storage().data_ptr()] == 1
-        )
+        is_shared = users[tensor.untyped_storage().data_ptr()] > 1
+        is_own = tensor.is_contiguous() and not is_lazy and not is_shared
         groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
     if small:
         groups.append((small, None))

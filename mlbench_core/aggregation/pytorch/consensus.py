@@ -51,11 +51,10 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     """
     # In float64, because in float32 the rounding of an average of nearly equal weights may be as
     # large as their difference.
-    weights = {
-        name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
-        for name, weight in parameters_of(model)
-    }
-    average = {name: weight.clone() for name, weight in weights.items()}
+    weights, average = {}, {}
+    for name, weight in parameters_of(model):
+        weights[name] = weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
+        average[name] = weights[name].clone()
     # Neither this nor the average below is a part of a training step, whose collectives the tracker
     # counts.
     with uncounted():

@@ -395,16 +395,20 @@ def pack_signs(tensors: Iterable[Tensor], zero_is_positive: bool = True) -> Tens
     tensors = chain([first], iterator)
     if first.device.type != "cpu":
         return pack_bits(torch.cat([compare(tensor.reshape(-1), op, 0) for tensor in tensors]))
-    packed, held = [], None
+    packed: list[Tensor] = []
+    rest: Tensor | None = None
     for tensor in tensors:
         for block in in_blocks(tensor.reshape(-1)):
             signs = compare(block, op, 0)
             # Signs that do not fill a byte wait for those of the next block.
-            signs = signs if held is None else torch.cat([held, signs])
+            if rest is not None:
+                signs = torch.cat([rest, signs])
             whole = len(signs) // 8 * 8
             packed.append(pack_bits(signs[:whole]))
-            held = signs[whole:] if whole < len(signs) else None
-    return torch.cat(packed if held is None else [*packed, pack_bits(held)])
+            rest = signs[whole:] if whole < len(signs) else None
+    if rest is not None:
+        packed.append(pack_bits(rest))
+    return torch.cat(packed)
 
 
 def unpack_part(packed: Tensor, start: int, stop: int) -> Tensor:

@@ -112,8 +112,10 @@ class SparsifiedAggregation(CompressedAggregation):
         self.random = random
         self.error_feedback = error_feedback
         self._generator = torch.Generator().manual_seed(operator.index(seed))
-        named = model.named_parameters() if isinstance(model, nn.Module) else ()
-        self._shapes = {plain_name(name): parameter.shape for name, parameter in named}
+        self._shapes: dict[str, torch.Size] = {}
+        if isinstance(model, nn.Module):
+            for name, parameter in model.named_parameters():
+                self._shapes[plain_name(name)] = parameter.shape
         self._changed: dict[str, Tensor] = {}
         self._kept = KeptMemory()
 

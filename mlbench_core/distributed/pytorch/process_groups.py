@@ -82,6 +82,11 @@ def check_group(group: Any) -> Any:
     return group
 
 
+def _members(group: Any) -> Any:
+    """Return a group itself: torch's functions take None for that of all workers."""
+    return dist.group.WORLD if group is None else group
+
+
 def world_size(group: Any = None) -> int:
     """Return the number of workers; 1 without a process group.
 
@@ -155,7 +160,7 @@ def is_on_one_machine(group: Any = None) -> bool:
     """
     if world_size(group) == 1:
         return True
-    key = dist.group.WORLD if group is None else group
+    key = _members(group)
     if key not in _is_on_one_machine:
         # A worker without a name gets a random one, which equals no other.
         name = machine() or secrets.token_hex()
@@ -187,7 +192,7 @@ def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     # The maximum of the negated numbers is the negated minimum.
     largest = get_backend_tensor(torch.tensor([number, -number]), group)
-    members: Any = dist.group.WORLD if group is None else group
+    members = _members(group)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     work = members.allreduce([largest], options)
@@ -225,7 +230,7 @@ def timeout_s(group: Any = None) -> float:
         RuntimeError: This process has no process group, or the group does not give its limit.
     """
     if is_distributed():
-        group = dist.group.WORLD if group is None else group
+        group = _members(group)
         # Only the groups of this library's backend mpi have this attribute.
         if hasattr(group, "timeout_s"):
             return float(group.timeout_s)

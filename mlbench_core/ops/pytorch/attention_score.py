@@ -161,9 +161,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the contiguous gradients of query, keys, bias and v, in :func:`_scores`' blocks."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
-    grad_query, grad_keys, grad_v = (
-        part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v)
-    )
+    grad_query, grad_keys = shifted.new_zeros(shifted.shape), wide_keys.new_zeros(wide_keys.shape)
+    grad_v = wide_v.new_zeros(wide_v.shape)
     with torch.autocast(query.device.type, enabled=False):
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]

@@ -76,7 +76,9 @@ class Bucket:
         if self.memory is None:
             own = _owned_gradient(self.parameters[0]).detach()
             flat = own.as_strided((own.numel(),), (1,), own.storage_offset())
-            return flat if divisor is None else flat.div_(divisor)
+            if divisor is not None:
+                flat.div_(divisor)
+            return flat
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:

@@ -117,7 +117,9 @@ class Interval:
         if self._stream is None:
             # Communication that nothing overlaps is recorded only as exposed time.
             return max(self._in_transit_s, self.exposed_s())
-        return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
+        if not self._marks:
+            return 0.0
+        return self._between(self._marks[0][0], self._marks[-1][1])
 
     def exposed_s(self) -> float:
         """Return the seconds that training waited for the communication (exposed communication)."""

@@ -145,9 +145,11 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     edges = set()
     for rank in range(world_size):
         row, column = divmod(rank, columns)
-        edges.add((rank, row * columns + (column + 1) % columns))
-        edges.add((rank, (row + 1) % rows * columns + column))
-    return Topology("torus", world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
+        right = row * columns + (column + 1) % columns
+        below = (row + 1) % rows * columns + column
+        # In a single row or column, a worker would be its own neighbor.
+        edges.update((rank, other) for other in (right, below) if other != rank)
+    return Topology("torus", world_size, tuple(edges))
 
 
 def exponential(world_size: int) -> Topology:

@@ -123,33 +123,39 @@ class _Maker:
     @classmethod
     def create(cls, ranks: Sequence[int]) -> MPIProcessGroup:
         """Create the group of workers with these ranks in MPI's world; of all for an empty list."""
-        found = world()
-        check_variables(found, os.environ)
+        mpi_world = world()
+        check_variables(mpi_world, os.environ)
         made: list[Any] = []
 
         def make() -> None:
             if ranks:
-                members = found.mpi.COMM_WORLD.Get_group().Incl(list(ranks))
-                made.append(found.mpi.COMM_WORLD.Create_group(members))
+                members = mpi_world.mpi.COMM_WORLD.Get_group().Incl(list(ranks))
+                made.append(mpi_world.mpi.COMM_WORLD.Create_group(members))
                 members.Free()
-            else:
-                comm = found.mpi.COMM_WORLD.Dup()
-                made.extend([comm, *(serve(comm) if found.size > 1 else ())])
+                return
+            comm = mpi_world.mpi.COMM_WORLD.Dup()
+            made.append(comm)
+            if mpi_world.size > 1:
+                made.extend(serve(comm))
 
         def post() -> list[Test]:
             # The workers of a smaller group have no communicator yet, so they cannot meet in a
             # barrier before.
-            return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier().Test]
+            return [] if ranks else [mpi_world.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.
-        name = f"making a process group, rank {found.rank} of {found.size}"
-        work = Work(found.works, cls, name, post, make, [], cls.timeout_s, in_order=True)
-        found.works.submit(work, background=False)
+        name = f"making a process group, rank {mpi_world.rank} of {mpi_world.size}"
+        work = Work(mpi_world.works, cls, name, post, make, [], cls.timeout_s, in_order=True)
+        mpi_world.works.submit(work, background=False)
         work.wait()
         fail_at_exit("")
         comm, *served = made
-        store = (served[0] or connect(*served[1])) if served else None
-        return MPIProcessGroup(found, comm, cls.timeout_s, store)
+        store = None
+        if served:
+            store, address = served
+            if store is None:
+                store = connect(*address)
+        return MPIProcessGroup(mpi_world, comm, cls.timeout_s, store)
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:

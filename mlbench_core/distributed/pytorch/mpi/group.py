@@ -89,11 +89,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Reductions
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.AllreduceOptions() if opts is None else opts
+        opts = _options(opts, dist.AllreduceOptions)
         return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        opts = _options(opts, dist.AllreduceCoalescedOptions)
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
@@ -105,7 +105,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._collective(name, jobs, tensors, opts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.ReduceOptions() if opts is None else opts
+        opts = _options(opts, dist.ReduceOptions)
         tensor = _only(tensors, "reduce")
         root = self._peer(opts.rootRank, "reduce")
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
@@ -140,7 +140,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Work:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = _options(opts, dist.ReduceScatterOptions)
         jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "input", source, "output", output)
@@ -154,7 +154,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Moving data
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.BroadcastOptions() if opts is None else opts
+        opts = _options(opts, dist.BroadcastOptions)
         root = self._peer(opts.rootRank, "broadcast")
         is_root = root == self.rank()
         jobs: list[Job] = []
@@ -230,7 +230,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             target, memory = Buffer(output, fill=False), Buffer(source).memory
             call = partial(self._transfers.all_gather, target.memory, memory)
             jobs.append((call, [target]))
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = _options(opts, dist.AllgatherOptions)
         return self._collective(name, [*jobs, *then], result, opts)
 
     def gather(
@@ -239,7 +239,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         inputs: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Work:
-        opts = dist.GatherOptions() if opts is None else opts
+        opts = _options(opts, dist.GatherOptions)
         source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
         parts = list(_only(outputs, "gather")) if root == self.rank() else []
         buffer, whole = Buffer(source), None
@@ -257,7 +257,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         inputs: Sequence[Sequence[torch.Tensor]],
         opts: Any = None,
     ) -> Work:
-        opts = dist.ScatterOptions() if opts is None else opts
+        opts = _options(opts, dist.ScatterOptions)
         output, root = _only(outputs, "scatter"), self._peer(opts.rootRank, "scatter")
         buffer, whole = Buffer(output, fill=False), None
         if root == self.rank():
@@ -304,7 +304,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         result: Sequence[torch.Tensor],
         opts: Any,
     ) -> Work:
-        opts = dist.AllToAllOptions() if opts is None else opts
+        opts = _options(opts, dist.AllToAllOptions)
         exchange = partial(self._transfers.all_to_all, incoming, outgoing)
         return self._collective("all_to_all", [(exchange, received)], result, opts)
 
@@ -373,7 +373,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Barrier, blocks of operations, and the end
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._collective("barrier", [], [], dist.BarrierOptions() if opts is None else opts)
+        return self._collective("barrier", [], [], _options(opts, dist.BarrierOptions))
 
     # torch calls these two around a block of operations, for which one handle is returned.
     def _start_coalescing(self, device: torch.device) -> None:
@@ -488,6 +488,11 @@ class MPIProcessGroup(dist.ProcessGroup):
                 f"{part_name}, in the same dtype: {tuple(whole.shape)} of {whole.dtype} and "
                 f"{tuple(part.shape)} of {part.dtype} do not fit"
             )
+
+
+def _options(opts: Any, kind: Callable[[], Any]) -> Any:
+    """Return an operation's options: those of the caller, or torch's defaults."""
+    return kind() if opts is None else opts
 
 
 def _only(items: Sequence[Any], name: str) -> Any:

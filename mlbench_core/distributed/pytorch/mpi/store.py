@@ -77,8 +77,11 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
         The store; None if no address leads to it, as behind a firewall. Lost workers are then not
         named.
     """
-    candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
-    for address in _answering(candidates, port) if port else ():
+    if not port:
+        return None
+    if host == socket.gethostname():
+        addresses = [_LOOPBACK, *addresses]
+    for address in _answering(addresses, port):
         with contextlib.suppress(RuntimeError):
             return dist.TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT

@@ -117,10 +117,10 @@ def world() -> World:
             "one thread after the other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE "
             "(mpi4py asks for the latter by default: leave mpi4py.rc.thread_level alone)"
         )
-    found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
+    started = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
     # mpi4py finalizes MPI at the very end of the interpreter, after this handler.
-    atexit.register(_end, found, os.getpid())
-    return found
+    atexit.register(_end, started, os.getpid())
+    return started
 
 
 def check_launch(found: World, rank: int, size: int, source: str) -> None:
@@ -185,31 +185,31 @@ def fail_at_exit(reason: str) -> None:
         world().failed = reason
 
 
-def _end(found: World, pid: int) -> None:
+def _end(mpi_world: World, pid: int) -> None:
     """Finish at the process's exit: end the others too after a failure, or let MPI end normally."""
     # A forked child, such as a worker process of a DataLoader, has no part in MPI.
-    if os.getpid() != pid or found.mpi.Is_finalized():
+    if os.getpid() != pid or mpi_world.mpi.Is_finalized():
         return
-    reason = found.failed
+    reason = mpi_world.failed
     # An exception outside of the block of initialize_backends: Python keeps the one that ended the
     # main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
-    found.works.close(drain=not reason)
-    if found.works.broken is None and (not reason or _all_end(found)):
+    mpi_world.works.close(drain=not reason)
+    if mpi_world.works.broken is None and (not reason or _all_end(mpi_world)):
         return
-    if found.size > 1:
-        reason = reason or str(found.works.broken)
+    if mpi_world.size > 1:
+        reason = reason or str(mpi_world.works.broken)
         _log.critical(
-            "worker %d of %d failed and ends the others: %s", found.rank, found.size, reason
+            "worker %d of %d failed and ends the others: %s", mpi_world.rank, mpi_world.size, reason
         )
         end_process_after(_ABORT_S)
-        found.mpi.COMM_WORLD.Abort(1)
+        mpi_world.mpi.COMM_WORLD.Abort(1)
 
 
-def _all_end(found: World) -> bool:
+def _all_end(mpi_world: World) -> bool:
     """Return True if all workers end for this kind of reason, so that none waits for the others."""
-    request = found.mpi.COMM_WORLD.Ibarrier()
+    request = mpi_world.mpi.COMM_WORLD.Ibarrier()
     deadline = time.perf_counter() + _GRACE_S
     while not request.Test():
         if time.perf_counter() > deadline:
@@ -218,5 +218,5 @@ def _all_end(found: World) -> bool:
     return True
 
 
-def _library(found: World) -> str:
-    return str(found.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")
+def _library(mpi_world: World) -> str:
+    return str(mpi_world.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")
