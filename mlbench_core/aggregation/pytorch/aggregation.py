@@ -156,7 +156,7 @@ class Aggregation(ABC):
         """Call :meth:`aggregate`, and average extra tensors over the workers as they are, in place.
 
         If the method :meth:`aggregate` of a subclass has a fourth parameter ``extra``, it averages
-        them itself, in its own messages. Otherwise each of them is a message of its own.
+        them itself, in its own messages. Otherwise each of them is a separate message.
 
         Args:
             tensors: See :meth:`aggregate`.
@@ -195,7 +195,7 @@ class Aggregation(ABC):
         frozen, waits for the message to read those flags; the others wait for nothing.
 
         Args:
-            by_layer: Send each parameter in messages of its own instead of all together.
+            by_layer: Send each parameter in separate messages instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to
@@ -214,7 +214,7 @@ class Aggregation(ABC):
         own memory.
 
         Args:
-            by_layer: Send each tensor in messages of its own instead of all together.
+            by_layer: Send each tensor in separate messages instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to

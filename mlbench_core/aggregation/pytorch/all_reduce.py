@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# From this size on, a message of its own costs less time than the copies into a common one and
+# From this size on, a separate message costs less time than the copies into a common one and
 # back. It is not smaller, because each message also waits for the round trips of the network.
 LARGE_BYTES = 8 << 20
 
@@ -128,7 +128,7 @@ class AllReduceAggregation(Aggregation):
             rounding. Every worker must make its aggregations in the same order. See
             :mod:`mlbench_core.aggregation.pytorch.transport.shared_memory`.
         process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``;
-            None for all. ``world_size`` is then their number. Each group is a world of its own: its
+            None for all. ``world_size`` is then their number. Each group is a separate world: its
             result is that of a run of its workers alone.
 
     Raises:
@@ -202,7 +202,7 @@ class AllReduceAggregation(Aggregation):
         op: str,
         denom: Denominator | None = None,
     ) -> None:
-        """Let a function send every tensor in a message of its own, one right after another."""
+        """Let a function send every tensor in a separate message, one right after another."""
         self._is_by_layer = True
         try:
             function(model, op, denom)

@@ -268,7 +268,7 @@ class ChocoAggregation(DecentralizedAggregation):
     Instead of the neighbors' copies, a worker keeps only the sum :math:`s_i = \sum_j W_{ij} (\hat
     x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any number of neighbors.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor
+    Each tensor is compressed separately. A call sends one message to each neighbor. In it, a tensor
     of n numbers of b bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes,
     for ``random_k`` k b, for ``sign`` b plus n / 8 rounded up, and for ``identity`` n b.
     Half-precision tensors are sent in half precision; copies and sums are kept in float32. Buffers

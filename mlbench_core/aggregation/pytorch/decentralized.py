@@ -47,7 +47,7 @@ class DecentralizedAggregation(Aggregation):
     lists once. If only one of two workers lists the other, it would wait for messages indefinitely,
     so all workers raise an error.
 
-    To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a
+    To every neighbor, a call sends a tensor of at least 8 MiB in a separate message, without a
     copy, and the smaller ones of the same dtype and device in one message. All travel in their own
     dtype: ``degree`` times the bytes of the tensors. After an error in an aggregation, such as a
     lost worker, their values are undefined. Half-precision numbers are mixed in float32. Buffers

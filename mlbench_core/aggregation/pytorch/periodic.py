@@ -1,4 +1,4 @@
-"""Average weights periodically: workers train by themselves for H steps in between.
+"""Average weights periodically: workers train independently for H steps in between.
 
 :class:`PeriodicAggregation` wraps another aggregation A. It counts the calls t of each tensor::
 
@@ -79,7 +79,7 @@ class PeriodicAggregation(Aggregation):
     Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no
     special case. A tensor that comes into a call later counts from the counters of the others in
     it, so all are sent in the same step. This holds for layers that are frozen or unfrozen, too.
-    Parameters outside the model, which are aggregated in calls of their own, count from their first
+    Parameters outside the model, which are aggregated in separate calls, count from their first
     step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with

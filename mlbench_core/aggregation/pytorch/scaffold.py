@@ -188,7 +188,7 @@ class ScaffoldAggregation(Aggregation):
 
         An empty state starts again from the weights at the next step.
 
-        A worker without control variates of its own takes the common ones, so that its first
+        A worker without own control variates takes the common ones, so that its first
         gradients are not corrected.
 
         Raises:

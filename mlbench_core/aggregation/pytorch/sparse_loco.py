@@ -46,7 +46,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
 
     With :math:`b` bits, :math:`Q` keeps the sign of a value and puts its size into one of
     :math:`2^{b - 1}` equal intervals between the smallest and the largest size that the chunk
-    sends. There are at most :math:`k` intervals. The mean of the sizes in an interval stands for
+    sends. There are at most :math:`k` intervals. The mean of the sizes in an interval replaces
     each of them, so :math:`\lVert e - Q(e) \rVert \le \lVert e \rVert` for every :math:`e`. Zeros
     are not sent: if a chunk has fewer than :math:`k` other values, all of its zeros stay zero.
 

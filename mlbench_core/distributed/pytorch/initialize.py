@@ -143,7 +143,7 @@ def initialize_backends(
         )
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
-        # These name ranks of their own, with which those of MPI must agree.
+        # These name ranks too, with which those of MPI must agree.
         names_ranks = (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment)
         expected = environment if isinstance(environment, names_ranks) else None
         environment = MPIWorldEnvironment(expected, hosts)

@@ -89,7 +89,7 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
     Nothing else of the script changes. All replicas must start from the same weights, for example
     by the same seed, because FSDP2 copies no weights between meshes.
 
-    Each module that was passed to ``fully_shard`` sends messages of its own, as soon as its
+    Each module that was passed to ``fully_shard`` sends separate messages, as soon as its
     gradients are complete. The shards of its parameters are one flat tensor for the aggregation:
     EF-sign has one scale for it, and top-k selects from all of it. Aggregations that need matrices
     cannot be used (PowerAggregation, DionAggregation), nor can those that combine weights.

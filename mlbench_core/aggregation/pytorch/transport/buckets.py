@@ -200,7 +200,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _owned_gradient(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient in dense memory of its own, or zeros if it has none.
+    """Return a parameter's gradient in dense, unshared memory; zeros if it has none.
 
     Autograd may give two parameters gradients that share memory. Those of W and V in ``W.view(-1) +
     V.view(-1)`` are one tensor. A reduction in place would change both gradients while the other

@@ -14,7 +14,7 @@ __all__ = ["bits_for", "pack_codes", "packed_bytes", "unpack_codes"]
 
 
 def bits_for(count: int) -> int:
-    """Return the number of bits that tell ``count`` values apart.
+    """Return the number of bits that distinguish ``count`` values.
 
     Example:
         >>> bits_for(1), bits_for(4), bits_for(15)
