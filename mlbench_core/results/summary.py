@@ -164,10 +164,13 @@ def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
     """
     if number == 1:
         return True
-    names = ("measured", "size_bytes", "total_s", "s")
     for worker in ranks:
-        counted = (worker.end or {}).get("collectives")
-        if counted or any(worker.totals.get(f"communication_{name}") for name in names):
+        totals = worker.totals
+        if totals.get("communication_measured") or totals.get("communication_size_bytes"):
+            return True
+        if totals.get("communication_total_s") or totals.get("communication_s"):
+            return True
+        if (worker.end or {}).get("collectives"):
             return True
     return False
 

@@ -156,7 +156,8 @@ def _machine(groups: Sequence[Group]) -> str:
     machines = [group.records[0].machine for group in groups]
     if not any(machines):
         return "Machine not recorded"
-    cpu, gpu, cores = (_shared(machines, name) for name in ("cpu", "gpu", "cores"))
+    cpu, gpu = _shared(machines, "cpu"), _shared(machines, "gpu")
+    cores = _shared(machines, "cores")
     gpus = {machine.get("gpus") or 0 for machine in machines}
     hosts = {machine.get("hosts") or 1 for machine in machines}
     if not cpu and not gpu:

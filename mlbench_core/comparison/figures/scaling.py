@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def draw_price_index(
     axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8, label="break-even")
     _lines(axes, every, indices)
     axes.set_ylabel("price increase / performance increase")
-    top = 1.35 * max(1.0, *(value.value for value in _known(indices)))
+    top = 1.35 * max(1.0, *_values(indices))
     cut = _limit(axes, indices, 0.0, top)
     canvas.title(axes, "Price index", groups)
     meaning = "Below 1, the additional workers pay for themselves."
@@ -189,7 +190,7 @@ def speed_up_panels(
     measured = [speed_up(one.groups) for one in every]
     without = [speed_up(one.groups, without_communication=True) for one in every]
     all_rows = [*measured, *without]
-    values = [value.value for value in _known(all_rows)]
+    values = _values(all_rows)
     contents = ((measured, "as measured"), (without, "without communication"))
     for axes, (rows, text) in zip(panels, contents, strict=True):
         _prepare(axes, every)
@@ -232,7 +233,7 @@ def _scaling_caption(
 
 def _caption(groups: Sequence[Group], rows: Sequence[Estimates], interval: str) -> str:
     text = caption(groups)
-    if any(value.low is not None for value in _known(rows)):
+    if _ends(rows):
         text += f" {interval}"
     return text
 
@@ -241,9 +242,19 @@ def _groups_of(every: Iterable[Series]) -> list[Group]:
     return [group for one in every for group in one.groups]
 
 
-def _known(rows: Iterable[Estimates]) -> list[Estimate]:
-    """Return the estimates of all rows, without those that are missing."""
-    return [value for row in rows for value in row if value is not None]
+def _values(rows: Iterable[Estimates]) -> list[float]:
+    """Return the values of the estimates in all rows, without those that are missing."""
+    estimates = itertools.chain.from_iterable(rows)
+    return [estimate.value for estimate in estimates if estimate is not None]
+
+
+def _ends(rows: Iterable[Estimates]) -> list[float]:
+    """Return both ends of each interval in all rows."""
+    ends = []
+    for estimate in itertools.chain.from_iterable(rows):
+        if estimate is not None and estimate.low is not None and estimate.high is not None:
+            ends += [estimate.low, estimate.high]
+    return ends
 
 
 def _cells(value: Estimate | None) -> list[float | None]:
@@ -295,20 +306,22 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
 
 def _errors(values: Sequence[Estimate]) -> list[list[float]] | None:
     """Return the lengths of error bars below and above; not a number if a value has no interval."""
-    if all(value.low is None for value in values):
+    if not _ends([values]):
         return None
     below, above = [], []
-    for value in values:
-        below.append(math.nan if value.low is None else value.value - value.low)
-        above.append(math.nan if value.high is None else value.high - value.value)
+    for estimate in values:
+        if estimate.low is None or estimate.high is None:
+            below.append(math.nan)
+            above.append(math.nan)
+        else:
+            below.append(estimate.value - estimate.low)
+            above.append(estimate.high - estimate.value)
     return [below, above]
 
 
 def _limit(axes: Axes, rows: Sequence[Estimates], bottom: float, top: float) -> bool:
     """Set the vertical axis by the values, and return True if an interval leaves it."""
-    ends: list[float] = []
-    for value in _known(rows):
-        ends += [end for end in (value.low, value.high) if end is not None]
+    ends = _ends(rows)
     # A longer interval than half of the axis, as of two runs, would make the values unreadable.
     top = max(top, min(max(ends, default=top) * 1.05, 1.5 * top))
     axes.set_ylim(bottom, top)
