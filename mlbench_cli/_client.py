@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mlbench_core.client.rest import RestClient, path_part
 from mlbench_core.errors import MasterRequestError
-from mlbench_master.launchers.interface import STOPPED
+from mlbench_master.engines.interface import STOPPED
 
 __all__ = [
     "FINAL_STATES",

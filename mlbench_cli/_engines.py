@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_master.launchers import launcher_names
+from mlbench_master.engines import launcher_names
 
 __all__ = ["EngineType"]
 

@@ -40,7 +40,7 @@ class StateFiles:
     def __init__(self, folder: Path, engine: str, problem: str) -> None:
         _embedded.check_installed()
         # After the check, because this import fails if a package of the master is missing.
-        from mlbench_master.launchers import make_launcher
+        from mlbench_master.engines import make_launcher
 
         self._database = folder / "master.db"
         self._problem = problem
@@ -85,7 +85,7 @@ class StateFiles:
         self, run_id: int, since_line: int = 0, filters: Mapping[str, Any] | None = None
     ) -> tuple[list[dict[str, Any]], int]:
         """Return all lines of a run's log; see :meth:`MasterClient.logs`."""
-        from mlbench_master.launchers.interface import LogFilter, LogRange
+        from mlbench_master.engines.interface import LogFilter, LogRange
 
         job_id = self.run(run_id)["job_id"]
         wanted: dict[str, Any] = {}

@@ -29,8 +29,8 @@ from mlbench_master.api.routes import router
 from mlbench_master.connections import max_connections
 from mlbench_master.database.store import Store
 from mlbench_master.database.writer import MetricWriter
+from mlbench_master.engines import Launcher, LauncherError, make_launcher
 from mlbench_master.events import EventBus, TooManyStreamsError
-from mlbench_master.launchers import Launcher, LauncherError, make_launcher
 from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.security import Access, GuardMiddleware, make_private, refuse, wants_page

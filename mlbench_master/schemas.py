@@ -27,7 +27,7 @@ from mlbench_core.network.named import get_network
 from mlbench_core.tasks import is_run_name
 from mlbench_master.database.store import RUN_COLUMNS
 from mlbench_master.dates import Date
-from mlbench_master.launchers.interface import LogFilter
+from mlbench_master.engines.interface import LogFilter
 
 __all__ = [
     "DEFAULT_BANDWIDTH",

@@ -18,7 +18,7 @@ from mlbench_core import files
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
-from mlbench_master.launchers import make_launcher
+from mlbench_master.engines import make_launcher
 from mlbench_master.security import CODE_S, Access, make_private, random_token
 
 __all__ = ["Listen", "serve"]
@@ -71,7 +71,7 @@ def serve(
         no_token: Demand no token: every user of this machine can then run commands as this process.
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
-        launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
+        launcher: One of :data:`~mlbench_master.engines.LAUNCHERS`.
         end_when_idle_s: Seconds without a run or a request after which the master ends; None to
             keep running.
         root_path: The path below which a proxy serves the master, for example

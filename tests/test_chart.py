@@ -25,10 +25,10 @@ from mlbench_cli._kind import chart_folder
 from mlbench_cli.commands.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.kubernetes.manifests import job_manifest
-from mlbench_master.launchers.kubernetes.options import KubernetesOptions
-from mlbench_master.launchers.kubernetes.settings import read_setting
+from mlbench_master.engines import Job
+from mlbench_master.engines.kubernetes.manifests import job_manifest
+from mlbench_master.engines.kubernetes.options import KubernetesOptions
+from mlbench_master.engines.kubernetes.settings import read_setting
 from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]

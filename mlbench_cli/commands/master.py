@@ -16,7 +16,7 @@ from mlbench_core.client.masters import check_token, forget_master, remember_mas
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import check_only_own
 from mlbench_core.paths import user_folder
-from mlbench_master.launchers import LAUNCHERS
+from mlbench_master.engines import LAUNCHERS
 
 if TYPE_CHECKING:
     from mlbench_master.security import Access

@@ -41,7 +41,7 @@ from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.network.description import Network
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
-from mlbench_master.launchers.containers.launcher import PROGRAMS
+from mlbench_master.engines.containers import PROGRAMS
 
 __all__ = ["run"]
 

@@ -21,7 +21,7 @@ from mlbench_core.comparison.table import safe_cell
 from mlbench_master.database.columns import PAGE, Columns, numbers_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
-from mlbench_master.launchers.interface import Launcher, LogLine, LogRange
+from mlbench_master.engines.interface import Launcher, LogLine, LogRange
 from mlbench_master.runs.results import (
     FILES,
     RESULT_FILE,

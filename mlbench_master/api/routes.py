@@ -46,8 +46,8 @@ from mlbench_master.database.store import (
 )
 from mlbench_master.database.writer import UnknownRunError
 from mlbench_master.dates import now_us, to_us
+from mlbench_master.engines.interface import Launcher, LogPage, LogRange
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
 from mlbench_master.runs.results import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.runs.starting import start_runs

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlbench_core.caller import NAMED_VARIABLES
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, new_run
+from mlbench_master.engines.interface import Job, Launcher
 from mlbench_master.goals import task_of_image
-from mlbench_master.launchers.interface import Job, Launcher
 from mlbench_master.runs.commands import (
     check_options,
     image_of_record,

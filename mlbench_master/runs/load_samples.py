@@ -19,9 +19,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_master.database.store import NewMetric, Run, Store, pod_owner
 from mlbench_master.dates import Date, now_us, to_us, us_of
+from mlbench_master.engines.interface import Launcher, LogLine
+from mlbench_master.engines.supervisor.load_sampler import LOAD_METRICS
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Launcher, LogLine
-from mlbench_master.launchers.supervisor.load_sampler import LOAD_METRICS
 
 __all__ = ["LOAD_MARK", "LoadKeeper"]
 

@@ -4,7 +4,7 @@ Their jobs are submitted here, and their results are read from their folders. Th
 with its own queue, on a machine on which no master may stay. The runs of one name share a folder,
 which all nodes must see::
 
-    <folder>/<number>/           the run's folder, see the module ``launchers.slurm``
+    <folder>/<number>/           the run's folder, see the module ``engines.slurm``
     <folder>/<number>/run.json   the run as the API of a master would show it
 """
 
@@ -30,8 +30,8 @@ from mlbench_core.results.lines import read_lines
 from mlbench_core.results.upload import metrics_of
 from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
-from mlbench_master.launchers.interface import STOPPED, LogPage, LogRange
-from mlbench_master.launchers.slurm.launcher import SlurmLauncher
+from mlbench_master.engines.interface import STOPPED, LogPage, LogRange
+from mlbench_master.engines.slurm.engine import SlurmLauncher
 from mlbench_master.runs.jobs import make_job, make_run
 from mlbench_master.schemas import RunIn, describe_error
 

@@ -17,8 +17,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from mlbench_core.errors import MLBenchError
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, Store
 from mlbench_master.dates import now_us
+from mlbench_master.engines.interface import STOPPED, JobStatus, Launcher, LogRange
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import STOPPED, JobStatus, Launcher, LogRange
 from mlbench_master.runs.commands import check_gpus
 from mlbench_master.runs.jobs import make_job
 from mlbench_master.runs.lease import Lease

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlbench_master.database.store import Run, Store
+from mlbench_master.engines.interface import Launcher
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Launcher
 from mlbench_master.runs.jobs import make_run
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.schemas import RunIn

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_master.api.routes import LauncherPart, StorePart, read_query, run_or_404
 from mlbench_master.database.store import Run
-from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
+from mlbench_master.engines.interface import Launcher, LogPage, LogRange
 from mlbench_master.schemas import MAX_ID, LogsQuery
 from mlbench_master.web.render import page
 

@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from mlbench_master.api.routes import LauncherPart, StorePart
 from mlbench_master.database.store import Run
-from mlbench_master.launchers.interface import Launcher
+from mlbench_master.engines.interface import Launcher
 from mlbench_master.web.render import page
 from mlbench_master.web.runs import list_runs
 from mlbench_master.web.workers import list_workers

@@ -18,8 +18,8 @@ from mlbench_master.api.routes import LauncherPart, StorePart, results_of, run_o
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
+from mlbench_master.engines.interface import Launcher
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
-from mlbench_master.launchers.interface import Launcher
 from mlbench_master.runs.phases import (
     PHASE_TITLES,
     epoch_phases,

@@ -32,8 +32,8 @@ from mlbench_core.tasks import (
 from mlbench_master.api.bodies import MAX_RUN_BYTES, read_body
 from mlbench_master.api.routes import EventsPart, LauncherPart, SchedulerPart, StorePart, run_or_404
 from mlbench_master.database.store import NameInUseError, Run
+from mlbench_master.engines.interface import Launcher
 from mlbench_master.goals import split_command, task_of_image
-from mlbench_master.launchers.interface import Launcher
 from mlbench_master.runs.commands import (
     CUSTOM_BACKEND,
     CUSTOM_IMAGE,

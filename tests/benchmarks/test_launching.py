@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.tasks import get_task
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local.launcher import LocalLauncher
+from mlbench_master.engines import Job
+from mlbench_master.engines.local.engine import LocalLauncher
 from tests.benchmarks import small_digits
 from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port, wait_for

@@ -12,9 +12,9 @@ import pytest
 from mlbench_cli import _wait
 from mlbench_core.client.masters import read_record
 from mlbench_core.results.folder import FILES, verify_folder
-from mlbench_master.launchers import LauncherError
-from mlbench_master.launchers.slurm import launcher as slurm
-from mlbench_master.launchers.slurm import queue as slurm_queue
+from mlbench_master.engines import LauncherError
+from mlbench_master.engines.slurm import engine as slurm
+from mlbench_master.engines.slurm import queue as slurm_queue
 from mlbench_master.runs import masterless as direct
 from tests.cli.conftest import Call
 from tests.master import fake_slurm

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mlbench_master.database.store import Store
+from mlbench_master.engines import Job
+from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.logs import LogReader, LogWriter, append_log
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local.launcher import LocalLauncher
-from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run, full
 from tests.master.helpers import processes_of, wait_for

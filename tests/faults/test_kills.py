@@ -101,7 +101,7 @@ class Fault:
         return [
             process
             for process in self.processes(run_id)
-            if "mlbench_master.launchers.supervisor.supervise" in process.cmdline()
+            if "mlbench_master.engines.supervisor.supervise" in process.cmdline()
         ]
 
     def end(self, run_id: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_a_worker_is_killed(fault: Fault) -> None:
 
 def is_supervisor(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "mlbench_master.launchers.supervisor.supervise" in process.cmdline()
+        return "mlbench_master.engines.supervisor.supervise" in process.cmdline()
     return False
 
 

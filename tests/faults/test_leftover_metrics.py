@@ -20,8 +20,8 @@ import pytest
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
 from mlbench_master.database.store import Store, run_owner
+from mlbench_master.engines.local.engine import LocalLauncher
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.local.launcher import LocalLauncher
 from mlbench_master.runs.leftovers import new_metric, store_leftovers
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.schemas import MetricIn

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mlbench_master.database.store import Run, Store
+from mlbench_master.engines import Job
+from mlbench_master.engines.local import engine as local_launcher
+from mlbench_master.engines.local.engine import LocalLauncher
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local import launcher as local_launcher
-from mlbench_master.launchers.local.launcher import LocalLauncher
 from mlbench_master.processes import start_mark
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run

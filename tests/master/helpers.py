@@ -20,8 +20,8 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
-from mlbench_master.launchers.interface import FROM_THE_START, LogRange
+from mlbench_master.engines import Job, JobStatus, Launcher, LogPage
+from mlbench_master.engines.interface import FROM_THE_START, LogRange
 
 __all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.containers.launcher import Containers, read_options
-from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
+from mlbench_master.engines import Job
+from mlbench_master.engines.containers import Containers, read_options
+from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
 from tests.master.helpers import TestClient, processes_of, wait_for
 
 TOKEN = "secret-of-the-master"

@@ -20,8 +20,8 @@ from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.network.named import NETWORKS
 from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
+from mlbench_master.engines import Job
+from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 REASON = EmulatedNetwork.why_not()
@@ -135,10 +135,8 @@ def test_a_network_that_cannot_be_made_is_the_reason_of_the_failure(tmp_path: Pa
     launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
     # A request with three workers would have been refused.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "mlbench_master.launchers.local.emulated_hosts.host_addresses", lambda job: []
-        )
-        patch.setattr("mlbench_master.launchers.local.emulated_hosts.place_worker", lambda *_: None)
+        patch.setattr("mlbench_master.engines.local.emulated_hosts.host_addresses", lambda job: [])
+        patch.setattr("mlbench_master.engines.local.emulated_hosts.place_worker", lambda *_: None)
         job_id = launcher.start(Job(1, "a", "true", 3, network="2x2:1gbit/1gbit"))
     status = ended(launcher, job_id)
     assert status.state == "failed"

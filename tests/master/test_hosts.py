@@ -23,20 +23,20 @@ from mlbench_core import __version__
 from mlbench_core.client.masters import boot_id
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, LauncherError
-from mlbench_master.launchers.hosts import agent as hosts_agent
-from mlbench_master.launchers.hosts import launcher as hosts
-from mlbench_master.launchers.hosts import link as hosts_link
-from mlbench_master.launchers.hosts import results as hosts_results
-from mlbench_master.launchers.hosts import ssh as hosts_ssh
-from mlbench_master.launchers.hosts.host_file import HOSTFILE_VARIABLE, parse_hosts, read_options
-from mlbench_master.launchers.hosts.launcher import HostsLauncher
-from mlbench_master.launchers.hosts.results import UnpackError, unpack
-from mlbench_master.launchers.hosts.run_state import HostRun
+from mlbench_master.engines import Job, JobStatus, LauncherError
+from mlbench_master.engines.hosts import agent as hosts_agent
+from mlbench_master.engines.hosts import engine as hosts
+from mlbench_master.engines.hosts import link as hosts_link
+from mlbench_master.engines.hosts import results as hosts_results
+from mlbench_master.engines.hosts import ssh as hosts_ssh
+from mlbench_master.engines.hosts.engine import HostsLauncher
+from mlbench_master.engines.hosts.host_file import HOSTFILE_VARIABLE, parse_hosts, read_options
+from mlbench_master.engines.hosts.results import UnpackError, unpack
+from mlbench_master.engines.hosts.run_state import HostRun
 from mlbench_master.processes import processes_with
 from tests.master import fake_ssh
 from tests.master.helpers import TestClient, wait_for
-from tests.master.test_launcher import create, lines, wait_state
+from tests.master.test_local_engine import create, lines, wait_state
 
 TOKEN = "token-of-the-test"
 ENDLESS = "import time\nprint('begun', flush=True)\ntime.sleep(100)\n"
@@ -825,7 +825,7 @@ def test_calls_do_not_depend_on_the_number_of_runs(
     launcher = HostsLauncher(tmp_path / "many", interval_s=0.5)
     options = ("--host", "a:1000,b:1000")
     # Each run gets a worker on both hosts.
-    monkeypatch.setattr("mlbench_master.launchers.hosts.launcher.share_slots", halves)
+    monkeypatch.setattr("mlbench_master.engines.hosts.engine.share_slots", halves)
     began = time.monotonic()
     jobs = [
         launcher.start(job("true", run_id=number, options=options, env={"MLBENCH_TOKEN": TOKEN}))
@@ -906,7 +906,7 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
 
 
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:
-    from mlbench_master.launchers.hosts.host_file import Share
+    from mlbench_master.engines.hosts.host_file import Share
 
     return [
         Share(host, (len(taken.get(host.name, ())),), place) for place, host in enumerate(hosts)

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlbench_master.launchers import LauncherError
-from mlbench_master.launchers.hosts import ssh as hosts_ssh
-from mlbench_master.launchers.hosts.launcher import HostsLauncher
+from mlbench_master.engines import LauncherError
+from mlbench_master.engines.hosts import ssh as hosts_ssh
+from mlbench_master.engines.hosts.engine import HostsLauncher
 from mlbench_master.processes import processes_with
 from tests.master import ssh_hosts
 from tests.master.helpers import wait_for

@@ -19,11 +19,11 @@ pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, LauncherError
-from mlbench_master.launchers.kubernetes import api as kubernetes_api
-from mlbench_master.launchers.kubernetes import launcher as kubernetes
-from mlbench_master.launchers.kubernetes import queue as kubernetes_queue
-from mlbench_master.launchers.kubernetes.launcher import KubernetesLauncher
+from mlbench_master.engines import Job, JobStatus, LauncherError
+from mlbench_master.engines.kubernetes import api as kubernetes_api
+from mlbench_master.engines.kubernetes import engine as kubernetes
+from mlbench_master.engines.kubernetes import queue as kubernetes_queue
+from mlbench_master.engines.kubernetes.engine import KubernetesLauncher
 from mlbench_master.runs.commands import check_options
 from mlbench_master.schemas import RunIn
 from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock

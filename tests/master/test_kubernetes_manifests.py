@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.kubernetes.manifests import (
+from mlbench_master.engines import Job
+from mlbench_master.engines.kubernetes.manifests import (
     job_manifest,
     merge,
     secret_manifest,
     service_manifest,
 )
-from mlbench_master.launchers.kubernetes.options import parse_options
-from mlbench_master.launchers.kubernetes.settings import Setting
+from mlbench_master.engines.kubernetes.options import parse_options
+from mlbench_master.engines.kubernetes.settings import Setting
 
 JOB = Job(
     run_id=7,

@@ -19,11 +19,11 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import format_date
+from mlbench_master.engines import Job, LogPage
+from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.supervisor import load_sampler as measuring
+from mlbench_master.engines.supervisor.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job, LogPage
-from mlbench_master.launchers.local.launcher import LocalLauncher
-from mlbench_master.launchers.supervisor import load_sampler as measuring
-from mlbench_master.launchers.supervisor.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.runs import load_samples as keeping
 from mlbench_master.runs.load_samples import LoadKeeper
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
@@ -111,7 +111,7 @@ def test_an_orphan_stays_with_its_rank(started: Any) -> None:
     """A process of a killed parent belongs to the supervisor, which adopts it."""
     script = (
         "import ctypes, os, subprocess, sys, time\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-        "from mlbench_master.launchers.supervisor.load_sampler import LoadSampler\n"
+        "from mlbench_master.engines.supervisor.load_sampler import LoadSampler\n"
         "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, "
         "'RANK': '1'})\n"
         "shell.wait()\n"

@@ -13,9 +13,9 @@ import pytest
 
 from mlbench_master.api.export import log_text
 from mlbench_master.app import create_app
-from mlbench_master.launchers import logs
-from mlbench_master.launchers.interface import LogFilter, LogRange, NumberedLine
-from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
+from mlbench_master.engines import logs
+from mlbench_master.engines.interface import LogFilter, LogRange, NumberedLine
+from mlbench_master.engines.logs import LogReader, LogWriter, append_log
 from mlbench_master.schemas import LogsQuery
 from tests.master.helpers import TestClient
 

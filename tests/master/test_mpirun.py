@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local import mpirun
-from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
-from mlbench_master.launchers.local.mpirun import (
+from mlbench_master.engines import Job
+from mlbench_master.engines.local import mpirun
+from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
+from mlbench_master.engines.local.mpirun import (
     MPICH_PREFIX,
     OPEN_MPI_PREFIX,
     mpirun_command,

@@ -21,7 +21,7 @@ from mlbench_master.goals import read_goal
 from mlbench_master.runs import results
 from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import IdleLauncher, TestClient
-from tests.master.test_launcher import create, wait_state
+from tests.master.test_local_engine import create, wait_state
 
 GOAL = {
     "metric": "val_global_Prec@1",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
-from mlbench_master.launchers import LogPage
+from mlbench_master.engines import LogPage
 from mlbench_master.runs.phases import MOST_EPOCHS
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from mlbench_master.database.store import Run, Store, new_run
+from mlbench_master.engines import Job, JobStatus
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job, JobStatus
 from mlbench_master.runs.scheduler import Scheduler
 from tests.master.helpers import IdleLauncher
 

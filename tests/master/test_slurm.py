@@ -16,7 +16,7 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import (
+from mlbench_master.engines import (
     LAUNCHERS,
     Job,
     JobStatus,
@@ -24,13 +24,13 @@ from mlbench_master.launchers import (
     launcher_names,
     make_launcher,
 )
-from mlbench_master.launchers.local.launcher import LocalLauncher
-from mlbench_master.launchers.slurm import launcher as slurm
-from mlbench_master.launchers.slurm import queue as slurm_queue
-from mlbench_master.launchers.slurm.launcher import SlurmLauncher
+from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.slurm import engine as slurm
+from mlbench_master.engines.slurm import queue as slurm_queue
+from mlbench_master.engines.slurm.engine import SlurmLauncher
 from tests.master import fake_slurm
 from tests.master.helpers import TestClient, wait_for
-from tests.master.test_launcher import create, lines, wait_state
+from tests.master.test_local_engine import create, lines, wait_state
 
 TOKEN = "token-of-the-test"
 
@@ -608,7 +608,7 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         'for rank in 0 1; do SLURM_NTASKS=1 OMPI_COMM_WORLD_RANK=$rank "$@" || exit; done\n'
     )
     program.chmod(0o755)
-    monkeypatch.setattr("mlbench_master.launchers.local.mpirun._find_mpirun", lambda: str(program))
+    monkeypatch.setattr("mlbench_master.engines.local.mpirun._find_mpirun", lambda: str(program))
     return program
 
 
@@ -716,7 +716,7 @@ def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[mlbench.launchers]\nours = mlbench_master.launchers.local.launcher:LocalLauncher\n"
+        "[mlbench.launchers]\nours = mlbench_master.engines.local.engine:LocalLauncher\n"
         "wrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

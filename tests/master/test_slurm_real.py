@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from mlbench_master.launchers import Job, JobStatus
-from mlbench_master.launchers.slurm.launcher import SlurmLauncher
+from mlbench_master.engines import Job, JobStatus
+from mlbench_master.engines.slurm.engine import SlurmLauncher
 from tests.master.helpers import server, wait_for
 from tests.master.slurm_cluster import Cluster, cluster, why_not
-from tests.master.test_launcher import create, lines, wait_state
+from tests.master.test_local_engine import create, lines, wait_state
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 
 from mlbench_master import create_app
 from mlbench_master.database.store import new_run
-from mlbench_master.launchers.local.launcher import LocalLauncher
+from mlbench_master.engines.local.engine import LocalLauncher
 from mlbench_master.runs import results
 from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import TestClient

@@ -1,1 +1,0 @@
-"""Run the workers of the local launcher in containers."""
