@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import operator
 import os
 import re
 import shlex
@@ -178,6 +179,7 @@ def runs_csv(records: Sequence[RunRecord]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_RUN_COLUMNS)
+    values_of = operator.attrgetter(*_RUN_COLUMNS)
     for record in records:
-        writer.writerow([safe_cell(getattr(record, name)) for name in _RUN_COLUMNS])
+        writer.writerow(map(safe_cell, values_of(record)))
     return text.getvalue()

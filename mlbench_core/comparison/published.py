@@ -108,7 +108,9 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
         configuration["task"] = task.key
     else:
         configuration["program"] = program
-    default_dataset = task.dataset if task and task.has_goal else None
+    default_dataset = None
+    if task and task.has_goal:
+        default_dataset = task.dataset
     configuration["dataset"] = options.pop("dataset", default_dataset)
     configuration["preset"] = options.pop("preset", None)
     configuration["options"] = options
@@ -431,6 +433,7 @@ def _phases(
     sums: dict[str, float] = {}
     for step, value in steps.items():
         sums[STEPS[step]] = sums.get(STEPS[step], 0.0) + value
+    # In the order of the phases.
     return {phase: sums[phase] for phase in PHASES if phase in sums}
 
 
@@ -472,8 +475,12 @@ def count_ranks(metrics: Metrics) -> int:
         >>> count_ranks({"cum_agg @ 0": [], "cum_agg @ 1": [], "train_loss @ 1": []})
         2
     """
-    matches = (re.search(r" @ (\d+)$", metric) for metric in metrics)
-    return len({match[1] for match in matches if match})
+    ranks = set()
+    for metric in metrics:
+        match = re.search(r" @ (\d+)$", metric)
+        if match:
+            ranks.add(match[1])
+    return len(ranks)
 
 
 def number(*values: object) -> float | None:

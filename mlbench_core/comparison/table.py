@@ -134,7 +134,7 @@ COLUMNS = (
 )
 """All columns, in the order of the CSV file."""
 
-_KEYS = tuple(column.key for column in COLUMNS)
+_KEYS = tuple(map(operator.attrgetter("key"), COLUMNS))
 
 _TESTS = (
     Column("a", "A"),
@@ -232,8 +232,9 @@ class Comparison:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_KEYS)
+        values_of = operator.itemgetter(*_KEYS)
         for row in self.rows:
-            writer.writerow([safe_cell(row[key]) for key in _KEYS])
+            writer.writerow(map(safe_cell, values_of(row)))
         return text.getvalue()
 
     def as_json(self) -> dict[str, Any]:
@@ -410,7 +411,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "workers": group.workers,
         "workload": _workload_text(group),
         "goal": group.records[0].goal_text,
-        "names": [record.name for record in group.records],
+        "names": list(map(operator.attrgetter("name"), group.records)),
         "runs": len(group.records),
         "mean_s": seconds.mean,
         "standard_deviation_s": seconds.standard_deviation,
@@ -459,7 +460,7 @@ def _workload_text(group: Group) -> str:
 def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]]:
     """Test each pair of groups of one workload that have equal numbers of workers or labels."""
     tests = []
-    several = len({group.label for group in groups}) > 1
+    several = len(set(map(operator.attrgetter("label"), groups))) > 1
     for a, b in itertools.combinations(groups, 2):
         if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
             continue
@@ -585,7 +586,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return list(map(_finite, value))
     if isinstance(value, str | int | float | None):
         return value
     return json.loads(json.dumps(value, default=str))

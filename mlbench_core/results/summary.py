@@ -7,6 +7,7 @@ the time of each phase. The result also has the times of rank 0.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     start, first = starts[0], ranks[0]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
-    totals = [worker.totals for worker in ranks]
+    totals = list(map(operator.attrgetter("totals"), ranks))
     ends = [worker.end or {} for worker in ranks]
     is_measured = _is_communication_measured(ranks, number)
     times = _slowest_and_first(totals, is_measured)
@@ -144,9 +145,9 @@ def _rate(count: float, seconds: float) -> float | None:
 def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
     """Return ``state`` and ``reason``: finished only if every worker has finished."""
     ends = [worker.end for worker in ranks if worker.end is not None]
-    failed = next((end for end in ends if end.get("state") != "finished"), None)
-    if failed is not None:
-        return {"state": "failed", "reason": failed.get("reason")}
+    for end in ends:
+        if end.get("state") != "finished":
+            return {"state": "failed", "reason": end.get("reason")}
     if len(ends) < number:
         missing = number - len(ends)
         return {
@@ -345,6 +346,14 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
             reached_s = reached_s[worker]
         return {"time_to_goal_s": reached_s, "phases_s": phases_s}
 
-    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
-    own = {name: goal[name] for name in names}
-    return {**own, **_budget(goal), **times_of("slowest"), "rank_0": times_of("rank_0")}
+    return {
+        "metric": goal["metric"],
+        "threshold": goal["threshold"],
+        "minimize": goal["minimize"],
+        "reached": goal["reached"],
+        "value": goal["value"],
+        "epochs": goal["epochs"],
+        **_budget(goal),
+        **times_of("slowest"),
+        "rank_0": times_of("rank_0"),
+    }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from mlbench_core.comparison.figures.tradeoff import (
     draw_time_against_price,
 )
 from mlbench_core.comparison.pool import workload
+from mlbench_core.comparison.times import known_times_s
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ def draw_all(
         ConfigurationError: No run reported a time, so there is nothing to draw.
         MissingDependencyError: matplotlib is not installed.
     """
-    records = itertools.chain.from_iterable(group.records for group in groups)
-    if all(record.total_s is None for record in records):
+    if not any(known_times_s(group.records) for group in groups):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written: list[Path] = []
     for drawing in drawings(groups, price_per_hour, report):

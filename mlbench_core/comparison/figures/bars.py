@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
@@ -100,7 +100,7 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported the time of a step.
     """
-    every, groups = groups, [group for group in groups if _steps(group)]
+    every, groups = groups, list(filter(_steps, groups))
     if not groups:
         raise ConfigurationError("no run reported the time of its steps: nothing to draw")
     figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
@@ -172,7 +172,7 @@ def with_time(groups: Sequence[Group]) -> list[Group]:
     Raises:
         ConfigurationError: There is none.
     """
-    timed = [group for group in groups if _known_total(group)]
+    timed = list(filter(_known_total, groups))
     if not timed:
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     return timed
@@ -221,7 +221,7 @@ def _total(group: Group) -> Estimate:
 
 def _phases(group: Group) -> dict[str, float]:
     """Return the mean time of each phase; the rest of the total time counts as other."""
-    phases = _parts(group, [record.phases_s for record in group.records], PHASES)
+    phases = _parts(group, "phases_s", PHASES)
     left = _total(group).value - sum(phases.values())
     # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
@@ -230,16 +230,15 @@ def _phases(group: Group) -> dict[str, float]:
 
 
 def _steps(group: Group) -> dict[str, float]:
-    return _parts(group, [record.steps_s for record in group.records], tuple(STEPS))
+    return _parts(group, "steps_s", STEPS)
 
 
-def _parts(
-    group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]
-) -> dict[str, float]:
-    """Return the mean of each part over the runs.
+def _parts(group: Group, attribute: str, names: Iterable[str]) -> dict[str, float]:
+    """Return the mean of each part of the runs' times in an attribute.
 
     With misses, it is the sum divided by the number of successes, or the sum without a success.
     """
+    parts = list(map(operator.attrgetter(attribute), group.records))
     means = {}
     for name in names:
         values = [part[name] for part in parts if part.get(name) is not None]

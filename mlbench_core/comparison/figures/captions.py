@@ -107,7 +107,7 @@ def _configurations(groups: Sequence[Group]) -> list[Mapping[str, Any]]:
 def _shared(mappings: Sequence[Mapping[str, Any]], name: str) -> Any:
     """Return the value of an entry that all mappings have in common; None if they differ."""
     values = [mapping.get(name) for mapping in mappings]
-    if values and all(value == values[0] for value in values):
+    if values and values.count(values[0]) == len(values):
         return values[0]
     return None
 

@@ -254,7 +254,7 @@ def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> B
         >>> both.x, both.mean, both.tails
         ((1, 2), (20.0, 30.0), (((2, 40.0), (3, 60.0)),))
     """
-    curves = [curve for curve in curves if curve]
+    curves = list(filter(None, curves))
     if not curves:
         return None
     grid = _grid(curves, places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,7 @@ def speed_up_panels(
         The caption.
     """
     starts = sorted({one.groups[0].workers for one in every})
-    largest = max(group.workers for group in _groups_of(every))
+    largest = _workers_of(every)[-1]
     measured = [speed_up(one.groups) for one in every]
     without = [speed_up(one.groups, without_communication=True) for one in every]
     all_rows = [*measured, *without]
@@ -239,7 +240,15 @@ def _caption(groups: Sequence[Group], rows: Sequence[Estimates], interval: str) 
 
 
 def _groups_of(every: Iterable[Series]) -> list[Group]:
-    return [group for one in every for group in one.groups]
+    groups: list[Group] = []
+    for one in every:
+        groups += one.groups
+    return groups
+
+
+def _workers_of(every: Iterable[Series]) -> list[int]:
+    """Return the different numbers of workers of all groups, in ascending order."""
+    return sorted({group.workers for group in _groups_of(every)})
 
 
 def _values(rows: Iterable[Estimates]) -> list[float]:
@@ -265,7 +274,7 @@ def _cells(value: Estimate | None) -> list[float | None]:
 
 def _prepare(axes: Axes, every: Sequence[Series]) -> None:
     """Make an axis of workers on which the ideal speed-up is a straight line."""
-    workers = sorted({group.workers for group in _groups_of(every)})
+    workers = _workers_of(every)
     labels = list(map(str, workers))
     axes.set_xticks(workers, labels)
     # Above 8 workers the small numbers would touch one another.
@@ -286,7 +295,7 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     step = 0.9 / len(every)
     if len(axes.get_xticks()) > 1:
         step = min(0.02, 0.1 / len(every))
-    looks = method_looks(one.label for one in every)
+    looks = method_looks(map(operator.attrgetter("label"), every))
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def _draw_prices(
         dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     drawn, times, prices = zip(*points, strict=True)
-    looks = method_looks(one.label for one in series(drawn))
+    looks = method_looks(map(operator.attrgetter("label"), series(drawn)))
     limit = 1.5 * max(time.value for time in times)
     width = max(prices) - min(prices)
     named: set[str] = set()
