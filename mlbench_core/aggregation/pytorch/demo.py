@@ -115,6 +115,7 @@ class DeMoAggregation(CompressedAggregation):
     ) -> None:
         values, positions, totals = [], [], []
         for name, tensor in tensors.items():
+            # m_i = beta m_i + g_i
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
             count = min(self.top_k, coefficients.shape[1])
@@ -122,11 +123,13 @@ class DeMoAggregation(CompressedAggregation):
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
+            # m_i = m_i - DCT^-1(q_i)
             m -= self._invert(totals[-1].scatter(1, picked, values[-1]), m.shape)
             # Without this, an overflow would stay in the momentum and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
         # For each coefficient, the number of workers that sent it, if the mean is over these.
         senders = list(map(torch.zeros_like, totals)) if self.mean_of_senders else []
+        # A block has at most 181 * 181 coefficients, so a position fits into an int16.
         own, own_positions = pack(values), pack(positions).to(torch.int16)
         sizes = list(map(torch.numel, values))
         # Added in the order of ranks, because sums in different orders differ in their last bits.

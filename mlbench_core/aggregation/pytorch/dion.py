@@ -136,17 +136,21 @@ class DionAggregation(LossyAggregation):
         """
         divisor = self._divisor(op, denom)
         bytes_before = self.bytes_sent
-        b = {}
+        b: dict[str, Tensor] = {}
+        others: list[Tensor] = []
         for name, tensor in tensors.items():
             if is_matrix(tensor):
+                # B_i = M_i + g_i, in the memory of the momentum M_i.
                 b[name] = recall(self._memory, name, tensor).add_(tensor).view(len(tensor), -1)
-        others = [tensor for name, tensor in tensors.items() if name not in b]
+            else:
+                others.append(tensor)
         # The columns of P, Q and R are kept as rows, because a row is contiguous in memory. Their
-        # scale does not matter.
+        # scale does not matter, so P may be divided like the other tensors.
         p = {name: self._query(name, b_n) @ b_n.t() for name, b_n in b.items()}
         self._average_uncompressed([*others, *extra, *p.values()], divisor)
         p = {name: orthonormal_rows(p_n) for name, p_n in p.items()}
         r = {name: p[name] @ b_n for name, b_n in b.items()}
+        # R is always averaged: M_i takes a part of it, whatever the divisor is.
         self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
@@ -154,11 +158,13 @@ class DionAggregation(LossyAggregation):
             # update.
             q = torch.where(length == 0, 0, r[name] / length)
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
+            # M_i = B_i - (1 - mu) P R^T
             b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)
+            # Without this, an overflow would stay in the momentum and in every later message.
             b_n.nan_to_num_(nan=0, posinf=0, neginf=0)
-            self._queries[name] = torch.where(
-                (length > 0) & length.isfinite(), q, self._queries[name]
-            )
+            # A direction without a positive, finite length keeps its last query.
+            is_usable = (length > 0) & length.isfinite()
+            self._queries[name] = torch.where(is_usable, q, self._queries[name])
         # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
         sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
         self._count_compression(nbytes_of(tensors.values()), sent_bytes)
@@ -170,9 +176,8 @@ class DionAggregation(LossyAggregation):
         if query is None:
             # By name, so that the order of parameters and the user's generators do not matter.
             seed = int(np.random.SeedSequence((self._seed, *name.encode())).generate_state(1)[0])
-            query = torch.randn(
-                shape, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
-            )
+            generator = torch.Generator().manual_seed(seed)
+            query = torch.randn(shape, generator=generator, dtype=matrix.dtype)
             query /= torch.linalg.vector_norm(query, dim=1, keepdim=True)
         elif query.shape != shape:
             raise ValueError(

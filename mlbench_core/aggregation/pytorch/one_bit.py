@@ -132,6 +132,7 @@ class OneBitAggregation(EFSignAggregation):
             extra = ()
         for name, tensor in warming.items():
             m = recall(self._momentum, name, tensor)
+            # m = beta m + (1 - beta) g
             m.lerp_(tensor.to(m.dtype), 1 - self.beta).nan_to_num_(nan=0, posinf=0, neginf=0)
         # In the order of the tensors, which is the same on all workers.
         candidates = {}
@@ -156,6 +157,7 @@ class OneBitAggregation(EFSignAggregation):
         """Replace tensors by their compressed average, in place."""
         super()._aggregate_kind(tensors, divisor, extra)
         for name, average in tensors.items():
+            # p = average of C(p_i) + delta, in the memory of delta, which then keeps p - C(p).
             p = recall(self._average_errors, name, average).add_(average)
             average.copy_(scaled_signs(p >= 0, mean_in_range(p.abs().mean(), p)))
             p.sub_(average).nan_to_num_(nan=0, posinf=0, neginf=0)

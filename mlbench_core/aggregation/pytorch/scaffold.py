@@ -112,7 +112,9 @@ class ScaffoldAggregation(Aggregation):
         Args:
             name: Name of the parameter.
         """
-        return self._common[name] - self._own[name] if name in self._common else None
+        if name not in self._common:
+            return None
+        return self._common[name] - self._own[name]
 
     @torch.no_grad()
     def aggregate(
@@ -131,14 +133,15 @@ class ScaffoldAggregation(Aggregation):
         """
         check_average(op)
         # Without a step there is no gradient to learn from.
-        stepped = [
-            name for name in tensors if name in self._shared and self._rates.get(name, 0.0) > 0
-        ]
-        for name in stepped:
-            self._update_own(name, tensors[name])
+        stepped = set()
+        for name, y_i in tensors.items():
+            if name in self._shared and self._rates.get(name, 0.0) > 0:
+                stepped.add(name)
+                self._update_own(name, y_i)
         self._delegate(self._all_reduce, tensors, op, denom)
         for name, average in tensors.items():
             if name in stepped:
+                # c = (x - mean of y_i) / S, with the x of the last call; it needs no message.
                 self._common[name] = (self._shared[name] - average).div_(self._rates[name])
             if not is_buffer(name):
                 self._share(name, average)

@@ -246,9 +246,9 @@ class EFSignAggregation(CompressedAggregation):
             total = sum_scaled_signs(messages[:, scales.nbytes :], their_scales, sizes)
             unpack(divide(total, divisor), tensors.values())
             return
-        signs_of_bytes = scaled_signs(
-            unpack_bits(_all_bytes(scales.device), 8 * 256), scales.new_ones(())
-        ).view(256, 8)
+        every_byte = torch.arange(256, dtype=torch.uint8, device=scales.device)
+        bits = unpack_bits(every_byte, 8 * 256)
+        signs_of_bytes = scaled_signs(bits, scales.new_ones(())).view(256, 8)
 
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
             first_byte, end = (first + start) // 8, (first + stop + 7) // 8
@@ -273,11 +273,6 @@ class EFSignAggregation(CompressedAggregation):
             # scale underflows to 0, its negative signs give -0. Adding 0 makes them +0.
             fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes + 0))
             first += tensor.numel()
-
-
-def _all_bytes(device: torch.device) -> Tensor:
-    """Return all values of a byte."""
-    return torch.arange(256, dtype=torch.uint8, device=device)
 
 
 def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:

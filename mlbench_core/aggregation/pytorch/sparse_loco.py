@@ -124,10 +124,11 @@ class ChunkedTopKAggregation(CompressedAggregation):
         self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
     ) -> None:
         # The error memory is changed in place: it holds the sum first, and then the rest.
-        e = [
-            recall(self._memory, name, tensor).mul_(self.decay).add_(tensor).view(-1)
-            for name, tensor in tensors.items()
-        ]
+        e = []
+        for name, tensor in tensors.items():
+            # e_i = beta e_i + Delta_i
+            e_n = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
+            e.append(e_n.view(-1))
         parts: list[Tensor] = []
         for e_n in e:
             parts += map(self._encode, self._chunks(e_n))

@@ -166,7 +166,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         self.takes_complex = not quantize
         self._counts: dict[str, int] = {}
         self._flights: list[_Fragment] = []
-        self._bytes_before, self._bytes_after = 0, 0  # of quantized outer gradients
+        # Of quantized outer gradients.
+        self._bytes_before = self._bytes_after = 0
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -211,9 +212,9 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         due = self._due(tensors)
         if due:
             self._send(due)
-        landing = [flight for flight in self._flights if flight.left <= 0]
+        arriving = [flight for flight in self._flights if flight.left <= 0]
         self._flights = [flight for flight in self._flights if flight.left > 0]
-        for flight in landing:
+        for flight in arriving:
             flight.arrive()
             self._merge(flight, tensors)
 
@@ -221,16 +222,16 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """Count a step of every tensor, and return those whose fragment is sent in this step."""
         # The order of the shared weights is saved with them, and freezing a layer does not change
         # it.
-        offsets = {
-            name: position % self.fragments * self.period // self.fragments
-            for position, name in enumerate(self._shared)
-        }
+        offsets = {}
+        for position, name in enumerate(self._shared):
+            # Parameter j is in fragment p = j mod P, which is sent if t = floor(p H / P) mod H.
+            offsets[name] = position % self.fragments * self.period // self.fragments
         count_step(self._counts, tensors)
-        return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if self._counts[name] % self.period == offsets.get(name, 0)
-        }
+        due = {}
+        for name, tensor in tensors.items():
+            if self._counts[name] % self.period == offsets.get(name, 0):
+                due[name] = tensor
+        return due
 
     def _send(self, due: Mapping[str, Tensor]) -> None:
         """Start the messages of tensors."""

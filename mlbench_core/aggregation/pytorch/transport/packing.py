@@ -78,7 +78,7 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
     first, stop = start // group, -(-(start + count) // group)
     part = packed[first * size_bytes : stop * size_bytes]
     part = torch.nn.functional.pad(part, (0, (stop - first) * size_bytes - len(part)))
-    words = _join(part, 8, size_bytes, torch.uint8 if size_bytes == 1 else torch.int64)
+    words = _join(part, 8, size_bytes)
     codes = torch.empty(len(words), group, dtype=torch.int32, device=packed.device)
     for position, column in enumerate(codes.unbind(dim=1)):
         column.copy_(words >> bits * (group - 1 - position) & 2**bits - 1)
@@ -93,8 +93,9 @@ def _word(bits: int) -> tuple[int, int]:
     return group, size_bytes if size_bytes <= 7 else 0
 
 
-def _join(parts: Tensor, bits: int, count: int, dtype: torch.dtype) -> Tensor:
+def _join(parts: Tensor, bits: int, count: int) -> Tensor:
     """Join each ``count`` integers of a few bits to one, the first in its highest bits."""
+    dtype = torch.uint8 if count * bits == 8 else torch.int64
     columns = parts.view(-1, count).unbind(dim=1)
     joined = columns[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
     for column in columns[1:]:
@@ -105,7 +106,7 @@ def _join(parts: Tensor, bits: int, count: int, dtype: torch.dtype) -> Tensor:
 def _pack_words(codes: Tensor, bits: int, group: int, size_bytes: int) -> Tensor:
     """Pack codes, with zeros up to a whole group at the end."""
     codes = torch.nn.functional.pad(codes, (0, -len(codes) % group))
-    words = _join(codes, bits, group, torch.uint8 if size_bytes == 1 else torch.int64)
+    words = _join(codes, bits, group)
     if size_bytes == 1:
         return words
     # The lowest byte of an integer comes first in memory, and last in the message.
