@@ -41,8 +41,8 @@ SUBJECT = Subject(
     "Training batches of CIFAR-10 (`cifar_batches.py`)",
     "images/s",
     (PLAIN,),
-    (("Augmenting whole batches is more than 11 times as fast as torchvision's transforms image "
-     "by image."),
+    ("Augmenting whole batches is more than 11 times as fast "
+     "as torchvision's transforms image by image.",
      "Limit: at least 10 times."),
 )  # fmt: skip
 
@@ -84,8 +84,10 @@ def load(folder: Path | None) -> tuple[ImageDataset, str]:
 def draw(
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Size, torch.dtype]:
-    """Draw ``count`` batches; augmentation is random, so only shape and type of the images can be
-    compared."""
+    """Draw ``count`` batches, and return shape and type of the images.
+
+    Augmentation is random, so nothing else can be compared.
+    """
     # Only the last batch is kept: memory that earlier ones free is used again, as in training.
     ((images, _),) = deque(itertools.islice(batches, count), maxlen=1)
     return images.shape, images.dtype
@@ -117,12 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.blocks,
         amount=count * size,
     )
-    finish(
-        SUBJECT,
-        rows,
-        arguments,
-        f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread.",
-    )
+    conditions = f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread."
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ SUBJECT = Subject(
     "Start of the command (`cli_start.py`)",
     "ms",
     ("python -c pass",),
-    (("`mlbench --help` starts in less than 3 times the time of an empty Python; `import click` "
-     "is most of it."),
+    ("`mlbench --help` starts in less than 3 times the time of an empty Python; "
+     "`import click` is most of it.",
      "Limit: at most 5 times."),
 )  # fmt: skip
 
