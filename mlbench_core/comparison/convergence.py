@@ -324,7 +324,8 @@ def check_convergence(
     if len(runs) < LEAST_RUNS:
         return ConvergenceCheck("too few runs", **common)
     # The olympic mean leaves out one goal that was not reached. With two, the mean is infinite.
-    mean = _trimmed_mean(math.inf if value is None else value for value in runs)
+    reached = [value for value in runs if value is not None]
+    mean = _trimmed_mean(reached + [math.inf] * missing)
     smallest, largest = reference.limits(len(runs))
     verdict = "consistent"
     if mean < smallest - _TOLERANCE:

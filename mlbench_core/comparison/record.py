@@ -280,6 +280,10 @@ class RunRecord:
             bytes_on_wire = _earlier_wire_bytes(bytes_sent, collectives)
         if exposed_s is None and bytes_sent is None and (configuration.get("workers") or 1) > 1:
             remarks = (*remarks, NOT_MEASURED)
+        if exposed_s is None:
+            cpu_s = None
+        if not isinstance(reached, bool):
+            reached = None
         if goal and not configuration.get("goal"):
             configuration["goal"] = GoalAim.from_dict(goal).to_dict()
         return cls(
@@ -290,7 +294,7 @@ class RunRecord:
             started_at=run.get("started_at"),
             machine=result.get("machine") or {},
             software=result.get("software") or {},
-            reached=reached if isinstance(reached, bool) else None,
+            reached=reached,
             goal_value=number(reached_goal.get("value")),
             time_to_goal_s=number(_slowest(reached_goal.get("time_to_goal_s"))),
             train_s=number(times.get("train_s")),
@@ -299,7 +303,7 @@ class RunRecord:
             phases_s=phases_s,
             communication_exposed_s=exposed_s,
             communication_hidden_s=hidden_s,
-            communication_cpu_s=None if exposed_s is None else cpu_s,
+            communication_cpu_s=cpu_s,
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=reached_goal.get("epochs"),
             steps_to_goal=reached_goal.get("step"),

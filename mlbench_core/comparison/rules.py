@@ -161,7 +161,9 @@ def _check_epochs(group: Group, subject: str) -> Finding:
     reference = find_reference(group.configuration)
     in_steps = reference is not None and reference.unit == "steps"
     name = "steps_to_goal" if in_steps else "epochs_to_goal"
-    values = [getattr(record, name) if record.reached else None for record in group.records]
+    values = []
+    for record in group.records:
+        values.append(getattr(record, name) if record.reached else None)
     check = check_convergence(values, reference)
     if check.verdict == "no reference":
         reason = "there is no convergence reference for this configuration"

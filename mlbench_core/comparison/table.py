@@ -254,6 +254,7 @@ class Comparison:
         parts = []
         for columns, rows in self.tables():
             lines = [[column.header for column in columns]]
+            # Numbers are aligned to the right.
             lines.append(["---" if column.digits is None else "---:" for column in columns])
             for row in rows:
                 lines.append([escape(cell(column, row)) for column in columns])

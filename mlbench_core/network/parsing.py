@@ -265,13 +265,11 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
         if "cpu" in table:
             settings["cpu"] = _share(table["cpu"], "cpu")
         hosts[number] = HostSettings(**settings, cuts=_in_order(map(_cut, cuts)))
-    return Network(
-        _link_of(tables.get("link"), "[link]"),
-        None if between is None else _link_of(between, "[between]"),
-        numbers["racks"] or 1,
-        numbers["hosts_per_rack"],
-        hosts,
-    )
+    link = _link_of(tables.get("link"), "[link]")
+    racks, hosts_per_rack = numbers["racks"] or 1, numbers["hosts_per_rack"]
+    if between is not None:
+        between = _link_of(between, "[between]")
+    return Network(link, between, racks, hosts_per_rack, hosts)
 
 
 def _link_of(table: Any, name: str) -> Link:

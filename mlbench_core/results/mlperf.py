@@ -260,8 +260,8 @@ class _Log:
             self._step = step
             self._validation_s = None if step else 0.0
         elif kind == "end":
-            is_success = line["state"] == "finished" and not self._goal
-            self._stop(time_ms, "success" if is_success else "aborted")
+            status = "success" if line["state"] == "finished" and not self._goal else "aborted"
+            self._stop(time_ms, status)
 
     def end_validation(self, line: Mapping[str, Any] | None = None) -> None:
         """Write the validation whose records were kept, and the end of a run with its goal.

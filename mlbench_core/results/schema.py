@@ -80,7 +80,8 @@ def _not_finite(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
         yield field, value
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _not_finite(each, f"{field}.{name}" if field else str(name))
+            inner = f"{field}.{name}" if field else str(name)
+            yield from _not_finite(each, inner)
     elif isinstance(value, list):
         for position, each in enumerate(value):
             yield from _not_finite(each, f"{field}[{position}]")

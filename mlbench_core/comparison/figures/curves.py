@@ -207,8 +207,8 @@ def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, can
         shift = (index - (len(bands) - 1) / 2) * 0.08 * most
         runs = len(averaged.ends)
         remaining = [runs - done + shift for done in range(runs)]
-        x = [averaged.x[0] if averaged.x else 0.0, *averaged.ends]
-        y = [*remaining, shift]
+        start = averaged.x[0] if averaged.x else 0.0
+        x, y = [start, *averaged.ends], [*remaining, shift]
         axes.step(x, y, where="post", color=color, linewidth=0.8, linestyle=dash)
     axes.set_ylim(-0.25 * most, 1.3 * most)
     axes.set_yticks([0, most])
