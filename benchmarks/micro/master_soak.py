@@ -48,7 +48,9 @@ class Soak:
         self._end = threading.Event()
         self.posted = 0
         self.failed = 0
-        self.run_id = self._create_run()
+        run = {"name": "soak-1", "num_workers": 1, "command": "sleep 86400"}
+        answer = self._send(self._connection(), "POST", "/api/runs/", run)
+        self.run_id = int(json.loads(answer)["id"])
         targets = [*[self._post] * _CLIENTS, self._read, self._subscribe]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
 
@@ -69,17 +71,15 @@ class Soak:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
     ) -> bytes:
-        text = None if body is None else json.dumps(body)
+        text = None
+        if body is not None:
+            text = json.dumps(body)
         connection.request(method, path, text, _HEADERS)
         response = connection.getresponse()
         content = response.read()
         if response.status >= 300:
             raise http.client.HTTPException(f"{method} {path}: {response.status} {content[:200]!r}")
         return content
-
-    def _create_run(self) -> int:
-        run = {"name": "soak-1", "num_workers": 1, "command": "sleep 86400"}
-        return int(json.loads(self._send(self._connection(), "POST", "/api/runs/", run))["id"])
 
     def _post(self) -> None:
         connection = self._connection()
@@ -92,14 +92,10 @@ class Soak:
                 "run_id": self.run_id,
                 "name": f"loss-{number % _NAMES} @ 0",
                 "value": number / 7,
+                "id": f"{threading.get_ident()}-{number}",
             }
             try:
-                self._send(
-                    connection,
-                    "POST",
-                    "/api/metrics/",
-                    {**metric, "id": f"{threading.get_ident()}-{number}"},
-                )
+                self._send(connection, "POST", "/api/metrics/", metric)
                 self.posted += 1
             except (OSError, http.client.HTTPException):
                 self.failed += 1
@@ -113,10 +109,10 @@ class Soak:
             "/api/pods/",
             "/",
             "/api/health/",
+            f"/api/runs/{self.run_id}/curves/",
+            f"/runs/{self.run_id}/",
         )
-        for path in itertools.cycle(
-            (*paths, f"/api/runs/{self.run_id}/curves/", f"/runs/{self.run_id}/")
-        ):
+        for path in itertools.cycle(paths):
             if self._end.wait(_READ_EVERY_S):
                 return
             try:
@@ -187,9 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 samples.append((second, memory))
                 threads, files = master.num_threads(), master.num_fds()
                 print(
-                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts {soak.failed} "
-                    "failed "
-                    f"{threads} threads {files} files",
+                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts "
+                    f"{soak.failed} failed {threads} threads {files} files",
                     flush=True,
                 )
                 time.sleep(_SAMPLE_S)
