@@ -288,7 +288,7 @@ def _position(name: str) -> int:
     # The empty text has the position of all properties that are not named.
     order = (*_FIRST, "options", "", "machine", "software")
     section = name.partition(".")[0]
-    return order.index(section) if section in order else order.index("")
+    return order.index(section if section in order else "")
 
 
 def _properties(record: RunRecord) -> dict[str, Any]:
@@ -385,7 +385,9 @@ def _part(name: str, value: Any) -> str:
     if name == "threads" and isinstance(value, int | float):
         return plural(value, "thread")
     if name == "changed":
-        return " ".join(("changed", *map(str, value))) if value and isinstance(value, list) else ""
+        if not value or not isinstance(value, list):
+            return ""
+        return f"changed {' '.join(map(str, value))}"
     shown = {
         "task": f"task {value}",
         # "python -u /long/path/train.py" is shown as "train.py".

@@ -203,7 +203,9 @@ def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
             value = json.loads(value)
         except ValueError:
             return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return value
 
 
 def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,7 +359,9 @@ def _task_of(
         if has_fifth == has_f1:
             return None
         return "1a" if has_fifth else "2a"
-    return fitting[0].key if len(fitting) == 1 else None
+    if len(fitting) != 1:
+        return None
+    return fitting[0].key
 
 
 def _all_reduces_text(times: Sequence[Any], sizes: Any) -> str:
@@ -465,7 +469,9 @@ def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metric
     # If there is only one rank, the number of workers stays unknown, because rank 0 may be the only
     # one that sends.
     ranks = count_ranks(metrics)
-    return ranks if ranks > 1 else None
+    if ranks <= 1:
+        return None
+    return ranks
 
 
 def count_ranks(metrics: Metrics) -> int:
@@ -515,4 +521,6 @@ def known_numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 def _integer(value: object) -> int | None:
     converted = number(value)
-    return None if converted is None else int(converted)
+    if converted is None:
+        return None
+    return int(converted)

@@ -360,8 +360,8 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     groups = of.groups
     seconds: dict[int, float] = {}
     for group in groups:
-        total_s = None if group.records[0].has_fixed_time else _mean(group, "total_s")
-        if total_s:
+        total_s = _mean(group, "total_s")
+        if total_s and not group.records[0].has_fixed_time:
             seconds[group.workers] = total_s
     # Without the time of the fewest workers there is no reference: that of more workers would look
     # like a better one.
@@ -446,7 +446,9 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
 
 def _mean(group: Group, name: str) -> float | None:
     values = group.values(name)
-    return statistics.fmean(values) if values else None
+    if not values:
+        return None
+    return statistics.fmean(values)
 
 
 def _workload_text(group: Group) -> str:
@@ -578,7 +580,9 @@ def safe_cell(value: Any) -> Any:
         return value
     text = _CONTROL.sub("", value)
     # A spreadsheet would run a text that begins with one of these as a formula.
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+    if text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{text}"
+    return text
 
 
 def _finite(value: Any) -> Any:

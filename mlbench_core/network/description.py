@@ -95,7 +95,9 @@ class Cut:
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
         text = f"cut@{_time_text(self.start_s)}"
-        return text if self.end_s is None else f"{text}-{_time_text(self.end_s)}"
+        if self.end_s is not None:
+            text += f"-{_time_text(self.end_s)}"
+        return text
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ def read_environment(folder: Path) -> dict[str, Any]:
         ConfigurationError: The file does not hold a JSON object.
     """
     path = folder / ENVIRONMENT
-    return _read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return _read_json(path)
 
 
 def finish_folder(folder: Path) -> dict[str, Any]:

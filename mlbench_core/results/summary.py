@@ -183,7 +183,9 @@ def _wire_bytes(worker: _Worker) -> float | None:
         return counted
     # Lines of earlier versions have only the collectives.
     entries = (worker.end or {}).get("collectives")
-    return None if entries is None else total_wire_bytes(entries)
+    if entries is None:
+        return None
+    return total_wire_bytes(entries)
 
 
 def _sums(values: Sequence[float | None]) -> dict[str, Any]:

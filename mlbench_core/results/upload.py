@@ -71,7 +71,9 @@ def _command(folder: Path) -> str:
         command = shlex.join(environment["command_line"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    return command if len(command) <= _LONGEST_COMMAND else ""
+    if len(command) > _LONGEST_COMMAND:
+        return ""
+    return command
 
 
 def metrics_of(

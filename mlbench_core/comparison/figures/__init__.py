@@ -187,4 +187,6 @@ def draw_all(
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ConfigurationError):
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -54,13 +54,17 @@ def subtitle(groups: Sequence[Group], short: bool = False) -> str:
     workload, goal = _workload(groups), shared_goal(groups)
     if short:
         workload = workload.partition(" (")[0]
-    return f"{workload}, goal: {goal_text(goal)}" if goal else workload
+    if goal:
+        return f"{workload}, goal: {goal_text(goal)}"
+    return workload
 
 
 def shared_goal(groups: Sequence[Group]) -> Mapping[str, Any] | None:
     """Return the goal that all groups share; None if there is none, or it has no metric."""
     goal = _shared(_configurations(groups), "goal")
-    return goal if goal and goal.get("metric") is not None else None
+    if not goal or goal.get("metric") is None:
+        return None
+    return goal
 
 
 def error_bars(cut: bool, interval: str = INTERVAL) -> str:
@@ -70,7 +74,9 @@ def error_bars(cut: bool, interval: str = INTERVAL) -> str:
         cut: True if an interval leaves the axes.
         interval: Description of the intervals.
     """
-    return f"{interval}; an interval that leaves the axes is cut." if cut else f"{interval}."
+    if cut:
+        interval += "; an interval that leaves the axes is cut"
+    return f"{interval}."
 
 
 def name_of(group: Group) -> str:
@@ -81,7 +87,9 @@ def name_of(group: Group) -> str:
 def _with_misses(group: Group) -> str:
     """Return the name of a group with the number of its misses, if it has one."""
     name = name_of(group)
-    return f"{name} ({group.missed} of {len(group.records)})" if group.missed else name
+    if group.missed:
+        name += f" ({group.missed} of {len(group.records)})"
+    return name
 
 
 def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
@@ -129,7 +137,9 @@ def _workload(groups: Sequence[Group]) -> str:
         value = _shared(configurations, name)
         if value:
             extras.append("light goal" if name == "light" else str(value))
-    return f"{text} ({', '.join(extras)})" if extras else text
+    if extras:
+        text += f" ({', '.join(extras)})"
+    return text
 
 
 def _program(configuration: Mapping[str, Any]) -> str:
