@@ -12,7 +12,7 @@ has its own environment. The master listens on the first machine's 127.0.0.1 onl
                           v
                      127.0.0.1:PORT on the first machine: mlbench master
                           |
-                      launcher "hosts": ssh
+                      engine "hosts": ssh
                           |
                           +--> worker on each machine
 
@@ -122,7 +122,7 @@ then SkyPilot's idle time begins.
   if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
     echo "$SKYPILOT_NODE_IPS" | sed 's/$/ slots={slots}/' > ~/mlbench-hosts
     export MLBENCH_HOME=~/mlbench MLBENCH_HOSTFILE=~/mlbench-hosts
-    ~/mlbench-env/bin/mlbench master --launcher hosts --port {cluster.port}{idle}
+    ~/mlbench-env/bin/mlbench master --engine hosts --port {cluster.port}{idle}
   fi
 """
     return "\n".join(lines) + setup

@@ -189,11 +189,11 @@ def find_or_start(dashboard_url: str | None = None, engine: str | None = None) -
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
-        engine: The launcher that the master must have; by default any, and ``local`` for a master
+        engine: The engine that the master must have; by default any, and ``local`` for a master
             that is started.
 
     Raises:
-        ConfigurationError: The master has another launcher.
+        ConfigurationError: The master has another engine.
         MasterError: The master did not start; the message has the last line of its log.
         MissingDependencyError: The master's packages are not installed.
     """
@@ -216,7 +216,7 @@ def find_or_start(dashboard_url: str | None = None, engine: str | None = None) -
 
 
 def _check_engine(location: Location, engine: str | None) -> None:
-    """Raise an error if a master has another launcher than the wanted one."""
+    """Raise an error if a master has another engine than the wanted one."""
     if engine is None:
         return
     with MasterClient(location.url, location.token) as client:
@@ -230,7 +230,7 @@ def _check_engine(location: Location, engine: str | None) -> None:
             instead = "stop it with 'mlbench master --stop'"
         raise ConfigurationError(
             f"the master at {location.url} starts runs with the engine {current}, not {engine}: "
-            f"{instead}, or name one with --dashboard-url that was started with --launcher {engine}"
+            f"{instead}, or name one with --dashboard-url that was started with --engine {engine}"
         )
 
 
@@ -304,7 +304,7 @@ def _start(engine: str | None) -> Location:
 def _start_at(port: int, engine: str | None) -> Location:
     command = master_command(DEFAULT_HOST, port)
     if engine is not None:
-        command = [*command, "--launcher", engine]
+        command = [*command, "--engine", engine]
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Other users must not read the log: it shows an address that logs a browser in.

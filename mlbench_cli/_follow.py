@@ -149,7 +149,7 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
 
 
 def _show_log(client: RunSource, item: Mapping[str, Any]) -> None:
-    """Write the last lines of the workers, and the final message of the launcher."""
+    """Write the last lines of the workers, and the final message of the engine."""
     lines, _ = client.logs(item["id"])
     workers: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []

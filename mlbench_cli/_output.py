@@ -102,7 +102,7 @@ def log_line(line: Mapping[str, Any]) -> str:
     """
     rank = line.get("rank")
     text = clean(line.get("text", ""))
-    # The lines of the launcher have no rank.
+    # The lines of the engine have no rank.
     if rank is None:
         return text
     return f"[{rank}] {text}"

@@ -33,14 +33,14 @@ class StateFiles:
 
     Args:
         folder: The data folder.
-        engine: The name of the master's launcher.
+        engine: The name of the master's engine.
         problem: The reason why the master cannot be asked.
     """
 
     def __init__(self, folder: Path, engine: str, problem: str) -> None:
         _embedded.check_installed()
         # After the check, because this import fails if a package of the master is missing.
-        from mlbench_master.engines import make_launcher
+        from mlbench_master.engines import make_engine
 
         self._database = folder / "master.db"
         self._problem = problem
@@ -48,7 +48,7 @@ class StateFiles:
             raise MasterRequestError(
                 f"{problem}; its runs are in a database that only the master knows"
             )
-        self._launcher = make_launcher(engine, folder)
+        self._engine = make_engine(engine, folder)
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs, as they were when the master answered last."""
@@ -75,7 +75,7 @@ class StateFiles:
         """Return the run with an id; its state is that of its engine if it has started."""
         (run,) = [run for run in self.runs() if run["id"] == run_id]
         if run["state"] == "started" and run["job_id"]:
-            status = self._launcher.poll(run["job_id"])
+            status = self._engine.poll(run["job_id"])
             if status.state not in ("waiting", "running"):
                 run["state"] = "finished" if status.state == "finished" else "failed"
                 run["job_metadata"] = {"reason": status.reason}
@@ -96,7 +96,7 @@ class StateFiles:
                 wanted[name] = value
         lines: list[dict[str, Any]] = []
         while job_id is not None:
-            page = self._launcher.logs(job_id, LogRange(since_line, wanted=LogFilter(**wanted)))
+            page = self._engine.logs(job_id, LogRange(since_line, wanted=LogFilter(**wanted)))
             lines += [dict(line) for line in page.lines]
             if page.next <= since_line:
                 break
@@ -113,8 +113,8 @@ class StateFiles:
                 f"{self._problem}; run {run['name']} waits for its start, and only the master can "
                 "remove it: try again when it answers, or end it with 'mlbench master --stop'"
             )
-        self._launcher.note(run["job_id"], "stopped by a user, while the master did not answer")
-        self._launcher.stop(run["job_id"])
+        self._engine.note(run["job_id"], "stopped by a user, while the master did not answer")
+        self._engine.stop(run["job_id"])
 
 
 @contextlib.contextmanager

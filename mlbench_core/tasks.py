@@ -279,7 +279,7 @@ class Task:
         return container_image(f"task{self.key}")
 
     def command(self, *arguments: str, in_container: bool = False) -> str:
-        """Return the shell command of one worker, as the master's launchers take it.
+        """Return the shell command of one worker, as the master's engines take it.
 
         Args:
             arguments: Further arguments of the script, already quoted.

@@ -7,7 +7,7 @@ on first use (:pep:`562`)::
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
 
 The path of a request: ``security`` (authentication) -> ``routes`` (HTTP) -> ``schemas``
-(validation) -> ``store`` (the database) and ``scheduler`` (the order of runs) -> ``launchers``
+(validation) -> ``store`` (the database) and ``scheduler`` (the order of runs) -> ``engines``
 (processes).
 """
 

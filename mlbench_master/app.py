@@ -29,7 +29,7 @@ from mlbench_master.api.routes import router
 from mlbench_master.connections import max_connections
 from mlbench_master.database.store import Store
 from mlbench_master.database.writer import MetricWriter
-from mlbench_master.engines import Launcher, LauncherError, make_launcher
+from mlbench_master.engines import Engine, EngineError, make_engine
 from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.scheduler import Scheduler
@@ -50,7 +50,7 @@ def create_app(
     database_url: str | None = None,
     data_dir: str | Path | None = None,
     token: str | None = None,
-    launcher: Launcher | None = None,
+    engine: Engine | None = None,
     master_url: str = "http://127.0.0.1:5080",
     root_path: str = "",
 ) -> FastAPI:
@@ -64,12 +64,12 @@ def create_app(
         data_dir: Folder for logs and states; by default ``master`` in the user's folder.
         token: Secret that every request must carry. With None, every user of this machine has
             access, and only requests to a loopback name are answered.
-        launcher: The launcher that starts runs; by default it starts processes on this machine.
+        engine: The engine that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
         root_path: The path below which a proxy serves it, see :mod:`mlbench_master.web.proxies`.
 
     Returns:
-        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``,
+        The application; ``app.state`` has ``store``, ``scheduler``, ``engine``, ``events``,
         ``access``.
 
     Raises:
@@ -90,15 +90,15 @@ def create_app(
         (folder / "master.db").touch(mode=0o600)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
     writer = MetricWriter(store)
-    launcher = launcher or make_launcher("local", folder)
+    engine = engine or make_engine("local", folder)
     # Event streams stay open, and they must leave connections for other requests.
     events = EventBus(max_streams=min(256, max_connections() // 2))
-    _check_engine(store, launcher)
+    _check_engine(store, engine)
     # Before a run is touched: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
     variables = _worker_variables(master_url, access)
-    scheduler = Scheduler(store, launcher, events, variables, lease=lease)
+    scheduler = Scheduler(store, engine, events, variables, lease=lease)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -109,7 +109,7 @@ def create_app(
             events.close()  # otherwise the server would wait for open dashboards
             # close() waits for the scheduler's thread, which would block the event loop.
             await anyio.to_thread.run_sync(scheduler.close)
-            launcher.close()
+            engine.close()
             await anyio.to_thread.run_sync(writer.close)
             store.close()
 
@@ -127,7 +127,7 @@ def create_app(
     )
     app.state.store = store
     app.state.scheduler = scheduler
-    app.state.launcher = launcher
+    app.state.engine = engine
     app.state.events = events
     app.state.writer = writer
     app.state.access = access
@@ -140,7 +140,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
     app.add_exception_handler(TooManyStreamsError, _too_many_streams)
-    app.add_exception_handler(LauncherError, _launcher_error)
+    app.add_exception_handler(EngineError, _engine_error)
     set_description(app)
     app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
@@ -149,18 +149,18 @@ def create_app(
     return app
 
 
-def _check_engine(store: Store, launcher: Launcher) -> None:
-    """Refuse to look after runs that another launcher has started and that may still be running.
+def _check_engine(store: Store, engine: Engine) -> None:
+    """Refuse to look after runs that another engine has started and that may still be running.
 
     Raises:
-        ConfigurationError: There are such runs; the message names one of them and its launcher.
+        ConfigurationError: There are such runs; the message names one of them and its engine.
     """
     for run in store.runs("started"):
-        engine = (run.job_id or launcher.name).rpartition("-")[0]
-        if engine != launcher.name:
+        starter = (run.job_id or engine.name).rpartition("-")[0]
+        if starter != engine.name:
             raise ConfigurationError(
-                f"run {run.name!r} was started by the launcher {engine!r} and has not ended: "
-                f"start the master with --launcher {engine} until it has, "
+                f"run {run.name!r} was started by the engine {starter} and has not ended: "
+                f"start the master with --engine {starter} until it has, "
                 "or choose another folder with --data-dir"
             )
 
@@ -283,7 +283,7 @@ async def _database_error(request: Request, error: Exception) -> Response:
     return _error(request, 503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
 
 
-async def _launcher_error(request: Request, error: Exception) -> Response:
+async def _engine_error(request: Request, error: Exception) -> Response:
     return _error(request, 503, str(error), {"Retry-After": "10"})
 
 

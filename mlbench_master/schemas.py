@@ -282,7 +282,7 @@ class RunIn(_Body):
         name: A DNS label, not in use.
         num_workers: Number of worker processes.
         num_cpus: Cores of each worker.
-        max_bandwidth: Mbit/s of each worker. Less than the default is refused if the launcher
+        max_bandwidth: Mbit/s of each worker. Less than the default is refused if the engine
             cannot limit it.
         task: Key of a task (``"1a"``); give this, ``image_name`` or ``command``.
         arguments: Further arguments of the task's script.
@@ -304,7 +304,7 @@ class RunIn(_Body):
         engine_options: Options of the engine's own command, for example of ``sbatch``; refused if
             it has none.
         network: Name or text of an emulated network in which each worker has its own host, for
-            example ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot
+            example ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the engine cannot
             emulate it.
         cwd: Absolute path of the folder in which the workers start; by default that of ``caller``,
             and without it a folder of the run. Refused if the workers run in containers.

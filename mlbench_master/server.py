@@ -18,7 +18,7 @@ from mlbench_core import files
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
-from mlbench_master.engines import make_launcher
+from mlbench_master.engines import make_engine
 from mlbench_master.security import CODE_S, Access, make_private, random_token
 
 __all__ = ["Listen", "serve"]
@@ -57,7 +57,7 @@ def serve(
     no_token: bool = False,
     database_url: str | None = None,
     data_dir: Path | None = None,
-    launcher: str = "local",
+    engine: str = "local",
     end_when_idle_s: float | None = None,
     root_path: str = "",
 ) -> None:
@@ -71,7 +71,7 @@ def serve(
         no_token: Demand no token: every user of this machine can then run commands as this process.
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
-        launcher: One of :data:`~mlbench_master.engines.LAUNCHERS`.
+        engine: One of :data:`~mlbench_master.engines.ENGINES`.
         end_when_idle_s: Seconds without a run or a request after which the master ends; None to
             keep running.
         root_path: The path below which a proxy serves the master, for example
@@ -134,8 +134,8 @@ def serve(
             token = None
         elif not token:
             token = random_token(folder)
-        engine = make_launcher(launcher, folder)
-        app = create_app(database_url, folder, token, engine, url, root_path)
+        starter = make_engine(engine, folder)
+        app = create_app(database_url, folder, token, starter, url, root_path)
         clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)

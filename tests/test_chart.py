@@ -113,7 +113,7 @@ def find(name: str, kind: str, suffix: str = "") -> Values:
 
 
 def worker_pod(name: str) -> Values:
-    """The template of workers that the chart gives to the launcher."""
+    """The template of workers that the chart gives to the engine."""
     template: Values = yaml.safe_load(find(name, "ConfigMap")["data"]["worker.yaml"])
     return template
 
@@ -393,7 +393,7 @@ def test_the_arguments_of_the_master_are_those_of_the_command() -> None:
     (container,) = find("default", "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["mlbench", "master"]
     context = master.make_context("master", list(container["args"]))
-    assert context.params["launcher"] == "kubernetes"
+    assert context.params["engine"] == "kubernetes"
     assert str(context.params["data_dir"]).startswith("/data/")
     assert [port["containerPort"] for port in container["ports"]] == [context.params["port"]]
 
@@ -414,9 +414,7 @@ def test_the_probes_ask_a_path_that_needs_no_token(tmp_path: Path) -> None:
 
 
 @needs_helm
-def test_the_launcher_gets_the_address_of_the_service_and_the_claim_that_workers_can_mount() -> (
-    None
-):
+def test_the_engine_gets_the_address_of_the_service_and_the_claim_that_workers_can_mount() -> None:
     given = variables("default")
     assert given["MLBENCH_KUBERNETES_MASTER_URL"] == "http://demo-mlbench-master.bench.svc:80"
     assert given["MLBENCH_KUBERNETES_NAMESPACE"] == "bench"
@@ -754,7 +752,7 @@ def test_kubectl_accepts_the_objects(cluster: tuple[Store, dict[str, str]]) -> N
 
 @needs_helm
 @every_value_file
-def test_the_jobs_that_the_launcher_makes_of_the_template_are_restricted_and_valid(
+def test_the_jobs_that_the_engine_makes_of_the_template_are_restricted_and_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.yaml").write_text(find(name, "ConfigMap")["data"]["worker.yaml"])

@@ -84,7 +84,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         get_task("1a").goal_on("faces")
 
 
-def test_command_has_the_placeholders_of_the_launchers() -> None:
+def test_command_has_the_placeholders_of_the_engines() -> None:
     command = get_task("1a").command("--dataset", "digits")
     assert command.endswith("--run_id {run_id} --backend {backend} --dataset digits")
 

@@ -16,7 +16,7 @@ from mlbench_core.client.masters import check_token, forget_master, remember_mas
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import check_only_own
 from mlbench_core.paths import user_folder
-from mlbench_master.engines import LAUNCHERS
+from mlbench_master.engines import ENGINES
 
 if TYPE_CHECKING:
     from mlbench_master.security import Access
@@ -76,13 +76,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Folder for database and logs.",
 )
 @click.option(
-    "--launcher",
     "--engine",
-    "launcher",
     type=EngineType(),
     default="local",
     show_default=True,
-    help=f"The engine that starts runs: {', '.join(LAUNCHERS)}, or one of another package.",
+    help=f"The engine that starts runs: {', '.join(ENGINES)}, or one of another package.",
 )
 @click.option(
     "--end-when-idle",
@@ -109,7 +107,7 @@ def master(
     stop: bool,
     database_url: str | None,
     data_dir: Path | None,
-    launcher: str,
+    engine: str,
     end_when_idle: float | None,
     as_json: bool,
 ) -> None:
@@ -152,7 +150,7 @@ def master(
     # Called when the server listens: only then is the port known if --port is 0.
     def started(url: str, access: Access) -> None:
         folder = (data_dir or user_folder("master")).expanduser().absolute()
-        remember_master(url, os.getpid(), access.token, access.key, str(folder), launcher)
+        remember_master(url, os.getpid(), access.token, access.key, str(folder), engine)
 
     listen = Listen(host, port, certificate, key)
     try:
@@ -163,7 +161,7 @@ def master(
             no_token,
             database_url,
             data_dir,
-            launcher,
+            engine,
             end_when_idle,
             root_path,
         )

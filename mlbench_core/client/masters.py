@@ -78,7 +78,7 @@ class MasterRecord(NamedTuple):
         token: The token that it demands, or None.
         key: The key with which it proves its identity.
         folder: Its data folder; None in records of earlier versions.
-        engine: The name of its launcher.
+        engine: The name of its engine.
     """
 
     url: str

@@ -273,7 +273,7 @@ def _make_parser() -> argparse.ArgumentParser:
         ("output", "output"),
     ):
         default = str(user_folder(folder))
-        # A launcher sets MLBENCH_OUTPUT, so that it can read the run's result.
+        # An engine sets MLBENCH_OUTPUT, so that it can read the run's result.
         if name == "output":
             default = os.environ.get("MLBENCH_OUTPUT") or default
         # argparse formats help texts with %, and the name of a folder may contain %.

@@ -101,7 +101,7 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
             "arguments": "--epochs 3",
             "light_target": True,
         },
-        # With custom_image_name, this needs a launcher with containers.
+        # With custom_image_name, this needs an engine with containers.
         "A command of your own, in the fields of version 3.0": {
             "name": "my-command",
             "num_workers": 2,

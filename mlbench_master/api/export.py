@@ -21,7 +21,7 @@ from mlbench_core.comparison.table import safe_cell
 from mlbench_master.database.columns import PAGE, Columns, numbers_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
-from mlbench_master.engines.interface import Launcher, LogLine, LogRange
+from mlbench_master.engines.interface import Engine, LogLine, LogRange
 from mlbench_master.runs.results import (
     FILES,
     RESULT_FILE,
@@ -339,17 +339,17 @@ def metrics_zip(
     yield sink.take()
 
 
-def log_text(launcher: Launcher, run: Run, query: LogsQuery) -> Iterator[str]:
+def log_text(engine: Engine, run: Run, query: LogsQuery) -> Iterator[str]:
     """Yield the wanted lines of a run's log in pieces, up to the end that the log has now."""
     if run.job_id is None:
         return
     # A run that writes faster than the client reads must not make the file endless.
-    end = launcher.log_end(run.job_id)
+    end = engine.log_end(run.job_id)
     if query.before_line is not None:
         end = min(end, query.before_line)
     following = query.since_line
     while following < end:
-        page = launcher.logs(run.job_id, LogRange(following, wanted=query.wanted))
+        page = engine.logs(run.job_id, LogRange(following, wanted=query.wanted))
         yield "".join(_log_line(line) for line in page.lines if line["line"] < end)
         if page.next <= following:
             return

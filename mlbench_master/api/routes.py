@@ -46,7 +46,7 @@ from mlbench_master.database.store import (
 )
 from mlbench_master.database.writer import UnknownRunError
 from mlbench_master.dates import now_us, to_us
-from mlbench_master.engines.interface import Launcher, LogPage, LogRange
+from mlbench_master.engines.interface import Engine, LogPage, LogRange
 from mlbench_master.events import EventBus
 from mlbench_master.runs.results import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
@@ -94,7 +94,7 @@ def _part(name: str) -> Any:
 
 StorePart = Annotated[Store, _part("store")]
 SchedulerPart = Annotated[Scheduler, _part("scheduler")]
-LauncherPart = Annotated[Launcher, _part("launcher")]
+EnginePart = Annotated[Engine, _part("engine")]
 EventsPart = Annotated[EventBus, _part("events")]
 
 
@@ -106,7 +106,7 @@ router = APIRouter(prefix="/api")
 
 
 @general_router.get("/health/", summary="Whether the master answers", **documented(Health))
-def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, Any]:
+def health(store: StorePart, scheduler: SchedulerPart, engine: EnginePart) -> dict[str, Any]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
         message = "another master has taken over the database, or it cannot be written"
@@ -114,8 +114,8 @@ def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -
     return {
         "status": "ok",
         "version": mlbench_core.__version__,
-        "engine": launcher.name,
-        "most_workers": launcher.most_workers,
+        "engine": engine.name,
+        "most_workers": engine.most_workers,
     }
 
 
@@ -231,7 +231,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(
-    owner_id: str, request: Request, store: StorePart, launcher: LauncherPart
+    owner_id: str, request: Request, store: StorePart, engine: EnginePart
 ) -> StreamingResponse:
     query = read_query(MetricQuery, request)
     run: Run | None = None
@@ -253,7 +253,7 @@ def metrics(
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
-    results = None if run is None else results_of(run, launcher)
+    results = None if run is None else results_of(run, engine)
     archive = export.metrics_zip(store, owner, run, selection, results)
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
@@ -297,12 +297,12 @@ def create_run(
     body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))],
     store: StorePart,
     scheduler: SchedulerPart,
-    launcher: LauncherPart,
+    engine: EnginePart,
     events: EventsPart,
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:
-        (run,) = start_runs([wanted], store, scheduler, launcher, events)
+        (run,) = start_runs([wanted], store, scheduler, engine, events)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     except NameInUseError:
@@ -385,18 +385,18 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     openapi_extra=parameters(LogsQuery),
     **documented(Logs, 400, 404, media=("application/json", "text/plain"), in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> Response:
+def logs(run_id: str, request: Request, store: StorePart, engine: EnginePart) -> Response:
     run = run_or_404(store, run_id)
     query: LogsQuery = read_query(LogsQuery, request)
     if query.format == "text":
-        text = export.log_text(launcher, run, query)
+        text = export.log_text(engine, run, query)
         headers = _attachment(export.log_file_name(run, query))
         return _StreamedResponse(text, media_type="text/plain", headers=headers)
     first = query.since_line
     page = LogPage([], first, first)
     if run.job_id is not None:
         wanted = LogRange(first, query.limit, query.before_line, query.wanted)
-        page = launcher.logs(run.job_id, wanted)
+        page = engine.logs(run.job_id, wanted)
     if query.before_line is None:
         headers = _link(request, page.next > first, since_line=page.next)
     else:
@@ -418,9 +418,9 @@ def run_curves(run_id: str, request: Request, store: StorePart) -> StreamingResp
 @runs_router.get(
     "/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404)
 )
-def get_result(run_id: str, store: StorePart, launcher: LauncherPart) -> Response:
+def get_result(run_id: str, store: StorePart, engine: EnginePart) -> Response:
     run = run_or_404(store, run_id)
-    content = export.result_json(store, run, results_of(run, launcher))
+    content = export.result_json(store, run, results_of(run, engine))
     if content is None:
         message = (
             f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end"
@@ -489,9 +489,9 @@ def run_or_404(store: Store, run_id: str) -> Run:
     return run
 
 
-def results_of(run: Run, launcher: Launcher) -> Path | None:
+def results_of(run: Run, engine: Engine) -> Path | None:
     """Return the folder for the results of a run's workers, None if the master cannot read it."""
-    return None if run.job_id is None else launcher.results(run.job_id)
+    return None if run.job_id is None else engine.results(run.job_id)
 
 
 def _pod_or_404(store: Store, name: str) -> None:

@@ -39,13 +39,13 @@ _LOCK = 0x6D6C62656E6368
 _LARGEST_CHECKED_BYTES = 2**30
 
 
-def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
+def prepare_database(database_engine: sa.Engine, metadata: sa.MetaData) -> None:
     """Create the tables in an empty database, or bring those of an older version to this version.
 
     Everything happens in one transaction, so a kill leaves the database as it was.
 
     Args:
-        engine: The database.
+        database_engine: The database.
         metadata: The tables of this version; two of them are ``alembic_version`` with the column
             ``version_num`` and ``schema_version`` with the column ``version``.
 
@@ -53,13 +53,13 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
         ConfigurationError: The database is damaged, of a newer version, or of another program.
         SQLAlchemyError: The database cannot be read or written.
     """
-    with engine.connect() as connection:
-        if engine.dialect.name == "sqlite":
+    with database_engine.connect() as connection:
+        if database_engine.dialect.name == "sqlite":
             _check_sqlite(connection)
             connection.rollback()
             # Python's sqlite3 begins no transaction before CREATE and ALTER.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
-        elif engine.dialect.name == "postgresql":
+        elif database_engine.dialect.name == "postgresql":
             # Of two masters that start at the same time, one waits for the tables of the other.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         names = set(sa.inspect(connection).get_table_names())

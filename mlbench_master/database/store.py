@@ -400,9 +400,9 @@ class Store:
         # Entries of each metric since its last packed page, as far as this process has seen them.
         self._loose: Counter[tuple[str, str]] = Counter()
         try:
-            self._engine = _make_engine(database_url)
-            self._in_memory = isinstance(self._engine.pool, StaticPool)
-            prepare_database(self._engine, _Base.metadata)
+            self._database_engine = _make_database_engine(database_url)
+            self._in_memory = isinstance(self._database_engine.pool, StaticPool)
+            prepare_database(self._database_engine, _Base.metadata)
         except (SQLAlchemyError, ImportError, OSError, ConfigurationError) as error:
             reason = str(error).splitlines()[0]
             if isinstance(error, ModuleNotFoundError) and error.name == "psycopg":
@@ -418,7 +418,7 @@ class Store:
 
     def close(self) -> None:
         """Close every connection."""
-        self._engine.dispose()
+        self._database_engine.dispose()
 
     def check(self) -> None:
         """Raise an SQLAlchemyError if the database does not answer."""
@@ -568,7 +568,7 @@ class Store:
             The runs, which no session knows: changes of them are not saved.
         """
         columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
-        is_sqlite = self._engine.dialect.name == "sqlite"
+        is_sqlite = self._database_engine.dialect.name == "sqlite"
         if is_sqlite:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged
             # record is left out.
@@ -611,7 +611,7 @@ class Store:
         if name != "goal":
             column: sa.ColumnElement[Any] = getattr(Run, name)
             return column
-        if self._engine.dialect.name == "sqlite":
+        if self._database_engine.dialect.name == "sqlite":
             time_to_goal = sa.func.json_extract(Run.goal, "$.time_to_goal_s")
             # json_extract fails on a damaged record.
             return sa.case((sa.func.json_valid(Run.goal) == 1, time_to_goal))
@@ -670,11 +670,11 @@ class Store:
         PostgreSQL reuses the space. A database of an earlier version of the master is rewritten
         once, when more than half of it is free.
         """
-        if self._engine.dialect.name != "sqlite" or self._in_memory:
+        if self._database_engine.dialect.name != "sqlite" or self._in_memory:
             return
         if not self._reclaiming.acquire(blocking=False):
             return
-        connection = self._engine.raw_connection()
+        connection = self._database_engine.raw_connection()
         try:
             cursor = connection.cursor()
 
@@ -737,14 +737,14 @@ class Store:
                 goals.append(metric)
         # A statement of SQLAlchemy takes three times as long for one row. Both databases
         # understand this one.
-        mark = _mark(self._engine)
+        mark = _mark(self._database_engine)
         marks = ", ".join([mark] * 7)
         insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         # An entry of the same date sorts behind the end of the page, because its id is larger.
         drop = (
             f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
         )
-        with self._write_lock, self._engine.begin() as opened:
+        with self._write_lock, self._database_engine.begin() as opened:
             # By default, SQLAlchemy does not keep the row count of an insert of many rows.
             connection = opened.execution_options(preserve_rowcount=True)
             added = []
@@ -1139,10 +1139,13 @@ class Store:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
         if self._in_memory:  # all threads share one connection
-            with self._write_lock, Session(self._engine, expire_on_commit=False) as session:
+            with (
+                self._write_lock,
+                Session(self._database_engine, expire_on_commit=False) as session,
+            ):
                 yield session
             return
-        with Session(self._engine, expire_on_commit=False) as session:
+        with Session(self._database_engine, expire_on_commit=False) as session:
             yield session
 
     @contextlib.contextmanager
@@ -1150,7 +1153,7 @@ class Store:
         # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
         with (
             self._write_lock,
-            Session(self._engine, expire_on_commit=False) as session,
+            Session(self._database_engine, expire_on_commit=False) as session,
             session.begin(),
         ):
             yield session
@@ -1256,7 +1259,7 @@ def new_run(**values: Any) -> Run:
     return Run(created_at=now_us(), state="initialized", **{"job_metadata": "{}", **values})
 
 
-def _make_engine(database_url: str) -> sa.Engine:
+def _make_database_engine(database_url: str) -> sa.Engine:
     url = sa.make_url(database_url)
     # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual
     # "postgres://".

@@ -1,4 +1,4 @@
-"""Launchers, which start, watch and stop the workers of a run."""
+"""Engines, which start, watch and stop the workers of a run."""
 
 from __future__ import annotations
 
@@ -7,77 +7,77 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines.interface import Job, JobStatus, Launcher, LauncherError, LogPage
+from mlbench_master.engines.interface import Engine, EngineError, Job, JobStatus, LogPage
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = [
+    "ENGINES",
     "ENTRY_POINTS",
-    "LAUNCHERS",
+    "Engine",
+    "EngineError",
     "Job",
     "JobStatus",
-    "Launcher",
-    "LauncherError",
     "LogPage",
-    "launcher_names",
-    "make_launcher",
+    "engine_names",
+    "make_engine",
 ]
 
 _CLASSES = {
-    "local": "local.engine:LocalLauncher",
-    "hosts": "hosts.engine:HostsLauncher",
-    "kubernetes": "kubernetes.engine:KubernetesLauncher",
-    "slurm": "slurm.engine:SlurmLauncher",
+    "local": "local.engine:LocalEngine",
+    "hosts": "hosts.engine:HostsEngine",
+    "kubernetes": "kubernetes.engine:KubernetesEngine",
+    "slurm": "slurm.engine:SlurmEngine",
 }
 
-LAUNCHERS = tuple(_CLASSES)
-"""The names of the launchers of this package."""
+ENGINES = tuple(_CLASSES)
+"""The names of the engines of this package."""
 
-ENTRY_POINTS = "mlbench.launchers"
-"""The group of entry points for launchers of other packages.
+ENTRY_POINTS = "mlbench.engines"
+"""The group of entry points for engines of other packages.
 
-The name of an entry point is the name of the launcher. It leads to a function that gets the folder
-for the folders of runs and returns a :class:`Launcher`. """
-
-
-def launcher_names() -> tuple[str, ...]:
-    """Return the names of all launchers, those of other packages included."""
-    others = {entry.name for entry in _entry_points()} - set(LAUNCHERS)
-    return (*LAUNCHERS, *sorted(others))
+The name of an entry point is the name of the engine. It leads to a function that gets the folder
+for the folders of runs and returns an :class:`Engine`. """
 
 
-def make_launcher(name: str, data_dir: Path) -> Launcher:
-    """Make a launcher by its name.
+def engine_names() -> tuple[str, ...]:
+    """Return the names of all engines, those of other packages included."""
+    others = {entry.name for entry in _entry_points()} - set(ENGINES)
+    return (*ENGINES, *sorted(others))
+
+
+def make_engine(name: str, data_dir: Path) -> Engine:
+    """Make an engine by its name.
 
     Args:
-        name: One of :func:`launcher_names`.
+        name: One of :func:`engine_names`.
         data_dir: Folder in which it keeps logs and states.
 
     Returns:
-        The launcher.
+        The engine.
 
     Raises:
-        ValueError: No launcher has this name.
-        ConfigurationError: The launcher cannot be used, for example because Slurm is missing.
+        ValueError: No engine has this name.
+        ConfigurationError: The engine cannot be used, for example because Slurm is missing.
     """
     folder = data_dir / "runs"
     if name in _CLASSES:
-        # Imported only when used: each launcher needs other packages.
+        # Imported only when used: each engine needs other packages.
         module_name, _, class_name = _CLASSES[name].partition(":")
         module = import_module(f"mlbench_master.engines.{module_name}")
-        launcher: Launcher = getattr(module, class_name)(folder)
-        return launcher
+        engine: Engine = getattr(module, class_name)(folder)
+        return engine
     for entry in _entry_points():
         if entry.name == name:
             made = entry.load()(folder)
-            if not isinstance(made, Launcher):
+            if not isinstance(made, Engine):
                 raise ConfigurationError(
-                    f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not "
+                    f"the entry point {name!r} of {ENTRY_POINTS} must return an Engine, not "
                     f"{type(made).__name__}"
                 )
             return made
-    raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")
+    raise ValueError(f"unknown engine {name!r}; known: {', '.join(engine_names())}")
 
 
 def _entry_points() -> list[EntryPoint]:

@@ -92,7 +92,7 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     """Refuse a command whose program or script this machine does not have.
 
     The arguments and errors are those of
-    :meth:`~mlbench_master.engines.interface.Launcher.check_program`.
+    :meth:`~mlbench_master.engines.interface.Engine.check_program`.
     """
     first = words[0]
     if "{" in first:  # it is filled in later

@@ -1,4 +1,4 @@
-"""Run the workers of the local launcher in containers, through Docker, Podman or Apptainer.
+"""Run the workers of the local engine in containers, through Docker, Podman or Apptainer.
 
 The functions return command lines. The supervisor of a run starts one container for each worker in
 place of a process, and waits for the program in the foreground. All containers of a run are on this
@@ -82,7 +82,7 @@ class Containers:
 
         Args:
             job: The job.
-            commands: Commands inside a container, as ``worker_commands`` of the local launcher
+            commands: Commands inside a container, as ``worker_commands`` of the local engine
                 returns them.
             folder: The run's folder, by which its containers are found.
             mounts: Folders of this machine that are mounted at the same path; the first one is the
@@ -172,7 +172,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_options(options: Sequence[str]) -> Containers | None:
-    """Return the containers that options of the local launcher request; None without containers.
+    """Return the containers that options of the local engine request; None without containers.
 
     Args:
         options: ``--container PROGRAM``, and with it ``--volume SOURCE:TARGET[:ro]`` and ``--env
@@ -194,7 +194,7 @@ def read_options(options: Sequence[str]) -> Containers | None:
     values, rest = parser.parse_known_args(options)
     if rest:
         raise ValueError(
-            "engine_options: must be --container, --volume or --env for the local launcher, not "
+            "engine_options: must be --container, --volume or --env for the engine local, not "
             f"{' '.join(rest)[:80]!r}: leave it out"
         )
     if values.container is None:

@@ -1,4 +1,4 @@
-"""Code shared by launchers with one folder per run, for its log, results and pending metrics."""
+"""Code shared by engines with one folder per run, for its log, results and pending metrics."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines.interface import (
     FROM_THE_START,
+    Engine,
     Job,
-    Launcher,
     LogLine,
     LogPage,
     LogRange,
 )
 from mlbench_master.engines.logs import LogReader, append_log, last_file
 
-__all__ = ["FolderLauncher", "read_interval", "unreachable_note"]
+__all__ = ["FolderEngine", "read_interval", "unreachable_note"]
 
-# All launchers have the same folders, so the logs and the results of another one can be read.
+# All engines have the same folders, so the logs and the results of another one can be read.
 _JOB_ID = re.compile(r"[a-z]+-(\d+)")
 _INTERVAL_S = 5.0
 
@@ -56,8 +56,8 @@ def unreachable_note(job: Job) -> list[str]:
     ]
 
 
-class FolderLauncher(Launcher):
-    """A launcher that keeps a run in ``<folder>/<run id>``.
+class FolderEngine(Engine):
+    """An engine that keeps a run in ``<folder>/<run id>``.
 
     The files that all of them have are ``log.jsonl`` (see the module ``logs``), ``load/`` (see the
     module ``load_sampler``), ``spool/`` and ``output/``.
@@ -72,44 +72,44 @@ class FolderLauncher(Launcher):
         self._readers: dict[Path, LogReader] = {}
 
     def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
-        """Return lines of a job's log; see :meth:`Launcher.logs`."""
+        """Return lines of a job's log; see :meth:`Engine.logs`."""
         return self._reader(self._job_folder(job_id)).read(*lines)
 
     def log_end(self, job_id: str) -> int:
-        """Return the number of the line after the last one; see :meth:`Launcher.log_end`."""
+        """Return the number of the line after the last one; see :meth:`Engine.log_end`."""
         return self._reader(self._job_folder(job_id)).end()
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
-        """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
+        """Return the last lines of a job's log; see :meth:`Engine.log_tail`."""
         return self._reader(self._job_folder(job_id)).tail(max_bytes)
 
     def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
-        """Return lines with the load of a job's workers; see :meth:`Launcher.load`."""
+        """Return lines with the load of a job's workers; see :meth:`Engine.load`."""
         return self._reader(self._job_folder(job_id) / "load").read(since_line, limit)
 
     def spool(self, job_id: str) -> Path:
-        """Return the folder with metrics that were not delivered; see :meth:`Launcher.spool`."""
+        """Return the folder with metrics that were not delivered; see :meth:`Engine.spool`."""
         return self._job_folder(job_id) / "spool"
 
     def results(self, job_id: str) -> Path:
-        """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
+        """Return the folder for the results of a job's workers; see :meth:`Engine.results`."""
         return self._job_folder(job_id) / "output"
 
     def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
+        """Add a line of the master to a job's log; see :meth:`Engine.note`."""
         # A full disk must not keep the master from recording the end of the run.
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
     def remove(self, job_id: str) -> None:
-        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        """Delete a job's folder; see :meth:`Engine.remove`."""
         folder = self._job_folder(job_id)
         for path in (folder, folder / "load"):
             self._readers.pop(path, None)
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Forget the readers of logs; see :meth:`Launcher.close`."""
+        """Forget the readers of logs; see :meth:`Engine.close`."""
         self._readers.clear()
 
     def _reader(self, folder: Path) -> LogReader:

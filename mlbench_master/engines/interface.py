@@ -1,4 +1,4 @@
-"""The interface between the master and a launcher."""
+"""The interface between the master and an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = [
     "FROM_THE_START",
     "STOPPED",
     "WORKERS_PER_CORE",
+    "Engine",
+    "EngineError",
     "Job",
     "JobStatus",
-    "Launcher",
-    "LauncherError",
     "LogFilter",
     "LogLine",
     "LogPage",
@@ -33,32 +33,32 @@ WORKERS_PER_CORE = 4
 """With more workers than this on a core, they wait for each other most of the time."""
 
 
-class LauncherError(MLBenchError):
-    """The engine of a launcher, for example Slurm, does not answer or refuses a request."""
+class EngineError(MLBenchError):
+    """The system behind an engine, for example Slurm, does not answer or refuses a request."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The data of a run that a launcher needs.
+    """The data of a run that an engine needs.
 
     Attributes:
         run_id: The run's id.
         name: The run's name.
-        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts}
+        command: A worker's command line; the engine fills in ``{run_id} {rank} {hosts}
             {backend}``. In a container, its paths are those of the image.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
-        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher
+        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the engine
             assigns no GPUs.
         all_nodes: True if every worker runs the command; else only the first one does, and starts
             the others itself.
-        image: Full name of the container image, for a launcher that uses it (see
-            :meth:`Launcher.uses_image`).
+        image: Full name of the container image, for an engine that uses it (see
+            :meth:`Engine.uses_image`).
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
-        options: Options of the engine's own command, for launchers that have one.
+        options: Options of the engine's own command, for engines that have one.
         network: Text of the emulated network in which each worker has its own host; empty for none.
         is_task: True if the command is the script of a task, which needs no file of the user's
             folder.
@@ -119,7 +119,7 @@ class LogLine(TypedDict):
     """One line of a log.
 
     Attributes:
-        rank: Rank of the worker that wrote it; None for the launcher itself.
+        rank: Rank of the worker that wrote it; None for the engine itself.
         stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master.
         text: The line, without escape sequences of terminals and without control characters except
             tabs.
@@ -211,12 +211,12 @@ class LogPage:
     matches: int = 0
 
 
-class Launcher(ABC):
-    """A launcher starts, watches and stops jobs; a job outlives the master that started it.
+class Engine(ABC):
+    """An engine starts, watches and stops jobs; a job outlives the master that started it.
 
     Attributes:
         name: Short name for messages.
-        place: The place of the state of its jobs, as text; another launcher with the same place
+        place: The place of the state of its jobs, as text; another engine with the same place
             sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
@@ -244,7 +244,7 @@ class Launcher(ABC):
     @property
     def has_options(self) -> bool:
         """Return whether a run can have options of the engine."""
-        return type(self).check_options is not Launcher.check_options
+        return type(self).check_options is not Engine.check_options
 
     @property
     @abstractmethod
@@ -261,7 +261,7 @@ class Launcher(ABC):
         """Return the GPUs for all workers together, of which a run gets one for each worker.
 
         Returns:
-            Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a
+            Entries of CUDA_VISIBLE_DEVICES; None if this engine does not assign GPUs, as in a
             cluster that does.
         """
         return None
@@ -283,8 +283,7 @@ class Launcher(ABC):
         if options:
             words = " ".join(options)[:80]
             raise ValueError(
-                f"engine_options: must be left out, not {words!r}: "
-                f"the {self.name} launcher has none"
+                f"engine_options: must be left out, not {words!r}: the engine {self.name} has none"
             )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
@@ -301,7 +300,7 @@ class Launcher(ABC):
         return
 
     def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
-        """Refuse a command that cannot start, for a launcher that can know it.
+        """Refuse a command that cannot start, for an engine that can know it.
 
         Args:
             words: The words of the command.
@@ -373,7 +372,7 @@ class Launcher(ABC):
     def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
         """Return lines with the load of a job's workers.
 
-        A launcher that does not measure the load returns none.
+        An engine that does not measure the load returns none.
 
         Args:
             job_id: The job.

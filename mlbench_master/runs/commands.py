@@ -12,7 +12,7 @@ from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.engines.command_line import python_environment
 from mlbench_master.engines.containers import image_problem
-from mlbench_master.engines.interface import WORKERS_PER_CORE, Launcher
+from mlbench_master.engines.interface import WORKERS_PER_CORE, Engine
 from mlbench_master.engines.local.emulated_hosts import check_network
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
@@ -73,7 +73,7 @@ def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
 
 
 def image_of_record(image: str) -> str:
-    """Return the container image for a run, as a launcher that starts containers needs it.
+    """Return the container image for a run, as an engine that starts containers needs it.
 
     Args:
         image: The image in the record of the run: the folder of a task, an image of version 3.0, or
@@ -125,12 +125,12 @@ def resolve_backend(run: RunIn) -> str:
     )
 
 
-def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
-    """Refuse options that the launcher cannot fulfill, and note those that it fulfills differently.
+def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
+    """Refuse options that the engine cannot fulfill, and note those that it fulfills differently.
 
     Args:
         run: The requested run.
-        launcher: The launcher that will start it.
+        engine: The engine that will start it.
 
     Returns:
         True if every worker runs the command, False if only the first one does; and notes for the
@@ -139,21 +139,21 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
-    launcher.check_options(run.engine_options)
-    _check_combination(run, launcher)
-    _check_image(run, launcher)
-    launcher.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
+    engine.check_options(run.engine_options)
+    _check_combination(run, engine)
+    _check_image(run, engine)
+    engine.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
     notes = []
-    if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
+    if run.max_bandwidth < DEFAULT_BANDWIDTH and not engine.limits_bandwidth:
         raise ValueError(
             f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), "
-            f"not {run.max_bandwidth:g}: {no_bandwidth_limit(launcher)}"
+            f"not {run.max_bandwidth:g}: {no_bandwidth_limit(engine)}"
         )
-    check_cores(run.num_workers, run.oversubscribe, launcher)
+    check_cores(run.num_workers, run.oversubscribe, engine)
     if run.gpu_enabled:
-        check_gpus(run.num_workers, launcher)
+        check_gpus(run.num_workers, engine)
         variables = {} if run.caller is None else run.caller.environment
-        if launcher.gpus is not None and "CUDA_VISIBLE_DEVICES" in variables:
+        if engine.gpus is not None and "CUDA_VISIBLE_DEVICES" in variables:
             notes.append(
                 "note: the workers get the GPUs that the master lends, "
                 "not CUDA_VISIBLE_DEVICES of the call"
@@ -166,9 +166,9 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
                 "run_all_nodes: must be true for a task, not false: "
                 "each of its workers starts the same script"
             )
-        if not launcher.starts_first_worker_alone:
+        if not engine.starts_first_worker_alone:
             raise ValueError(
-                f"run_all_nodes: must be true for {run.num_workers} workers on {launcher.name}, "
+                f"run_all_nodes: must be true for {run.num_workers} workers on {engine.name}, "
                 "not false: the first worker cannot start the others there; "
                 "let every worker run the command"
             )
@@ -177,22 +177,22 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             "command; it has to start the others itself, as mpirun does"
         )
     if run.network:
-        notes += _check_network(run, launcher, all_nodes)
-    if run.num_workers * run.num_cpus > launcher.capacity:
+        notes += _check_network(run, engine, all_nodes)
+    if run.num_workers * run.num_cpus > engine.capacity:
         notes.append(
             f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} "
-            f"want more than the {plural(launcher.capacity, 'core')} of this machine; "
+            f"want more than the {plural(engine.capacity, 'core')} of this machine; "
             "they share them, so times are not comparable"
         )
     return all_nodes, notes
 
 
-def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, list[str]]:
+def resolve_folder(run: RunIn, engine: Engine, command: str) -> tuple[str, list[str]]:
     """Return the folder in which the workers of a run start.
 
     Args:
         run: The requested run.
-        launcher: The launcher that will start it.
+        engine: The engine that will start it.
         command: A worker's command line.
 
     Returns:
@@ -202,11 +202,11 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         ValueError: The folder is missing or cannot be chosen, or the command has no program there;
             the message names the field.
     """
-    if launcher.uses_image(run.engine_options) or not launcher.starts_processes:
+    if engine.uses_image(run.engine_options) or not engine.starts_processes:
         if run.cwd is not None:
             raise ValueError(
                 f"cwd: must be left out, not {run.cwd[:80]!r}: the workers of the "
-                f"{launcher.name} launcher start in a container, in the folder of its image"
+                f"engine {engine.name} start in a container, in the folder of its image"
             )
         return "", []
     cwd = run.cwd or ""
@@ -215,7 +215,7 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         cwd = run.cwd or run.caller.cwd
         environment = {**run.caller.environment, **run.environment}
     is_task = run.task is not None or (run.command is None and run.custom_image_command is None)
-    if not cwd or not launcher.sees_folders:
+    if not cwd or not engine.sees_folders:
         return cwd, []
     if not os.path.isdir(cwd):
         if run.cwd is None and is_task:
@@ -231,26 +231,26 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         )
     search_path = environment.get("PATH") or python_environment()["PATH"]
     try:
-        launcher.check_program(shlex.split(command), cwd, search_path)
+        engine.check_program(shlex.split(command), cwd, search_path)
     except ValueError as error:
         raise ValueError(f"command: {error}") from None
     return cwd, []
 
 
-def no_network(launcher: Launcher) -> str:
+def no_network(engine: Engine) -> str:
     """Return why a run cannot have an emulated network, and what to do."""
     return (
-        f"the {launcher.name} launcher cannot emulate a network; "
+        f"the engine {engine.name} cannot emulate a network; "
         "leave it out, or choose the engine local"
     )
 
 
-def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]:
-    """Refuse an emulated network that the launcher cannot give, and return notes about it."""
+def _check_network(run: RunIn, engine: Engine, all_nodes: bool) -> list[str]:
+    """Refuse an emulated network that the engine cannot give, and return notes about it."""
     refusal = f"network: must be left out, not {run.network[:80]!r}"
-    if not launcher.emulates_networks:
-        raise ValueError(f"{refusal}: {no_network(launcher)}")
-    if launcher.uses_image(run.engine_options):
+    if not engine.emulates_networks:
+        raise ValueError(f"{refusal}: {no_network(engine)}")
+    if engine.uses_image(run.engine_options):
         raise ValueError(
             f"{refusal}: containers have their own network; leave out the network or the container"
         )
@@ -260,24 +260,24 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
         raise ValueError(f"network: {error}") from None
 
 
-def no_bandwidth_limit(launcher: Launcher) -> str:
+def no_bandwidth_limit(engine: Engine) -> str:
     """Return why a run cannot have a bandwidth, and what to do."""
     remedy = "limit the network itself, for example with tc"
-    if launcher.emulates_networks:
+    if engine.emulates_networks:
         remedy = "give a network"
-    return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {remedy}"
+    return f"the engine {engine.name} cannot limit the bandwidth; leave it out and {remedy}"
 
 
-def no_gpu(launcher: Launcher) -> str:
+def no_gpu(engine: Engine) -> str:
     """Return why a run cannot have GPUs, and what to do."""
     return (
-        f"the {launcher.name} launcher found no GPU on this machine; "
+        f"the engine {engine.name} found no GPU on this machine; "
         "leave it out to compute on the CPU, "
         "or check nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
     )
 
 
-def _check_combination(run: RunIn, launcher: Launcher) -> None:
+def _check_combination(run: RunIn, engine: Engine) -> None:
     """Refuse fields that would be ignored because of ``task`` or ``command``."""
     # No client of version 3.0 sends these two.
     chosen = "task" if run.task is not None else "command"
@@ -304,7 +304,7 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     if run.task is None and run.command is None:
         return
     rivals = {"custom_image_command": run.custom_image_command}
-    if run.task is not None or not launcher.uses_image(run.engine_options):
+    if run.task is not None or not engine.uses_image(run.engine_options):
         rivals.update(image_name=run.image_name, custom_image_name=run.custom_image_name)
     if run.task is not None:
         rivals["command"] = run.command
@@ -312,7 +312,7 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
         if value not in (None, CUSTOM_IMAGE):
             raise ValueError(
                 f"{field}: must be left out with {chosen}, not {value[:80]!r}: "
-                f"the {launcher.name} launcher would ignore it; leave out {field} or {chosen}"
+                f"the engine {engine.name} would ignore it; leave out {field} or {chosen}"
             )
     if not run.run_all_nodes and run.num_workers > 1 and run.backend.lower() in BACKENDS:
         raise ValueError(
@@ -322,15 +322,15 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
         )
 
 
-def _check_image(run: RunIn, launcher: Launcher) -> None:
+def _check_image(run: RunIn, engine: Engine) -> None:
     """Refuse a custom image if no container will run it, and a container without an image."""
-    uses_image = launcher.uses_image(run.engine_options)
+    uses_image = engine.uses_image(run.engine_options)
     own_image = run.custom_image_name not in (None, CUSTOM_IMAGE) and run.task is None
     if own_image and not uses_image:
         raise ValueError(
             f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: "
-            f"the {launcher.name} launcher starts processes, not containers; "
-            f"{launcher.container_advice}, or leave out the image to run the command "
+            f"the engine {engine.name} starts processes, not containers; "
+            f"{engine.container_advice}, or leave out the image to run the command "
             "with the Python and the packages of the master"
         )
     if not uses_image:
@@ -339,7 +339,7 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     if not image:
         raise ValueError(
             "custom_image_name: must be given for a command in a container of the "
-            f"{launcher.name} launcher: name the image that has the command, "
+            f"engine {engine.name}: name the image that has the command, "
             "or give a task, which has its own image"
         )
     problem = image_problem(image)
@@ -348,18 +348,18 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
         raise ValueError(f"{field}: {problem}")
 
 
-def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> None:
-    """Refuse more workers than the cores of a launcher can serve.
+def check_cores(num_workers: int, oversubscribe: bool, engine: Engine) -> None:
+    """Refuse more workers than the cores of an engine can serve.
 
     Args:
         num_workers: Number of workers.
         oversubscribe: True to allow them.
-        launcher: The launcher that will start them.
+        engine: The engine that will start them.
 
     Raises:
         ValueError: There are too many; the message has the number that fits.
     """
-    most = launcher.most_workers
+    most = engine.most_workers
     if most is not None and num_workers > most and not oversubscribe:
         raise ValueError(
             f"num_workers: must be at most {most}, not {num_workers}: "
@@ -369,25 +369,25 @@ def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> No
         )
 
 
-def check_gpus(num_workers: int, launcher: Launcher) -> None:
-    """Refuse a run with GPUs that the launcher can never start.
+def check_gpus(num_workers: int, engine: Engine) -> None:
+    """Refuse a run with GPUs that the engine can never start.
 
     Args:
         num_workers: Number of workers, each of which needs a GPU.
-        launcher: The launcher that will start it.
+        engine: The engine that will start it.
 
     Raises:
-        ValueError: The launcher has fewer GPUs; the message names the fields and a remedy.
+        ValueError: The engine has fewer GPUs; the message names the fields and a remedy.
     """
-    gpus = launcher.gpus
+    gpus = engine.gpus
     # None in a cluster, which assigns the GPUs itself.
     if gpus is None or num_workers <= len(gpus):
         return
     if not gpus:
-        raise ValueError(f"gpu_enabled: must be false, not true: {no_gpu(launcher)}")
+        raise ValueError(f"gpu_enabled: must be false, not true: {no_gpu(engine)}")
     raise ValueError(
         f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: "
-        f"each worker needs its own GPU, and the {launcher.name} launcher has {len(gpus)}; "
+        f"each worker needs its own GPU, and the engine {engine.name} has {len(gpus)}; "
         "start fewer workers"
     )
 

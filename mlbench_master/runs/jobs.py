@@ -1,4 +1,4 @@
-"""Make the record of a requested run, and the job that a launcher starts for it."""
+"""Make the record of a requested run, and the job that an engine starts for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mlbench_core.caller import NAMED_VARIABLES
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, new_run
-from mlbench_master.engines.interface import Job, Launcher
+from mlbench_master.engines.interface import Engine, Job
 from mlbench_master.goals import task_of_image
 from mlbench_master.runs.commands import (
     check_options,
@@ -24,20 +24,20 @@ __all__ = ["make_job", "make_run"]
 _RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
-def make_run(wanted: RunIn, launcher: Launcher) -> Run:
+def make_run(wanted: RunIn, engine: Engine) -> Run:
     """Make the record of a run, which is not stored yet.
 
     Args:
         wanted: The requested run.
-        launcher: The launcher that will start it.
+        engine: The engine that will start it.
 
     Raises:
         ValueError: The request cannot be fulfilled; the message names the field.
     """
-    image, command = resolve_command(wanted, launcher.uses_image(wanted.engine_options))
+    image, command = resolve_command(wanted, engine.uses_image(wanted.engine_options))
     backend = resolve_backend(wanted)
-    all_nodes, notes = check_options(wanted, launcher)
-    cwd, more = resolve_folder(wanted, launcher, command)
+    all_nodes, notes = check_options(wanted, engine)
+    cwd, more = resolve_folder(wanted, engine, command)
     return new_run(
         image=image,
         command=command,
@@ -49,13 +49,13 @@ def make_run(wanted: RunIn, launcher: Launcher) -> Run:
 
 
 def make_job(
-    run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: Sequence[str] = ()
+    run: Run, engine: Engine, worker_env: Mapping[str, str], gpus: Sequence[str] = ()
 ) -> Job:
     """Make the job of a run.
 
     Args:
         run: The run.
-        launcher: The launcher that will start the job.
+        engine: The engine that will start the job.
         worker_env: Environment variables of the workers, for example the URL of the master.
         gpus: The GPUs that are lent to the run.
     """

@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_master.database.store import NewMetric, Run, Store, pod_owner
 from mlbench_master.dates import Date, now_us, to_us, us_of
-from mlbench_master.engines.interface import Launcher, LogLine
+from mlbench_master.engines.interface import Engine, LogLine
 from mlbench_master.engines.supervisor.load_sampler import LOAD_METRICS
 from mlbench_master.events import EventBus
 
@@ -58,13 +58,13 @@ class LoadKeeper:
 
     Args:
         store: The database.
-        launcher: The launcher, which measures the load.
+        engine: The engine, which measures the load.
         events: The bus that notifies subscribers.
     """
 
-    def __init__(self, store: Store, launcher: Launcher, events: EventBus) -> None:
+    def __init__(self, store: Store, engine: Engine, events: EventBus) -> None:
         self._store = store
-        self._launcher = launcher
+        self._engine = engine
         self._events = events
         # The scheduler polls a run while a request ends it.
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class LoadKeeper:
                 thinned = max(_thinnable(stored) - _MEAN_US, begin)
                 self._positions[run.id] = _Position(0, stored, thinned)
             position = self._positions[run.id]
-            page = self._launcher.load(run.job_id, position.next)
+            page = self._engine.load(run.job_id, position.next)
             if not page.lines:
                 return False
             metrics: list[NewMetric] = []

@@ -31,7 +31,7 @@ from mlbench_core.results.upload import metrics_of
 from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import STOPPED, LogPage, LogRange
-from mlbench_master.engines.slurm.engine import SlurmLauncher
+from mlbench_master.engines.slurm.engine import SlurmEngine
 from mlbench_master.runs.jobs import make_job, make_run
 from mlbench_master.schemas import RunIn, describe_error
 
@@ -58,7 +58,7 @@ class MasterlessRuns:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._launcher = SlurmLauncher(folder)
+        self._engine = SlurmEngine(folder)
         self.folder = folder.expanduser().absolute()
         self._runs: dict[int, Run] = {}
         # The sizes of the files when each selection of metrics was read. They grow about once per
@@ -74,7 +74,7 @@ class MasterlessRuns:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._launcher.close()
+        self._engine.close()
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs of the folder as they were recorded last."""
@@ -93,7 +93,7 @@ class MasterlessRuns:
 
         Raises:
             ConfigurationError: The request cannot be fulfilled.
-            LauncherError: Slurm refuses the job, or does not answer.
+            EngineError: Slurm refuses the job, or does not answer.
         """
         run = self._made(request)
         # Two commands at the same time must not choose the same number.
@@ -101,14 +101,14 @@ class MasterlessRuns:
             run.id = max(self._numbers(), default=0) + 1
             job_id = _job_id(run.id)
             try:
-                self._launcher.start(make_job(run, self._launcher, {}))
+                self._engine.start(make_job(run, self._engine, {}))
             except BaseException:
                 # Also after Ctrl-C: without a record, no command could find the job again.
-                self._launcher.remove(job_id)
+                self._engine.remove(job_id)
                 raise
             run.job_id = job_id
             self._runs[run.id] = run
-            slurm_job = self._launcher.slurm_id(job_id)
+            slurm_job = self._engine.slurm_id(job_id)
             self._record(run, slurm_job=slurm_job, folder=str(self.run_folder(run.id)))
         return run.to_json()
 
@@ -122,7 +122,7 @@ class MasterlessRuns:
 
     def _made(self, request: Mapping[str, Any]) -> Run:
         try:
-            return make_run(RunIn.model_validate(request), self._launcher)
+            return make_run(RunIn.model_validate(request), self._engine)
         except ValidationError as error:
             raise ConfigurationError(describe_error(error)) from None
         except ValueError as error:
@@ -131,7 +131,7 @@ class MasterlessRuns:
     def run(self, run_id: int) -> dict[str, Any]:
         """Return a run that was created here, with its present state."""
         run = self._runs[run_id]
-        status = self._launcher.poll(_job_id(run_id))
+        status = self._engine.poll(_job_id(run_id))
         state = _STATES.get(status.state, "failed")
         began_s = self._began_s(run_id)
         # Until Slurm has been asked, its jobs count as running.
@@ -151,9 +151,9 @@ class MasterlessRuns:
         """Cancel a run, and wait until its processes are gone.
 
         Raises:
-            LauncherError: Slurm does not answer.
+            EngineError: Slurm does not answer.
         """
-        self._launcher.stop(_job_id(run_id))
+        self._engine.stop(_job_id(run_id))
         run = self._runs.get(run_id)
         if run is not None and run.state in ("initialized", "started"):
             run.state, run.finished_at = "failed", now_us()
@@ -162,14 +162,14 @@ class MasterlessRuns:
     def delete(self, run_id: int) -> None:
         """Cancel a run, and delete its folder."""
         self.stop(run_id)
-        self._launcher.remove(_job_id(run_id))
+        self._engine.remove(_job_id(run_id))
 
     def logs(self, run_id: int) -> tuple[list[dict[str, Any]], int]:
         """Return the lines of a run's log, and their number."""
         lines: list[dict[str, Any]] = []
         page = LogPage([], 0)
         while True:
-            page = self._launcher.logs(_job_id(run_id), LogRange(page.next))
+            page = self._engine.logs(_job_id(run_id), LogRange(page.next))
             if not page.lines:
                 return lines, page.next
             lines += [dict(line) for line in page.lines]
@@ -248,7 +248,7 @@ class MasterlessRuns:
         return None
 
     def _result_folder(self, run_id: int) -> Path | None:
-        root = self._launcher.results(_job_id(run_id))
+        root = self._engine.results(_job_id(run_id))
         if not root.is_dir():
             return None
         # Of several programs that a command started, the one that wrote last counts.
@@ -265,7 +265,7 @@ class MasterlessRuns:
 
 
 def _job_id(run_id: int) -> str:
-    return f"{SlurmLauncher.name}-{run_id}"
+    return f"{SlurmEngine.name}-{run_id}"
 
 
 def _newest(metrics: Iterator[Mapping[str, Any]], name: str | None, last_n: int | None) -> _Metrics:

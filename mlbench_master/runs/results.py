@@ -83,7 +83,7 @@ class ResultFolder:
         """Find and open the result folder of a run, ``<root>/<task>/<run>``.
 
         Args:
-            root: The folder of :meth:`~mlbench_master.engines.Launcher.results`.
+            root: The folder of :meth:`~mlbench_master.engines.Engine.results`.
 
         Returns:
             The folder with the newest ``result.json``. If no folder has one, that with the newest

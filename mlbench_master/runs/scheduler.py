@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from mlbench_core.errors import MLBenchError
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, Store
 from mlbench_master.dates import now_us
-from mlbench_master.engines.interface import STOPPED, JobStatus, Launcher, LogRange
+from mlbench_master.engines.interface import STOPPED, Engine, JobStatus, LogRange
 from mlbench_master.events import EventBus
 from mlbench_master.runs.commands import check_gpus
 from mlbench_master.runs.jobs import make_job
@@ -67,7 +67,7 @@ class Scheduler:
 
     Args:
         store: The database of runs.
-        launcher: The launcher that starts them.
+        engine: The engine that starts them.
         events: The bus that notifies subscribers.
         worker_env: Environment variables for all workers, for example the URL of the master.
         poll_s: Seconds between two polls.
@@ -79,7 +79,7 @@ class Scheduler:
     def __init__(
         self,
         store: Store,
-        launcher: Launcher,
+        engine: Engine,
         events: EventBus,
         worker_env: dict[str, str],
         poll_s: float = 0.25,
@@ -87,7 +87,7 @@ class Scheduler:
         patience_s: float = 3600.0,
     ) -> None:
         self._store = store
-        self._launcher = launcher
+        self._engine = engine
         self._events = events
         self._worker_env = worker_env
         self._poll_s = poll_s
@@ -105,7 +105,7 @@ class Scheduler:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._log_lines: dict[int, int] = {}
-        self._load = LoadKeeper(store, launcher, events)
+        self._load = LoadKeeper(store, engine, events)
         self._noted: set[tuple[int, str]] = set()
         self._problems: dict[int, str] = {}  # of runs that continue
         self._waits: dict[int, str] = {}  # why runs did not start at the last poll
@@ -155,7 +155,7 @@ class Scheduler:
                 return self._finish(run, STOPPED)
             self._stopping.add(run_id)
         try:
-            self._launcher.stop(run.job_id)
+            self._engine.stop(run.job_id)
             try:
                 return self._finish(run, STOPPED) or self._store.run(run_id)
             except SQLAlchemyError as error:
@@ -175,7 +175,7 @@ class Scheduler:
         run = self.stop_run(run_id)
         self._store.delete_run(run_id)
         if run is not None and run.job_id is not None:
-            self._launcher.remove(run.job_id)
+            self._engine.remove(run.job_id)
         self._events.publish("deleted", {"id": run_id})
 
     def tick(self) -> None:
@@ -232,8 +232,8 @@ class Scheduler:
                 return f"waits for run {other.name}, which is exclusive"
         if _is_exclusive(run):
             return f"waits for run {running[0].name}, because this run is exclusive"
-        if used + _cores(run) > self._launcher.capacity:
-            free = max(self._launcher.capacity - used, 0.0)
+        if used + _cores(run) > self._engine.capacity:
+            free = max(self._engine.capacity - used, 0.0)
             return f"waits for cores: {_cores(run):g} needed, {free:g} free"
         return ""
 
@@ -248,7 +248,7 @@ class Scheduler:
 
     def _free_gpus(self, run: Run, lent: Collection[str]) -> tuple[str, ...] | None:
         """Return the GPUs that a run would get, or None if it has to wait for some."""
-        gpus = self._launcher.gpus if run.gpu_enabled else None
+        gpus = self._engine.gpus if run.gpu_enabled else None
         if gpus is None:  # none are needed, or the cluster assigns them
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _has_room(self, run: Run) -> bool:
         options = run.metadata_dict().get("engine_options", ())
-        return self._launcher.has_room(run.num_workers, tuple(options))
+        return self._engine.has_room(run.num_workers, tuple(options))
 
     def _loop(self) -> None:
         last_error = ""
@@ -296,7 +296,7 @@ class Scheduler:
             _log.exception("looking after run %s failed; it is ended", run.id)
             # The run is recorded as failed even if its processes cannot be stopped.
             with contextlib.suppress(Exception):
-                self._launcher.stop(f"{self._launcher.name}-{run.id}")
+                self._engine.stop(f"{self._engine.name}-{run.id}")
             reason = f"the master cannot look after the run: {type(error).__name__}: {error}"
             self._record_end(run, JobStatus("failed", reason), {})
             return False
@@ -309,7 +309,7 @@ class Scheduler:
         if run.id in self._unrecorded:
             self._finish(run, STOPPED)
             return False
-        status = self._launcher.poll(run.job_id)
+        status = self._engine.poll(run.job_id)
         self._publish_logs(run)
         if status.state in ("waiting", "running"):
             if status.state == "running":
@@ -320,7 +320,7 @@ class Scheduler:
             # A master with another folder sees no run of the earlier one, and a second start would
             # mix their metrics.
             started_in = run.metadata_dict().get("started_at_place")
-            if started_in != self._launcher.place:
+            if started_in != self._engine.place:
                 reason = f"lost: another master started it in {started_in}"
                 self._finish(run, JobStatus("lost", reason))
                 return False
@@ -339,7 +339,7 @@ class Scheduler:
         # If the database fails, the end of the run is recorded later, with the same line.
         if run.job_id is not None and (run.id, text) not in self._noted:
             self._noted.add((run.id, text))
-            self._launcher.note(run.job_id, text)
+            self._engine.note(run.job_id, text)
 
     def _show_problem(self, run: Run, status: JobStatus) -> None:
         """Record the problem of a run that continues, or the reason why its job waits.
@@ -367,13 +367,13 @@ class Scheduler:
 
     def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
         """Start a run with the GPUs lent to it; return whether it continues."""
-        job = make_job(run, self._launcher, self._worker_env, gpus)
+        job = make_job(run, self._engine, self._worker_env, gpus)
         if run.id in self._stopping:
             return False
         # Before the start: if the master dies in between, the next master looks for the job.
-        job_id = f"{self._launcher.name}-{run.id}"
+        job_id = f"{self._engine.name}-{run.id}"
         changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
-        facts: dict[str, Any] = {"started_at_place": self._launcher.place}
+        facts: dict[str, Any] = {"started_at_place": self._engine.place}
         if gpus:
             # So that the next master does not lend them to another run.
             facts["gpus"] = list(gpus)
@@ -383,8 +383,8 @@ class Scheduler:
         try:
             # A restarted master may have fewer GPUs than the one that accepted the run.
             if run.gpu_enabled:
-                check_gpus(run.num_workers, self._launcher)
-            self._launcher.start(job)
+                check_gpus(run.num_workers, self._engine)
+            self._engine.start(job)
         except (MLBenchError, ValueError) as error:
             self._finish(started, JobStatus("failed", str(error)))
             return False
@@ -398,7 +398,7 @@ class Scheduler:
         # Metrics and load come before the state: a run that is finished has all of them.
         missing = ""
         if run.job_id is not None:
-            spool = self._launcher.spool(run.job_id)
+            spool = self._engine.spool(run.job_id)
             if spool is not None:
                 missing = store_leftovers(spool, self._store)
         if missing:
@@ -450,7 +450,7 @@ class Scheduler:
         out: list[str] = []
         err: list[str] = []
         if run.job_id is not None:
-            for line in self._launcher.log_tail(run.job_id):
+            for line in self._engine.log_tail(run.job_id):
                 stream = out if line["stream"] == "stdout" else err
                 stream.append(line["text"])
         tails: dict[str, Any] = {"stdout": _last_lines(out), "stderr": _last_lines(err)}
@@ -467,8 +467,8 @@ class Scheduler:
             return
         if run.id not in self._log_lines:
             # A page reads the earlier lines itself.
-            self._log_lines[run.id] = self._launcher.log_end(run.job_id)
-        page = self._launcher.logs(run.job_id, LogRange(self._log_lines[run.id]))
+            self._log_lines[run.id] = self._engine.log_end(run.job_id)
+        page = self._engine.logs(run.job_id, LogRange(self._log_lines[run.id]))
         self._log_lines[run.id] = page.next
         # A page knows by their numbers which lines it shows already.
         self._events.publish("log", *({"run_id": run.id, **line} for line in page.lines))

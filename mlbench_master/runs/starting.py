@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlbench_master.database.store import Run, Store
-from mlbench_master.engines.interface import Launcher
+from mlbench_master.engines.interface import Engine
 from mlbench_master.events import EventBus
 from mlbench_master.runs.jobs import make_run
 from mlbench_master.runs.scheduler import Scheduler
@@ -18,7 +18,7 @@ def start_runs(
     wanted: Sequence[RunIn],
     store: Store,
     scheduler: Scheduler,
-    launcher: Launcher,
+    engine: Engine,
     events: EventBus,
 ) -> list[Run]:
     """Record runs, which the scheduler then starts.
@@ -27,7 +27,7 @@ def start_runs(
         wanted: The requested runs, with different names.
         store: The database of runs.
         scheduler: It starts them when enough cores and GPUs are free.
-        launcher: The launcher that it starts them with.
+        engine: The engine that it starts them with.
         events: The bus that notifies subscribers.
 
     Returns:
@@ -37,7 +37,7 @@ def start_runs(
         ValueError: A request cannot be fulfilled; the message names the field.
         NameInUseError: A run of one of the names exists. No run was recorded.
     """
-    runs = store.add_runs([make_run(item, launcher) for item in wanted])
+    runs = store.add_runs([make_run(item, engine) for item in wanted])
     for run in runs:
         events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     scheduler.wake()

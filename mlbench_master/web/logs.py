@@ -10,9 +10,9 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_master.api.routes import LauncherPart, StorePart, read_query, run_or_404
+from mlbench_master.api.routes import EnginePart, StorePart, read_query, run_or_404
 from mlbench_master.database.store import Run
-from mlbench_master.engines.interface import Launcher, LogPage, LogRange
+from mlbench_master.engines.interface import Engine, LogPage, LogRange
 from mlbench_master.schemas import MAX_ID, LogsQuery
 from mlbench_master.web.render import page
 
@@ -35,27 +35,25 @@ router = APIRouter()
 
 
 @router.get("/runs/{run_id}/logs/")
-def logs_page(
-    run_id: str, request: Request, store: StorePart, launcher: LauncherPart
-) -> HTMLResponse:
+def logs_page(run_id: str, request: Request, store: StorePart, engine: EnginePart) -> HTMLResponse:
     run = run_or_404(store, run_id)
     query = read_query(LogsQuery, request)
-    return page(request, "logs.html", run=run, log=log_view(run, launcher, query))
+    return page(request, "logs.html", run=run, log=log_view(run, engine, query))
 
 
-def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> dict[str, Any]:
+def log_view(run: Run, engine: Engine, query: LogsQuery | None = None) -> dict[str, Any]:
     """Return the values of the template ``run_logs.html``.
 
     Args:
         run: The run.
-        launcher: The launcher that has its log.
+        engine: The engine that has its log.
         query: The lines to show; by default the last ones.
     """
     query = query or LogsQuery()
     before = MAX_ID if query.before_line is None else query.before_line
     log_page = LogPage([], 0)
     if run.job_id is not None:
-        log_page = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
+        log_page = engine.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
     wanted = asdict(query.wanted)
     chosen = {name: value for name, value in wanted.items() if value not in (None, "")}
     earlier = urlencode({**chosen, "before_line": log_page.previous})

@@ -7,9 +7,9 @@ import math
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from mlbench_master.api.routes import LauncherPart, StorePart
+from mlbench_master.api.routes import EnginePart, StorePart
 from mlbench_master.database.store import Run
-from mlbench_master.engines.interface import Launcher
+from mlbench_master.engines.interface import Engine
 from mlbench_master.web.render import page
 from mlbench_master.web.runs import list_runs
 from mlbench_master.web.workers import list_workers
@@ -24,7 +24,7 @@ router = APIRouter()
 
 
 @router.get("/")
-def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+def main_page(request: Request, store: StorePart, engine: EnginePart) -> HTMLResponse:
     started = store.runs("started")
     # Thousands of runs may wait.
     open_runs = [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]
@@ -33,7 +33,7 @@ def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTM
     return page(
         request,
         "main.html",
-        machine=_machine(launcher, started),
+        machine=_machine(engine, started),
         started=len(started),
         waiting=store.count_runs("initialized"),
         open_runs=list_runs(store, open_runs),
@@ -49,14 +49,14 @@ def icon() -> RedirectResponse:
     return RedirectResponse("/static/icon.svg")
 
 
-def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
-    """Return how much of each resource of the launcher the runs use."""
+def _machine(engine: Engine, started: list[Run]) -> dict[str, str]:
+    """Return how much of each resource of the engine the runs use."""
     cores = f"{sum(map(_cores, started)):g}"
     # An engine with its own queue has no limit.
-    if math.isfinite(launcher.capacity):
-        cores += f" of {launcher.capacity:g}"
+    if math.isfinite(engine.capacity):
+        cores += f" of {engine.capacity:g}"
     resources = {"Cores": cores}
-    gpus = launcher.gpus
+    gpus = engine.gpus
     if gpus:
         lent = sum(run.worker_count for run in started if run.gpu_enabled)
         resources["GPUs"] = f"{lent} of {len(gpus)}"

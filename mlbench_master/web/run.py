@@ -14,11 +14,11 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.comparison.published import describe_run
 from mlbench_master.api.export import result_json
-from mlbench_master.api.routes import LauncherPart, StorePart, results_of, run_or_404
+from mlbench_master.api.routes import EnginePart, StorePart, results_of, run_or_404
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.engines.interface import Launcher
+from mlbench_master.engines.interface import Engine
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.runs.phases import (
     PHASE_TITLES,
@@ -51,15 +51,13 @@ router = APIRouter()
 
 
 @router.get("/runs/{run_id}/")
-def run_page(
-    run_id: str, request: Request, store: StorePart, launcher: LauncherPart
-) -> HTMLResponse:
+def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart) -> HTMLResponse:
     run = run_or_404(store, run_id)
     owner = run_owner(run.id)
     # The page has a link to the result, which is a text of several kilobytes.
     latest = [item for item in store.latest(owner) if item[0] != RESULT_METRIC]
-    folder = _Folder.of(run, launcher)
-    result = _parsed(result_json(store, run, results_of(run, launcher)))
+    folder = _Folder.of(run, engine)
+    result = _parsed(result_json(store, run, results_of(run, engine)))
     wanted = request.query_params.get("filter", "")[:255]
     listed = [item for item in latest if wanted.lower() in item[0].lower()]
     metrics = [(name, point.value[:_MOST_CHARACTERS], point) for name, point in listed[:_MOST_ROWS]]
@@ -85,7 +83,7 @@ def run_page(
         lasted_s=run.lasted_s(now_us()),
         facts=_facts(run, folder),
         reason=str(run.metadata_dict().get("reason") or ""),
-        failed=_failure(run, launcher),
+        failed=_failure(run, engine),
         progress=progress_of(store, run, dict(latest)),
         has_result=bool(result),
         phases=PHASE_TITLES,
@@ -102,7 +100,7 @@ def run_page(
         metrics=metrics,
         metric_count=len(listed),
         filter=wanted,
-        log=log_view(run, launcher),
+        log=log_view(run, engine),
     )
 
 
@@ -114,8 +112,8 @@ class _Folder:
     environment: dict[str, Any]
 
     @classmethod
-    def of(cls, run: Run, launcher: Launcher) -> _Folder:
-        folder = ResultFolder.find(results_of(run, launcher))
+    def of(cls, run: Run, engine: Engine) -> _Folder:
+        folder = ResultFolder.find(results_of(run, engine))
         if folder is None:
             return cls("", {})
         with folder:
@@ -147,7 +145,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
     }
 
 
-def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
+def _failure(run: Run, engine: Engine) -> tuple[int, list[str]] | None:
     """Return the worker that made a run fail and its last lines, if the run's reason names one."""
     match = _FAILED_RANK.search(str(run.metadata_dict().get("reason") or ""))
     if run.state != "failed" or match is None or run.job_id is None:
@@ -155,7 +153,7 @@ def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
     rank = int(match[1])
     texts = []
     errors = []
-    for line in launcher.log_tail(run.job_id):
+    for line in engine.log_tail(run.job_id):
         if line["rank"] == rank:
             text = line["text"][: _LAST_LINES * _MOST_CHARACTERS]
             texts.append(text)

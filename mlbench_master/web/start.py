@@ -30,9 +30,9 @@ from mlbench_core.tasks import (
     option_value,
 )
 from mlbench_master.api.bodies import MAX_RUN_BYTES, read_body
-from mlbench_master.api.routes import EventsPart, LauncherPart, SchedulerPart, StorePart, run_or_404
+from mlbench_master.api.routes import EnginePart, EventsPart, SchedulerPart, StorePart, run_or_404
 from mlbench_master.database.store import NameInUseError, Run
-from mlbench_master.engines.interface import Launcher
+from mlbench_master.engines.interface import Engine
 from mlbench_master.goals import split_command, task_of_image
 from mlbench_master.runs.commands import (
     CUSTOM_BACKEND,
@@ -100,12 +100,12 @@ class FormError(ValueError):
 
 
 @router.get("/runs/new/")
-def start_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+def start_page(request: Request, store: StorePart, engine: EnginePart) -> HTMLResponse:
     values = _DEFAULTS
     earlier = request.query_params.get("from")
     if earlier is not None:
         values = {**_DEFAULTS, **_values_of(run_or_404(store, earlier))}
-    return _form_page(request, launcher, values, {})
+    return _form_page(request, engine, values, {})
 
 
 @router.post("/runs/")
@@ -114,7 +114,7 @@ def start(
     body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))],
     store: StorePart,
     scheduler: SchedulerPart,
-    launcher: LauncherPart,
+    engine: EnginePart,
     events: EventsPart,
 ) -> Response:
     if not isinstance(body, dict):
@@ -127,7 +127,7 @@ def start(
     wanted = _requests(form, errors)
     if not errors:
         try:
-            runs = start_runs(wanted, store, scheduler, launcher, events)
+            runs = start_runs(wanted, store, scheduler, engine, events)
             path = f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/"
             return RedirectResponse(path, status_code=303)
         except NameInUseError as error:
@@ -138,20 +138,20 @@ def start(
         except ValueError as error:
             field, _, message = str(error).partition(": ")
             _record(errors, field, message)
-    return _form_page(request, launcher, form, errors)
+    return _form_page(request, engine, form, errors)
 
 
 def _form_page(
-    request: Request, launcher: Launcher, values: Mapping[str, str], errors: Mapping[str, str]
+    request: Request, engine: Engine, values: Mapping[str, str], errors: Mapping[str, str]
 ) -> HTMLResponse:
     # Why a field cannot be used; empty if it can.
     reasons = {"no_gpu": "", "no_network": "", "no_bandwidth_limit": ""}
-    if launcher.gpus == ():  # not None, with which a cluster assigns them
-        reasons["no_gpu"] = no_gpu(launcher)
-    if not launcher.emulates_networks:
-        reasons["no_network"] = no_network(launcher)
-    if not launcher.limits_bandwidth:
-        reasons["no_bandwidth_limit"] = no_bandwidth_limit(launcher)
+    if engine.gpus == ():  # not None, with which a cluster assigns them
+        reasons["no_gpu"] = no_gpu(engine)
+    if not engine.emulates_networks:
+        reasons["no_network"] = no_network(engine)
+    if not engine.limits_bandwidth:
+        reasons["no_bandwidth_limit"] = no_bandwidth_limit(engine)
     answer = page(
         request,
         "start.html",
@@ -161,7 +161,7 @@ def _form_page(
         labels=LABELS,
         tasks=TASKS.values(),
         backends=BACKENDS,
-        launcher=launcher,
+        engine=engine,
         infinity=math.inf,
         networks=NETWORKS,
         **reasons,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_master.api.routes import POD_PHASES, LauncherPart, StorePart
+from mlbench_master.api.routes import POD_PHASES, EnginePart, StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner
@@ -121,9 +121,7 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
 
 
 @router.get("/workers/{name}/")
-def worker_page(
-    name: str, request: Request, store: StorePart, launcher: LauncherPart
-) -> HTMLResponse:
+def worker_page(name: str, request: Request, store: StorePart, engine: EnginePart) -> HTMLResponse:
     run = store.run_of_worker(name)
     if run is None:
         message = f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
@@ -138,5 +136,5 @@ def worker_page(
         most_rank=run.worker_count - 1,
         start_s=start_of(run) / 1e6,
         sampled_at=max(dates, default=None),
-        log=log_view(run, launcher, LogsQuery(rank=str(rank))),
+        log=log_view(run, engine, LogsQuery(rank=str(rank))),
     )

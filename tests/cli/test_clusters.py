@@ -446,7 +446,7 @@ def test_the_first_machine_runs_the_master_until_it_is_idle(
     assert task["num_nodes"] == 3
     assert task["file_mounts"] == {f"~/{wheel.name}": str(wheel)}
     assert f"pip install ~/{wheel.name}'[master,vision]'\n" in task["setup"]
-    assert "mlbench master --launcher hosts --port 15080 --end-when-idle 1800\n" in task["run"]
+    assert "mlbench master --engine hosts --port 15080 --end-when-idle 1800\n" in task["run"]
     assert "slots=4" in task["run"]
     assert "--end-when-idle" not in json.loads(call(*command, "--autostop", "0").stdout)["task"]
 

@@ -12,7 +12,7 @@ import pytest
 from mlbench_cli import _wait
 from mlbench_core.client.masters import read_record
 from mlbench_core.results.folder import FILES, verify_folder
-from mlbench_master.engines import LauncherError
+from mlbench_master.engines import EngineError
 from mlbench_master.engines.slurm import engine as slurm
 from mlbench_master.engines.slurm import queue as slurm_queue
 from mlbench_master.runs import masterless as direct
@@ -193,7 +193,7 @@ def test_what_needs_a_master_or_cannot_be_is_refused(
 
 def test_a_refused_job_leaves_nothing(fake: Path, call: Call, patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
-        raise LauncherError("Slurm refused: no such partition")
+        raise EngineError("Slurm refused: no such partition")
 
     patch.setattr(slurm, "_submit", refuse)
     text = call("run", "demo", "1", "--command", "true", *SLURM, code=1).stderr

@@ -22,11 +22,11 @@ from mlbench_core.comparison.load import load
 from mlbench_core.results.upload import metrics_of
 from mlbench_master import create_app
 from tests.cli.conftest import Call
-from tests.master.helpers import IdleLauncher, wait_for
+from tests.master.helpers import IdleEngine, wait_for
 from tests.results.helpers import change, write_run
 
 
-class CountingLauncher(IdleLauncher):
+class CountingEngine(IdleEngine):
     """Starts nothing, and counts the wishes."""
 
     started = 0
@@ -37,16 +37,16 @@ class CountingLauncher(IdleLauncher):
 
 
 @pytest.fixture
-def launcher() -> CountingLauncher:
-    return CountingLauncher()
+def engine() -> CountingEngine:
+    return CountingEngine()
 
 
 @pytest.fixture
 def master(
-    tmp_path: Path, launcher: CountingLauncher, patch: pytest.MonkeyPatch
+    tmp_path: Path, engine: CountingEngine, patch: pytest.MonkeyPatch
 ) -> Iterator[httpx.Client]:
     """A real server in a thread, which the environment names."""
-    app = create_app(data_dir=tmp_path / "data", launcher=launcher)
+    app = create_app(data_dir=tmp_path / "data", engine=engine)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def master(
 
 
 def test_an_imported_run_is_like_any_other(
-    master: httpx.Client, launcher: CountingLauncher, call: Call, tmp_path: Path
+    master: httpx.Client, engine: CountingEngine, call: Call, tmp_path: Path
 ) -> None:
     folder = write_run(
         tmp_path / "out" / "task1a" / "My run_7", backend="nccl", threads=3, light=True
@@ -128,7 +128,7 @@ def test_an_imported_run_is_like_any_other(
         master.get(f"{str(master.base_url).removesuffix('api/')}runs/{run['id']}/").status_code
         == 200
     )
-    assert launcher.started == 0
+    assert engine.started == 0
 
 
 def test_a_run_is_imported_once_and_names_are_unique(
@@ -207,7 +207,7 @@ def test_refused_metrics_leave_no_run_behind(
 
 
 def test_the_api_names_wrong_fields_and_starts_nothing(
-    master: httpx.Client, launcher: CountingLauncher
+    master: httpx.Client, engine: CountingEngine
 ) -> None:
     good = {
         "fingerprint": "0" * 64, "name": "r", "state": "finished", "num_workers": 1,
@@ -222,4 +222,4 @@ def test_the_api_names_wrong_fields_and_starts_nothing(
         assert (answer.status_code, name in answer.json()["message"]) == (400, True), answer.text
     assert master.post("runs/import/", json=good).status_code == 201
     assert master.post("runs/import/", data=good).json()["id"] == 1
-    assert launcher.started == 0
+    assert engine.started == 0

@@ -296,7 +296,7 @@ def test_a_master_that_is_started_gets_the_engine(patch: pytest.MonkeyPatch) -> 
         with pytest.raises(OSError):
             _embedded.find_or_start(engine=engine)
     assert [command[-2:] for command in started] == [
-        ["--launcher", "slurm"],
+        ["--engine", "slurm"],
         ["--end-when-idle", "1800"],
     ]
 

@@ -26,7 +26,7 @@ from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
 from tests.helpers.processes import environment
-from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
+from tests.master.helpers import IdleEngine, TestClient, server, wait_for
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 from tests.master.test_server import master
 
@@ -219,7 +219,7 @@ def test_an_error_that_lasts_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.001)
+    scheduler = Scheduler(store, IdleEngine(), EventBus(), {}, poll_s=0.001)
     run_sql(tmp_path / "master.db", "ALTER TABLE runs RENAME TO others")
     scheduler.start()
     try:
@@ -270,7 +270,7 @@ def test_a_lease_that_is_not_renewed_is_taken_over(
             third.acquire()
         # The first one wakes up: it neither takes the lease back nor looks after a run.
         ticks: list[Any] = []
-        scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.01, lease=frozen)
+        scheduler = Scheduler(store, IdleEngine(), EventBus(), {}, poll_s=0.01, lease=frozen)
         monkeypatch.setattr(scheduler, "tick", lambda: ticks.append(1))
         scheduler.start()
         wait_for(lambda: frozen._lost)

@@ -20,7 +20,7 @@ import pytest
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
 from mlbench_master.database.store import Store, run_owner
-from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.events import EventBus
 from mlbench_master.runs.leftovers import new_metric, store_leftovers
 from mlbench_master.runs.scheduler import Scheduler
@@ -207,12 +207,12 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count
     of lost ones."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    launcher = LocalLauncher(tmp_path / "runs")
-    scheduler = Scheduler(store, launcher, EventBus(), {})
+    engine = LocalEngine(tmp_path / "runs")
+    scheduler = Scheduler(store, engine, EventBus(), {})
     run = add_run(store, "a")
-    spool = launcher.spool(f"local-{run.id}")
+    spool = engine.spool(f"local-{run.id}")
     ended: dict[str, Any] = {}
-    start = launcher.start
+    start = engine.start
 
     def start_and_leave(job: Any) -> str:
         started = start(job)
@@ -234,7 +234,7 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
         os.mkfifo(spool / "pipe.sqlite3")
         return started
 
-    launcher.start = start_and_leave  # type: ignore[method-assign]
+    engine.start = start_and_leave  # type: ignore[method-assign]
     scheduler.start()
     try:
         wait_for(

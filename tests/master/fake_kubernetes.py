@@ -2,7 +2,7 @@
 that runs need.
 
 It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what
-becomes of them. It checks neither rights nor fields, and knows only what the launcher uses."""
+becomes of them. It checks neither rights nor fields, and knows only what the engine uses."""
 
 from __future__ import annotations
 

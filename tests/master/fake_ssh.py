@@ -1,7 +1,7 @@
 """A small ``ssh`` for tests: it runs the command on this machine, in a folder that stands for the
 host.
 
-``python fake_ssh.py FOLDER ...`` has the options of the launcher. ``FOLDER/calls`` gets a line for
+``python fake_ssh.py FOLDER ...`` has the options of the engine. ``FOLDER/calls`` gets a line for
 each call. Files in the folder change what happens: ``<host>.error`` has the message of a call that
 fails, ``<host>.hang`` lets it hang, ``<host>.drop`` lets the connection break after a command whose
 request has its text, and ``<host>.after`` has shell commands that run before it."""

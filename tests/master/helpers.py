@@ -20,16 +20,16 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-from mlbench_master.engines import Job, JobStatus, Launcher, LogPage
+from mlbench_master.engines import Engine, Job, JobStatus, LogPage
 from mlbench_master.engines.interface import FROM_THE_START, LogRange
 
-__all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
+__all__ = ["IdleEngine", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
 PYTHON = sys.executable
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class IdleLauncher(Launcher):
+class IdleEngine(Engine):
     """Starts nothing, and says that it runs."""
 
     name = "idle"
@@ -57,7 +57,7 @@ class IdleLauncher(Launcher):
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
 
 
-class IdleContainers(IdleLauncher):
+class IdleContainers(IdleEngine):
     """Would start containers, as the master of version 3.0 did."""
 
     starts_containers = True

@@ -85,7 +85,7 @@ def check_upgraded(store: Store) -> None:
         (1, "kept", 1.5, None)
     ]
     assert [point.value for point in store.points(run_owner(1), "loss")] == ["0.5"]
-    with store._engine.connect() as connection:
+    with store._database_engine.connect() as connection:
         assert connection.scalars(sa.text("SELECT version_num FROM alembic_version")).all() == [
             migrations.HEAD
         ]

@@ -25,12 +25,12 @@ from mlbench_master.database.store import NewMetric
 from mlbench_master.engines import Job
 from mlbench_master.schemas import MAX_BATCH
 from mlbench_master.web import render
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Any:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     with TestClient(
         app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
     ) as test_client:
@@ -114,7 +114,7 @@ def test_a_run_has_every_field(client: Any, run: dict[str, Any]) -> None:
 
 
 def test_a_form_of_a_3_0_client_starts_a_run(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IdleLauncher, "starts_containers", True)
+    monkeypatch.setattr(IdleEngine, "starts_containers", True)
     form = {
         "name": "old-client",
         "num_workers": "2",
@@ -208,13 +208,13 @@ def test_the_last_lines_of_the_output_are_lines_and_few(
     client: Any, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = [{"rank": 0, "stream": "stdout", "text": f"{n:099}", "date": ""} for n in range(1000)]
-    monkeypatch.setattr(IdleLauncher, "log_tail", lambda *_: written)
+    monkeypatch.setattr(IdleEngine, "log_tail", lambda *_: written)
     shown = client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
     assert (
         shown == [line["text"] for line in written][-163:]
     )  # 16,384 characters with their line breaks
     long = {"rank": 0, "stream": "stdout", "text": "x" * 50_000, "date": ""}
-    monkeypatch.setattr(IdleLauncher, "log_tail", lambda *_: [*written, long])
+    monkeypatch.setattr(IdleEngine, "log_tail", lambda *_: [*written, long])
     shown = client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
     assert shown == ["x" * 16_384]
 
@@ -251,7 +251,7 @@ def test_flags_reach_the_users_own_command(client: Any) -> None:
     ):
         made = client.post("/api/runs/", json={"name": name, **wishes, **body}).json()
         assert made["command"] == command
-        # The idle launcher of this test has no core.
+        # The engine idle of this test has no core.
         assert [note[:21] for note in made["job_metadata"]["notes"]] == ["warning: 1 worker x 1"]
 
 
@@ -260,7 +260,7 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
     for change, words in (
         (
             {"max_bandwidth": 100},
-            "max_bandwidth: must be at least 1000 .*not 100: the idle launcher cannot limit",
+            "max_bandwidth: must be at least 1000 .*not 100: the engine idle cannot limit",
         ),
         (
             {
@@ -278,7 +278,7 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
         ),
         (
             {"image_name": "me/mine:1"},
-            "image_name: must be left out with command, not 'me/mine:1': the idle launcher",
+            "image_name: must be left out with command, not 'me/mine:1': the engine idle",
         ),
         (
             {"custom_image_name": "me/mine:1"},
@@ -345,12 +345,12 @@ OWN_IMAGE = {
 }
 
 
-def test_an_own_image_is_refused_by_a_launcher_without_containers(client: Any) -> None:
+def test_an_own_image_is_refused_by_an_engine_without_containers(client: Any) -> None:
     body = {"name": "own", "num_workers": 1}
     refused = client.post("/api/runs/", json={**body, **OWN_IMAGE})
     assert refused.status_code == 400
     assert refused.json()["message"] == (
-        "custom_image_name: must be left out, not 'me/mine:1': the idle launcher starts "
+        "custom_image_name: must be left out, not 'me/mine:1': the engine idle starts "
         "processes, not containers; "
         "choose an engine that starts containers, or leave out the image to run the command "
         "with the Python and the "
@@ -360,14 +360,14 @@ def test_an_own_image_is_refused_by_a_launcher_without_containers(client: Any) -
     assert client.post("/api/runs/", json={**body, **plain}).json()["command"] == "main.py {rank}"
 
 
-def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
+def test_an_engine_with_containers_gets_an_image_and_the_command_in_it(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(IdleLauncher, "starts_containers", True)
-    monkeypatch.setattr(IdleLauncher, "capacity", 100.0)
+    monkeypatch.setattr(IdleEngine, "starts_containers", True)
+    monkeypatch.setattr(IdleEngine, "capacity", 100.0)
     jobs: list[Job] = []
     monkeypatch.setattr(
-        IdleLauncher, "start", lambda self, job: jobs.append(job) or f"idle-{job.run_id}"
+        IdleEngine, "start", lambda self, job: jobs.append(job) or f"idle-{job.run_id}"
     )
     own_task = "registry.example.com/me/task1a:2"
     official = "mlbench/pytorch-cifar10-resnet20-ddp:latest"
@@ -386,7 +386,7 @@ def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
     for body, message in (
         (
             {"command": "main.py"},
-            "custom_image_name: must be given for a command in a container of the idle launcher",
+            "custom_image_name: must be given for a command in a container of the engine idle",
         ),
         (
             {**OWN_IMAGE, "custom_image_name": "-v"},
@@ -405,7 +405,7 @@ def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
         (
             (),
             (
-                "gpu_enabled: must be false, not true: the idle launcher found no GPU on this "
+                "gpu_enabled: must be false, not true: the engine idle found no GPU on this "
                 "machine; leave it out"
             ),
         ),
@@ -418,7 +418,7 @@ def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
 def test_a_run_that_needs_more_gpus_than_there_are_is_refused(
     client: Any, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(IdleLauncher, "gpus", gpus)
+    monkeypatch.setattr(IdleEngine, "gpus", gpus)
     body = {"name": "wish", "num_workers": 3, "command": "sleep 1", "gpu_enabled": True}
     refused = client.post("/api/runs/", json=body)
     assert refused.status_code == 400 and refused.json()["message"].startswith(message)
@@ -871,7 +871,7 @@ def test_names_and_states_are_not_broken_inside_a_word(client: Any) -> None:
 
 
 def test_a_database_in_memory_works(tmp_path: Path) -> None:
-    app = create_app(database_url="sqlite://", data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(database_url="sqlite://", data_dir=tmp_path, engine=IdleEngine())
     with TestClient(app, base_url="http://localhost") as client:
         body = {"name": "x", "num_workers": 1, "command": "true"}
         assert client.post("/api/runs/", json=body).status_code == 201

@@ -24,7 +24,7 @@ from mlbench_master.runs.results import RESULT_METRIC
 from mlbench_master.web import figures
 from mlbench_master.web.compare import MOST_RUNS
 from tests.cli.fake_master import summary
-from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
+from tests.master.helpers import IdleEngine, TestClient, server, wait_for
 from tests.results.helpers import GOAL, write_run
 from tests.security.browser import chromium
 
@@ -33,7 +33,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path / "data", launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path / "data", engine=IdleEngine())
     app.state.scheduler.start = lambda: None
     with TestClient(
         app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False

@@ -1,4 +1,4 @@
-"""Workers of the local launcher in containers, with a program in the place of Podman that starts
+"""Workers of the local engine in containers, with a program in the place of Podman that starts
 processes."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines import Job
 from mlbench_master.engines.containers import Containers, read_options
-from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
+from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from tests.master.helpers import TestClient, processes_of, wait_for
 
 TOKEN = "secret-of-the-master"
-# Its containers are not its children for long, and do not have the variable by which the launcher
+# Its containers are not its children for long, and do not have the variable by which the engine
 # finds processes.
 FAKE = """\
 import contextlib, os, pathlib, signal, subprocess, sys
@@ -97,8 +97,8 @@ def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> LocalLauncher:
-    return LocalLauncher(tmp_path / "runs", cores=4, grace_s=1)
+def engine(tmp_path: Path) -> LocalEngine:
+    return LocalEngine(tmp_path / "runs", cores=4, grace_s=1)
 
 
 def job(command: str, **others: Any) -> Job:
@@ -113,9 +113,9 @@ def job(command: str, **others: Any) -> Job:
     return Job(run_id=7, name="own", command=command, **given)
 
 
-def ended(launcher: LocalLauncher, job_id: str) -> Any:
+def ended(engine: LocalEngine, job_id: str) -> Any:
     return wait_for(
-        lambda: (s := launcher.poll(job_id)).state != "running" and s, 60, "the end of the run"
+        lambda: (s := engine.poll(job_id)).state != "running" and s, 60, "the end of the run"
     )
 
 
@@ -123,21 +123,17 @@ def after(words: list[str], option: str) -> list[str]:
     return [words[index + 1] for index, word in enumerate(words) if word == option]
 
 
-def test_each_worker_runs_in_a_container_of_the_image(
-    podman: Fake, launcher: LocalLauncher
-) -> None:
+def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, engine: LocalEngine) -> None:
     script = (
         "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; "
         "touch $MLBENCH_OUTPUT/$RANK"
     )
-    job_id = launcher.start(job(f"sh -c '{script}'"))
-    folder = launcher.results(job_id).parent
-    assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines
-    said = sorted(
-        line["text"] for line in launcher.logs(job_id).lines if line["stream"] == "stdout"
-    )
+    job_id = engine.start(job(f"sh -c '{script}'"))
+    folder = engine.results(job_id).parent
+    assert ended(engine, job_id).state == "finished", engine.logs(job_id).lines
+    said = sorted(line["text"] for line in engine.logs(job_id).lines if line["stream"] == "stdout")
     assert said == [f"{rank} of 2, INFO, , {rank}, {folder / 'work'}" for rank in (0, 1)]
-    assert {path.name for path in launcher.results(job_id).iterdir()} == {"0", "1"}
+    assert {path.name for path in engine.results(job_id).iterdir()} == {"0", "1"}
     first = next(words for words in podman.calls if words[0] == "run" and "RANK" in words)
     for option in ("--rm", "--init", "--cap-drop"):
         assert option in first
@@ -152,46 +148,46 @@ def test_each_worker_runs_in_a_container_of_the_image(
         and Path("/data") in mounted
     )
     assert {"MLBENCH_TOKEN", "MLBENCH_SPOOL", "NCCL_DEBUG"} < set(after(first, "--env"))
-    assert TOKEN not in repr(podman.calls) + repr(launcher.logs(job_id).lines)
+    assert TOKEN not in repr(podman.calls) + repr(engine.logs(job_id).lines)
     assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
 
 
-def test_a_stopped_run_leaves_no_container(podman: Fake, launcher: LocalLauncher) -> None:
-    job_id = launcher.start(job("sh -c 'trap \"\" TERM; while :; do sleep 1; done'"))
+def test_a_stopped_run_leaves_no_container(podman: Fake, engine: LocalEngine) -> None:
+    job_id = engine.start(job("sh -c 'trap \"\" TERM; while :; do sleep 1; done'"))
     pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
-    launcher.stop(job_id)
+    engine.stop(job_id)
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
 def test_containers_of_a_killed_supervisor_are_found_by_their_label(
-    podman: Fake, launcher: LocalLauncher
+    podman: Fake, engine: LocalEngine
 ) -> None:
-    job_id = launcher.start(job("sleep 100"))
+    job_id = engine.start(job("sleep 100"))
     pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
-    folder = launcher.results(job_id).parent
+    folder = engine.results(job_id).parent
     # The programs in the foreground are killed with their supervisor, but the containers go on.
     killed = [process for process in processes_of(folder) if process.pid not in pids]
     for process in killed:
         process.send_signal(signal.SIGKILL)
     psutil.wait_procs(killed, timeout=10)
     assert all(psutil.pid_exists(pid) for pid in pids)
-    assert ended(launcher, job_id).state == "lost"
+    assert ended(engine, job_id).state == "lost"
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
 def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(
-    podman: Fake, launcher: LocalLauncher
+    podman: Fake, engine: LocalEngine
 ) -> None:
     state = podman.folder / "state"
     state.mkdir()
     left = psutil.Popen(["sleep", "100"])
-    folder = launcher.results("local-7").parent
+    folder = engine.results("local-7").parent
     (state / "old.container").write_text(f"{left.pid}\nmlbench.folder={folder}")
-    job_id = launcher.start(job("true"))
+    job_id = engine.start(job("true"))
     assert left.wait(10) == -signal.SIGKILL
-    assert ended(launcher, job_id).state == "finished"
+    assert ended(engine, job_id).state == "finished"
     assert [words[0] for words in podman.calls][:3] == ["ps", "rm", "run"]
 
 
@@ -204,10 +200,10 @@ def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(
     ],
 )
 def test_a_failure_is_told_as_that_of_a_process(
-    podman: Fake, launcher: LocalLauncher, command: str, image: str, reason: str
+    podman: Fake, engine: LocalEngine, command: str, image: str, reason: str
 ) -> None:
-    job_id = launcher.start(job(command, image=image, num_workers=1))
-    assert ended(launcher, job_id).reason in (f"worker 0 failed: {reason}", f"worker 0 {reason}")
+    job_id = engine.start(job(command, image=image, num_workers=1))
+    assert ended(engine, job_id).reason in (f"worker 0 failed: {reason}", f"worker 0 {reason}")
 
 
 def test_gpus_of_each_program() -> None:
@@ -271,7 +267,7 @@ def test_one_container_for_all_workers_of_mpi() -> None:
             ["--container", "podman", "--privileged"],
             "must be --container, --volume or --env .*, not '--privileged'",
         ),
-        (["x"], "must be --container, --volume or --env for the local launcher, not 'x'"),
+        (["x"], "must be --container, --volume or --env for the engine local, not 'x'"),
     ],
 )
 def test_options_that_are_refused(options: list[str], message: str) -> None:
@@ -281,7 +277,7 @@ def test_options_that_are_refused(options: list[str], message: str) -> None:
 
 
 def test_a_missing_program_is_refused_at_once(
-    podman: Fake, client: TestClient, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+    podman: Fake, client: TestClient, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {
         "name": "own",
@@ -298,7 +294,7 @@ def test_a_missing_program_is_refused_at_once(
     )
     podman.path.unlink()
     with pytest.raises((ValueError, ConfigurationError), match="install podman, or leave out"):
-        launcher.start(job("true"))
+        engine.start(job("true"))
 
 
 def test_an_own_image_needs_the_option(client: TestClient) -> None:
@@ -310,6 +306,6 @@ def test_an_own_image_needs_the_option(client: TestClient) -> None:
     refused = client.post("/api/runs/", json={"name": "own", "num_workers": 1, **own})
     assert refused.status_code == 400
     assert (
-        "local launcher starts processes, not containers; add --container docker, podman"
+        "the engine local starts processes, not containers; add --container docker, podman"
         in refused.json()["message"]
     )

@@ -21,8 +21,8 @@ from mlbench_core.network.named import NETWORKS
 from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
 from mlbench_master.engines import Job
-from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from mlbench_master.engines.local.engine import LocalEngine, worker_commands
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
@@ -50,15 +50,15 @@ else:
 """
 
 
-class Emulating(IdleLauncher):
-    """A launcher that could give workers emulated hosts."""
+class Emulating(IdleEngine):
+    """An engine that could give workers emulated hosts."""
 
     emulates_networks = True
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=Emulating())
+    app = create_app(data_dir=tmp_path, engine=Emulating())
     # Without "with": no scheduler runs, so no run starts.
     yield TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
     app.state.store.close()
@@ -70,16 +70,16 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedNetwork, "why_not", staticmethod(lambda: None))
 
 
-def ended(launcher: LocalLauncher, job_id: str) -> Any:
+def ended(engine: LocalEngine, job_id: str) -> Any:
     return wait_for(
-        lambda: launcher.poll(job_id) if launcher.poll(job_id).state != "running" else None,
+        lambda: engine.poll(job_id) if engine.poll(job_id).state != "running" else None,
         30,
         "the end",
     )
 
 
-def texts(launcher: LocalLauncher, job_id: str) -> list[str]:
-    return [line["text"] for line in launcher.logs(job_id).lines]
+def texts(engine: LocalEngine, job_id: str) -> list[str]:
+    return [line["text"] for line in engine.logs(job_id).lines]
 
 
 def networks_of(pid: int) -> list[str]:
@@ -89,11 +89,11 @@ def networks_of(pid: int) -> list[str]:
 @needs_namespaces
 def test_each_worker_has_a_host_and_the_network_ends_with_the_run(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.5)
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.5)
     command = f"python {tmp_path}/worker.py {{hosts}}"
-    job_id = launcher.start(Job(1, "a", command, 2, network="1gbit,30ms"))
-    status = ended(launcher, job_id)
-    said = texts(launcher, job_id)
+    job_id = engine.start(Job(1, "a", command, 2, network="1gbit,30ms"))
+    status = ended(engine, job_id)
+    said = texts(engine, job_id)
     assert status.state == "finished", said
     work = tmp_path / "runs" / job_id.removeprefix("local-") / "work"
     assert f"peer 10.77.0.2 hosts 10.77.0.1,10.77.0.2 in {work}" in said
@@ -105,8 +105,8 @@ def test_each_worker_has_a_host_and_the_network_ends_with_the_run(tmp_path: Path
 
 @needs_namespaces
 def test_a_killed_supervisor_leaves_no_network(tmp_path: Path) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
-    job_id = launcher.start(Job(1, "a", "sleep 600", 2, network="1gbit,5ms"))
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
+    job_id = engine.start(Job(1, "a", "sleep 600", 2, network="1gbit,5ms"))
     file = tmp_path / "runs" / job_id.removeprefix("local-") / "supervisor.json"
     pid = wait_for(
         lambda: json.loads(file.read_text())["pid"] if file.exists() else None, 20, "the supervisor"
@@ -125,20 +125,20 @@ def test_a_killed_supervisor_leaves_no_network(tmp_path: Path) -> None:
         *wait_for(lambda: sleepers() if len(sleepers()) == 2 else None, 20, "two workers"),
     ]
     os.kill(pid, signal.SIGKILL)
-    assert ended(launcher, job_id).state == "lost"
+    assert ended(engine, job_id).state == "lost"
     assert psutil.wait_procs(family[1:], timeout=5)[1] == []
     assert networks_of(pid) == []
 
 
 @needs_namespaces
 def test_a_network_that_cannot_be_made_is_the_reason_of_the_failure(tmp_path: Path) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     # A request with three workers would have been refused.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlbench_master.engines.local.emulated_hosts.host_addresses", lambda job: [])
         patch.setattr("mlbench_master.engines.local.emulated_hosts.place_worker", lambda *_: None)
-        job_id = launcher.start(Job(1, "a", "true", 3, network="2x2:1gbit/1gbit"))
-    status = ended(launcher, job_id)
+        job_id = engine.start(Job(1, "a", "true", 3, network="2x2:1gbit/1gbit"))
+    status = ended(engine, job_id)
     assert status.state == "failed"
     assert "hosts must be 4 (2 racks of 2), not 3" in status.reason
 
@@ -205,17 +205,17 @@ def test_a_machine_that_cannot_emulate_a_network_refuses_it(
     assert message.endswith("this machine cannot emulate a network: ip not found")
 
 
-def test_another_launcher_refuses_a_network_and_its_page_says_so(
+def test_another_engine_refuses_a_network_and_its_page_says_so(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Emulating, "emulates_networks", False)
     assert (
-        "launcher cannot emulate a network"
+        "engine idle cannot emulate a network"
         in client.post("/api/runs/", json=BODY).json()["message"]
     )
     page = client.get("/runs/new/").text
     assert 'name="network"' not in page
-    assert "launcher cannot emulate a network; leave it out, or choose the engine local" in page
+    assert "engine idle cannot emulate a network; leave it out, or choose the engine local" in page
 
 
 def test_the_form_offers_the_names_and_shows_the_network_again(client: Any, able: None) -> None:

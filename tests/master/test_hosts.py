@@ -1,4 +1,4 @@
-"""The launcher for hosts, with an ``ssh`` of this package's tests; ``test_hosts_real`` has a real
+"""The engine for hosts, with an ``ssh`` of this package's tests; ``test_hosts_real`` has a real
 one."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mlbench_core import __version__
 from mlbench_core.client.masters import boot_id
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.engines import Job, JobStatus, LauncherError
+from mlbench_master.engines import EngineError, Job, JobStatus
 from mlbench_master.engines.hosts import agent as hosts_agent
 from mlbench_master.engines.hosts import engine as hosts
 from mlbench_master.engines.hosts import link as hosts_link
 from mlbench_master.engines.hosts import results as hosts_results
 from mlbench_master.engines.hosts import ssh as hosts_ssh
-from mlbench_master.engines.hosts.engine import HostsLauncher
+from mlbench_master.engines.hosts.engine import HostsEngine
 from mlbench_master.engines.hosts.host_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.engines.hosts.results import UnpackError, unpack
 from mlbench_master.engines.hosts.run_state import HostRun
@@ -61,24 +61,24 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launcher(fake: Path, tmp_path: Path) -> Iterator[HostsLauncher]:
-    made = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+def engine(fake: Path, tmp_path: Path) -> Iterator[HostsEngine]:
+    made = HostsEngine(tmp_path / "runs", interval_s=0.1)
     yield made
     for path in fake.glob("*.*"):
         path.unlink()
     for run_id in (1, 2):
-        with contextlib.suppress(LauncherError):
+        with contextlib.suppress(EngineError):
             made.stop(f"hosts-{run_id}")
     made.close()
 
 
 @pytest.fixture
 def client(
-    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: HostsEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TestClient]:
     (tmp_path / "hostfile").write_text("a slots=2  # the first\n\nb slots=2\n")
     monkeypatch.setenv(HOSTFILE_VARIABLE, str(tmp_path / "hostfile"))
-    app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
+    app = create_app(data_dir=tmp_path / "data", engine=engine, token=TOKEN)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
         yield test_client
@@ -103,9 +103,9 @@ def script(tmp_path: Path, content: str) -> str:
     return str(path)
 
 
-def end_of(launcher: HostsLauncher, job_id: str) -> JobStatus:
+def end_of(engine: HostsEngine, job_id: str) -> JobStatus:
     def look() -> JobStatus | None:
-        status = launcher.poll(job_id)
+        status = engine.poll(job_id)
         return None if status.state in ("waiting", "running") else status
 
     found = wait_for(look, what="the end of the run")
@@ -113,16 +113,16 @@ def end_of(launcher: HostsLauncher, job_id: str) -> JobStatus:
     return found
 
 
-def texts(launcher: HostsLauncher, job_id: str) -> list[str]:
-    return [line["text"] for line in launcher.logs(job_id).lines]
+def texts(engine: HostsEngine, job_id: str) -> list[str]:
+    return [line["text"] for line in engine.logs(job_id).lines]
 
 
-def begun(launcher: HostsLauncher, job_id: str, count: int) -> None:
-    wait_for(lambda: texts(launcher, job_id).count("begun") == count, what="the workers")
+def begun(engine: HostsEngine, job_id: str, count: int) -> None:
+    wait_for(lambda: texts(engine, job_id).count("begun") == count, what="the workers")
 
 
 def remote(fake: Path, host: str) -> list[Path]:
-    """The folders of runs on a host, which the launcher deletes at the end."""
+    """The folders of runs on a host, which the engine deletes at the end."""
     return list(fake.glob(f"home-{host}/.cache/mlbench/hosts/*/*"))
 
 
@@ -137,7 +137,7 @@ def processes(fake: Path) -> list[psutil.Process]:
 
 
 def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
-    client: TestClient, launcher: HostsLauncher, fake: Path, tmp_path: Path
+    client: TestClient, engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     names = (
         "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS "
@@ -168,7 +168,7 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
     assert [line["text"] for line in found if line["rank"] is None][-1] == "finished"
     # The results are those of the first host.
     assert sorted(path.name for path in (tmp_path / "runs/1/output/deep").iterdir()) == ["0", "1"]
-    assert {line["rank"] for line in launcher.load("hosts-1").lines} == {0, 1, 2}
+    assert {line["rank"] for line in engine.load("hosts-1").lines} == {0, 1, 2}
     wait_for(
         lambda: not remote(fake, "a") and not remote(fake, "b"),
         what="the end of the folders on the hosts",
@@ -186,7 +186,7 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
     ],
 )  # fmt: skip
 def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequences(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path, ending: str, reason: str
+    engine: HostsEngine, fake: Path, tmp_path: Path, ending: str, reason: str
 ) -> None:
     gone = tmp_path / "gone"
     command = script(
@@ -198,18 +198,18 @@ def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequenc
         "if os.environ['RANK'] == '0': raise RuntimeError('Connection closed by peer')\n"
         f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()\n{ending}\n",
     )
-    job_id = launcher.start(job(command))
-    status = end_of(launcher, job_id)
+    job_id = engine.start(job(command))
+    status = end_of(engine, job_id)
     assert (status.state, status.reason) == ("failed", reason)
-    assert texts(launcher, job_id)[-1] == reason
+    assert texts(engine, job_id)[-1] == reason
     assert processes(fake) == []
 
 
 def test_a_failure_of_one_host_stops_the_others(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     ends = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(4)\n"
-    status = end_of(launcher, launcher.start(job(script(tmp_path, ends + ENDLESS))))
+    status = end_of(engine, engine.start(job(script(tmp_path, ends + ENDLESS))))
     assert (status.state, status.reason, status.returncode) == (
         "failed",
         "worker 1 on host b failed: exit status 4",
@@ -230,11 +230,11 @@ def test_a_failure_of_one_host_stops_the_others(
     ],
 )  # fmt: skip
 def test_a_host_that_cannot_be_reached_at_the_start_fails_the_run(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path, said: str, reason: str
+    engine: HostsEngine, fake: Path, tmp_path: Path, said: str, reason: str
 ) -> None:
     (fake / "b.error").write_text(said)
-    job_id = launcher.start(job(script(tmp_path, ENDLESS)))
-    assert end_of(launcher, job_id) == JobStatus("failed", reason)
+    job_id = engine.start(job(script(tmp_path, ENDLESS)))
+    assert end_of(engine, job_id) == JobStatus("failed", reason)
     assert remote(fake, "a") == [], "no host may have been given the token"
 
 
@@ -262,31 +262,31 @@ MARK = hosts_ssh.MARK.decode().strip()
     ids=["missing", "no package", "version", "damaged", "silent"],
 )  # fmt: skip
 def test_the_python_of_a_host_is_checked(
-    launcher: HostsLauncher, tmp_path: Path, python: str | None, reason: str
+    engine: HostsEngine, tmp_path: Path, python: str | None, reason: str
 ) -> None:
     program = tmp_path / "python"
     if python is not None:
         program.write_text(f"#!/bin/sh\n{python}\n")
         program.chmod(0o755)
     options = ("--host", "a", "--python", str(program))
-    found = end_of(launcher, launcher.start(job("true", num_workers=1, options=options))).reason
+    found = end_of(engine, engine.start(job("true", num_workers=1, options=options))).reason
     begin, _, end = reason.format(python=program, found="{found}").partition("{found}")
     assert found.startswith(begin) and found.endswith(end), found
 
 
 def test_a_script_that_a_host_does_not_have_is_named(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     command = script(tmp_path, ENDLESS)
     (fake / "a.after").write_text(f"rm -f {command}")
-    assert end_of(launcher, launcher.start(job(command, options=("--host", "a:2")))).reason == (
+    assert end_of(engine, engine.start(job(command, options=("--host", "a:2")))).reason == (
         f"host a: {command} does not exist: use a file system that all hosts share, or the "
         "same path"
     )
 
 
 def test_a_greeting_of_the_shell_and_a_lost_answer_do_no_harm(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     """The worker is started once, although the answer to its start is lost."""
     (fake / "a.after").write_text("echo welcome; echo to the host >&2")
@@ -295,8 +295,8 @@ def test_a_greeting_of_the_shell_and_a_lost_answer_do_no_harm(
         tmp_path,
         f"import time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\ntime.sleep(0.5)\n",
     )
-    job_id = launcher.start(job(command, options=("--host", "a:2")))
-    assert end_of(launcher, job_id).state == "finished"
+    job_id = engine.start(job(command, options=("--host", "a:2")))
+    assert end_of(engine, job_id).state == "finished"
     assert (tmp_path / "starts").read_text() == "xx"
     assert not (fake / "a.drop").exists()
 
@@ -327,33 +327,33 @@ def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
 
 
 def test_a_host_that_was_removed_from_the_file_is_given_up(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     hosts = tmp_path / "hostfile"
     hosts.write_text("a\nb\n")
-    job_id = launcher.start(job(script(tmp_path, ENDLESS), options=("--hostfile", str(hosts))))
-    begun(launcher, job_id, 2)
+    job_id = engine.start(job(script(tmp_path, ENDLESS), options=("--hostfile", str(hosts))))
+    begun(engine, job_id, 2)
     (fake / "b.error").write_text("No route to host")
-    with pytest.raises(LauncherError, match="stop it again later"):
-        launcher.stop(job_id)
+    with pytest.raises(EngineError, match="stop it again later"):
+        engine.stop(job_id)
     hosts.write_text("a\n")
-    launcher.stop(job_id)
-    assert launcher.poll(job_id) == JobStatus(
-        "failed", "stopped", finished_at=launcher.poll(job_id).finished_at
+    engine.stop(job_id)
+    assert engine.poll(job_id) == JobStatus(
+        "failed", "stopped", finished_at=engine.poll(job_id).finished_at
     )
     for process in processes(fake):
         process.kill()
 
 
 def test_the_next_master_goes_on_with_a_run(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
-    job_id = launcher.start(job(script(tmp_path, WAITS.format(go=str(go)))))
-    begun(launcher, job_id, 2)
-    launcher.close()
-    following = HostsLauncher(tmp_path / "runs", interval_s=0.1)
-    assert following.place == launcher.place
+    job_id = engine.start(job(script(tmp_path, WAITS.format(go=str(go)))))
+    begun(engine, job_id, 2)
+    engine.close()
+    following = HostsEngine(tmp_path / "runs", interval_s=0.1)
+    assert following.place == engine.place
     assert following.poll(job_id).state == "running"
     assert not following.has_room(1, ("--host", "a,b")), "the run must keep its slots"
     go.touch()
@@ -365,10 +365,10 @@ def test_the_next_master_goes_on_with_a_run(
 
 
 def test_the_token_is_only_in_files_of_its_user(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
-    job_id = launcher.start(job(script(tmp_path, ENDLESS), env={"MLBENCH_TOKEN": TOKEN}))
-    begun(launcher, job_id, 2)
+    job_id = engine.start(job(script(tmp_path, ENDLESS), env={"MLBENCH_TOKEN": TOKEN}))
+    begun(engine, job_id, 2)
     holders = [
         path
         for path in (*fake.rglob("*"), *tmp_path.rglob("*"))
@@ -379,7 +379,7 @@ def test_the_token_is_only_in_files_of_its_user(
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not any(TOKEN in word for command in commands for word in command)
     assert TOKEN not in (fake / "calls").read_text()
-    launcher.stop(job_id)
+    engine.stop(job_id)
 
 
 def test_undelivered_metrics_of_all_hosts_arrive(client: TestClient, tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> No
 
 
 def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
-    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: HostsEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", "of-the-master")
     monkeypatch.setenv("HF_TOKEN", "of-the-master")
@@ -452,43 +452,41 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
         "cwd": str(tmp_path / "user"),
         "caller_env": {"NCCL_ALGO": "Tree", "PATH": os.environ["PATH"]},
     }
-    job_id = launcher.start(job("python show.py", env={"MINE": "x"}, **call))
-    assert end_of(launcher, job_id).state == "finished", texts(launcher, job_id)
-    assert texts(launcher, job_id).count(f"{tmp_path / 'user'} Tree None x") == 2
+    job_id = engine.start(job("python show.py", env={"MINE": "x"}, **call))
+    assert end_of(engine, job_id).state == "finished", texts(engine, job_id)
+    assert texts(engine, job_id).count(f"{tmp_path / 'user'} Tree None x") == 2
 
 
 def test_a_host_without_the_folder_of_the_call_is_named(
-    launcher: HostsLauncher, tmp_path: Path
+    engine: HostsEngine, tmp_path: Path
 ) -> None:
     gone = str(tmp_path / "gone")
-    reason = end_of(
-        launcher, launcher.start(job("true", cwd=gone, options=("--host", "a:2")))
-    ).reason
+    reason = end_of(engine, engine.start(job("true", cwd=gone, options=("--host", "a:2")))).reason
     assert reason.startswith(
         f"host a: {gone} does not exist: use a file system that all hosts share"
     )
 
 
 def test_the_script_of_a_task_needs_no_folder_of_the_call(
-    launcher: HostsLauncher, tmp_path: Path
+    engine: HostsEngine, tmp_path: Path
 ) -> None:
-    job_id = launcher.start(
+    job_id = engine.start(
         job("true", cwd=str(tmp_path / "gone"), is_task=True, options=("--host", "a:2"))
     )
-    assert end_of(launcher, job_id).state == "finished"
+    assert end_of(engine, job_id).state == "finished"
 
 
-def test_a_host_gets_no_more_workers_than_its_cores_can_serve(launcher: HostsLauncher) -> None:
+def test_a_host_gets_no_more_workers_than_its_cores_can_serve(engine: HostsEngine) -> None:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     many = {"num_workers": 4 * cores + 1, "options": ("--host", f"a:{4 * cores + 1}")}
-    reason = end_of(launcher, launcher.start(job("true", **many))).reason
+    reason = end_of(engine, engine.start(job("true", **many))).reason
     assert reason.startswith(
         f"host a: it can get at most {4 * cores} workers, not {4 * cores + 1}: "
     )
-    job_id = launcher.start(job("true", run_id=2, oversubscribe=True, **many))
-    assert end_of(launcher, job_id).state == "finished"
+    job_id = engine.start(job("true", run_id=2, oversubscribe=True, **many))
+    assert end_of(engine, job_id).state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -643,16 +641,16 @@ def test_names_that_no_folder_can_have_are_refused_and_not_tried_again(tmp_path:
 
 
 def test_lines_that_a_worker_wrote_into_the_log_do_not_stop_a_run(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path
+    engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     bad = {"rank": -1, "stream": "Out", "text": "of a worker", "date": "yesterday, at noon"}
     content = (
         "with open('../log.jsonl', 'a') as log:\n    "
         f"print({json.dumps(json.dumps(bad))}, file=log)\n"
     )
-    job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
-    assert end_of(launcher, job_id).state == "finished"
-    assert "host a: of a worker" in texts(launcher, job_id)
+    job_id = engine.start(job(script(tmp_path, content), num_workers=1))
+    assert end_of(engine, job_id).state == "finished"
+    assert "host a: of a worker" in texts(engine, job_id)
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_the_others(
@@ -679,38 +677,38 @@ def test_a_file_that_cannot_be_read_does_not_keep_the_others(
 
 
 def test_results_over_the_limit_stay_on_the_host(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: HostsEngine, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_link, "ARCHIVE_BYTES", 2**20)
     content = (
         "import os, pathlib, time\npathlib.Path(os.environ['MLBENCH_OUTPUT'], "
         "'a').write_bytes(bytes(2**22))\n"
     )
-    job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
-    assert end_of(launcher, job_id).state == "finished"
+    job_id = engine.start(job(script(tmp_path, content), num_workers=1))
+    assert end_of(engine, job_id).state == "finished"
     (folder,) = remote(fake, "a")
     place = f"~/.cache/mlbench/hosts/{folder.parent.name}"
     assert f"the files in {place} on host a stay there: host a sends more than 1 MiB" in texts(
-        launcher, job_id
+        engine, job_id
     )
 
 
 def test_a_host_that_refuses_calls_is_called_once_per_interval(fake: Path, tmp_path: Path) -> None:
-    launcher = HostsLauncher(tmp_path / "runs", interval_s=1)
+    engine = HostsEngine(tmp_path / "runs", interval_s=1)
     try:
-        job_id = launcher.start(job(script(tmp_path, ENDLESS), num_workers=1))
+        job_id = engine.start(job(script(tmp_path, ENDLESS), num_workers=1))
         wait_for(lambda: remote(fake, "a"), what="the supervisor")
         (fake / "a.error").write_text("Connection refused")
-        wait_for(lambda: launcher.poll(job_id).reason, what="the problem")
+        wait_for(lambda: engine.poll(job_id).reason, what="the problem")
         before = len((fake / "calls").read_text().splitlines())
         time.sleep(1.0)
         assert len((fake / "calls").read_text().splitlines()) - before <= 2, (
             "about five without the interval"
         )
         (fake / "a.error").unlink()
-        launcher.stop(job_id)
+        engine.stop(job_id)
     finally:
-        launcher.close()
+        engine.close()
 
 
 def test_the_end_does_not_wait_for_each_host(
@@ -724,10 +722,10 @@ def test_the_end_does_not_wait_for_each_host(
 
     monkeypatch.setattr(hosts, "_CLOSE_S", 0.2)
     monkeypatch.setattr(hosts_link.HostLink, "join", join)
-    launcher = HostsLauncher(tmp_path / "runs", interval_s=60)
+    engine = HostsEngine(tmp_path / "runs", interval_s=60)
     for name in "abcd":
-        launcher._link(name, sys.executable)
-    launcher.close()
+        engine._link(name, sys.executable)
+    engine.close()
     assert len(waited) == 4
     assert waited[-1] == 0.0, "the time is that of all hosts together"
 
@@ -775,7 +773,7 @@ def test_a_supervisor_that_is_not_there_has_a_reason(
 
 @pytest.mark.parametrize(("slots", "seen"), [("a:2", {"GPU-1a 0 1", "GPU-2b 0 1"}), ("a:3", None)])
 def test_a_worker_sees_the_gpu_of_its_slot(
-    launcher: HostsLauncher,
+    engine: HostsEngine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     slots: str,
@@ -792,14 +790,14 @@ def test_a_worker_sees_the_gpu_of_its_slot(
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     command = script(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))\n")
     workers = int(slots[-1])
-    job_id = launcher.start(
+    job_id = engine.start(
         job(command, num_workers=workers, gpu_enabled=True, options=("--host", slots))
     )
-    status = end_of(launcher, job_id)
+    status = end_of(engine, job_id)
     if seen is None:
         assert status.reason == "host a: slot 2 has no GPU: there are 2; give it fewer slots"
     else:
-        assert seen <= set(texts(launcher, job_id)), status
+        assert seen <= set(texts(engine, job_id)), status
 
 
 def test_calls_do_not_depend_on_the_number_of_runs(
@@ -822,16 +820,16 @@ def test_calls_do_not_depend_on_the_number_of_runs(
         )
 
     monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
-    launcher = HostsLauncher(tmp_path / "many", interval_s=0.5)
+    engine = HostsEngine(tmp_path / "many", interval_s=0.5)
     options = ("--host", "a:1000,b:1000")
     # Each run gets a worker on both hosts.
     monkeypatch.setattr("mlbench_master.engines.hosts.engine.share_slots", halves)
     began = time.monotonic()
     jobs = [
-        launcher.start(job("true", run_id=number, options=options, env={"MLBENCH_TOKEN": TOKEN}))
+        engine.start(job("true", run_id=number, options=options, env={"MLBENCH_TOKEN": TOKEN}))
         for number in range(1, 1001)
     ]
-    wait_for(lambda: all(launcher.poll(job_id).state == "running" for job_id in jobs), 60)
+    wait_for(lambda: all(engine.poll(job_id).state == "running" for job_id in jobs), 60)
     wait_for(
         lambda: (
             len(
@@ -853,7 +851,7 @@ def test_calls_do_not_depend_on_the_number_of_runs(
     assert kinds == {("prepare", False), ("run", True), ("look", False)}
     # At most one call for each of the shortest pauses.
     assert len(calls) <= 2 * (time.monotonic() - began) / 0.2 + 4
-    launcher.close()
+    engine.close()
 
 
 def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
@@ -885,13 +883,13 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
         )
 
     monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
-    launcher = HostsLauncher(tmp_path / "runs", interval_s=0.01)
+    engine = HostsEngine(tmp_path / "runs", interval_s=0.01)
     wanted = job("true", num_workers=1, options=("--host", "a"))
-    job_id = launcher.start(wanted)
-    assert end_of(launcher, job_id).state == "finished"
+    job_id = engine.start(wanted)
+    assert end_of(engine, job_id).state == "finished"
     wait_for(lambda: calls[-1] == "remove", what="the call that removes the folder")
-    assert launcher.has_room(1, ("--host", "a"))
-    assert launcher.start(wanted) == job_id
+    assert engine.has_room(1, ("--host", "a"))
+    assert engine.start(wanted) == job_id
     late.set()
     wait_for(lambda: calls[-1] == "prepare", what="the call after the late answer")
     try:
@@ -902,7 +900,7 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
         ]
     finally:
         end.set()
-        launcher.close()
+        engine.close()
 
 
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:
@@ -913,10 +911,10 @@ def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any
     ]
 
 
-def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLBENCH_SSH", "/no/ssh -F file")
     with pytest.raises(ConfigurationError, match="needs ssh, but '/no/ssh' cannot be found"):
-        HostsLauncher(tmp_path)
+        HostsEngine(tmp_path)
 
 
 @pytest.fixture
@@ -951,7 +949,7 @@ def test_folders_of_masters_that_were_killed_are_removed(
 
 
 def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
-    launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: HostsEngine, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one was killed after the end of a run, before the hosts had deleted their folders
     with the token."""
@@ -963,15 +961,15 @@ def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
 
     with monkeypatch.context() as patch:
         patch.setattr(HostRun, "step", before_the_end)
-        job_id = launcher.start(job(script(tmp_path, "pass"), options=("--host", "a:1,b:1")))
-        assert end_of(launcher, job_id).state == "finished"
-        launcher.close()
+        job_id = engine.start(job(script(tmp_path, "pass"), options=("--host", "a:1,b:1")))
+        assert end_of(engine, job_id).state == "finished"
+        engine.close()
     assert remote(fake, "a") and remote(fake, "b")
     assert (tmp_path / "runs/1/left_on_hosts").exists()
     (tmp_path / "runs/3").mkdir()
     (tmp_path / "runs/3/left_on_hosts").touch()
     (tmp_path / "runs/3/job.json").write_text("[]")
-    second = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+    second = HostsEngine(tmp_path / "runs", interval_s=0.1)
     try:
         wait_for(
             lambda: not remote(fake, "a") and not remote(fake, "b"),

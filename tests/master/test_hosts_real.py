@@ -1,4 +1,4 @@
-"""The launcher for hosts with two real sshd in network namespaces; it is skipped where they cannot
+"""The engine for hosts with two real sshd in network namespaces; it is skipped where they cannot
 be started."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlbench_master.engines import LauncherError
+from mlbench_master.engines import EngineError
 from mlbench_master.engines.hosts import ssh as hosts_ssh
-from mlbench_master.engines.hosts.engine import HostsLauncher
+from mlbench_master.engines.hosts.engine import HostsEngine
 from mlbench_master.processes import processes_with
 from tests.master import ssh_hosts
 from tests.master.helpers import wait_for
@@ -47,9 +47,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_hosts.SshHos
 
 
 @pytest.fixture
-def launcher(
+def engine(
     hosts: ssh_hosts.SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[HostsLauncher]:
+) -> Iterator[HostsEngine]:
     monkeypatch.setenv("MLBENCH_SSH", hosts.ssh)
     # A connection that is cut is noticed after the second of two missing answers.
     monkeypatch.setattr(
@@ -57,9 +57,9 @@ def launcher(
         "ServerAliveInterval": "1",
                                 "ServerAliveCountMax": "2"}
     )  # fmt: skip
-    made = HostsLauncher(tmp_path / "runs", interval_s=0.2)
+    made = HostsEngine(tmp_path / "runs", interval_s=0.2)
     yield made
-    with contextlib.suppress(LauncherError):
+    with contextlib.suppress(EngineError):
         made.stop("hosts-1")
     made.close()
 
@@ -76,12 +76,12 @@ def workers(tmp_path: Path) -> list[psutil.Process]:
 
 
 def test_workers_of_two_hosts_meet_through_one_connection_per_host(
-    launcher: HostsLauncher, hosts: ssh_hosts.SshHosts, tmp_path: Path
+    engine: HostsEngine, hosts: ssh_hosts.SshHosts, tmp_path: Path
 ) -> None:
     before = [len(accepted(hosts, name)) for name in ssh_hosts.NAMES]
-    job_id = launcher.start(job(script(tmp_path, MEET), options=options(tmp_path)))
-    assert end_of(launcher, job_id).state == "finished", texts(launcher, job_id)
-    assert {"other network True", "sent"} <= set(texts(launcher, job_id))
+    job_id = engine.start(job(script(tmp_path, MEET), options=options(tmp_path)))
+    assert end_of(engine, job_id).state == "finished", texts(engine, job_id)
+    assert {"other network True", "sent"} <= set(texts(engine, job_id))
     assert [len(accepted(hosts, name)) for name in ssh_hosts.NAMES] == [
         count + 1 for count in before
     ]
@@ -100,30 +100,30 @@ def accepted(hosts: ssh_hosts.SshHosts, name: str) -> list[str]:
 
 
 def test_a_host_that_is_cut_off_goes_on_and_is_stopped_when_it_is_back(
-    launcher: HostsLauncher, hosts: ssh_hosts.SshHosts, tmp_path: Path
+    engine: HostsEngine, hosts: ssh_hosts.SshHosts, tmp_path: Path
 ) -> None:
-    job_id = launcher.start(job(script(tmp_path, ENDLESS), options=options(tmp_path)))
-    begun(launcher, job_id, 2)
+    job_id = engine.start(job(script(tmp_path, ENDLESS), options=options(tmp_path)))
+    begun(engine, job_id, 2)
     hosts.network.cut(1)
     try:
         wait_for(
-            lambda: launcher.poll(job_id).reason.startswith("host b does not answer: "),
+            lambda: engine.poll(job_id).reason.startswith("host b does not answer: "),
             what="the problem",
         )
         with pytest.raises(
-            LauncherError, match="cannot be stopped everywhere yet: host b does not answer"
+            EngineError, match="cannot be stopped everywhere yet: host b does not answer"
         ):
-            launcher.stop(job_id)
+            engine.stop(job_id)
         assert {process.environ().get("RANK") for process in workers(tmp_path)} == {None, "1"}
     finally:
         hosts.network.restore(1)
-    launcher.stop(job_id)
+    engine.stop(job_id)
     assert workers(tmp_path) == []
-    assert launcher.poll(job_id).reason == "stopped"
+    assert engine.poll(job_id).reason == "stopped"
 
 
 def test_ssh_says_why_a_host_is_refused(
-    launcher: HostsLauncher, hosts: ssh_hosts.SshHosts, tmp_path: Path
+    engine: HostsEngine, hosts: ssh_hosts.SshHosts, tmp_path: Path
 ) -> None:
     known, keys = hosts.root / "known_hosts", hosts.root / "authorized_keys"
     for file, reason in (
@@ -133,8 +133,8 @@ def test_ssh_says_why_a_host_is_refused(
         content = file.read_text()
         file.write_text("")
         try:
-            job_id = launcher.start(job("true", num_workers=1, options=options(tmp_path)))
-            assert end_of(launcher, job_id).reason == reason
+            job_id = engine.start(job("true", num_workers=1, options=options(tmp_path)))
+            assert end_of(engine, job_id).reason == reason
         finally:
             file.write_text(content)
     assert os.listdir(tmp_path / "runs") == ["1"]

@@ -15,12 +15,12 @@ pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
 from mlbench_master.database.store import new_run
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     app.state.scheduler.start = lambda: None  # nothing starts, so the runs keep their states
     with TestClient(app, base_url="http://127.0.0.1:5080") as test_client:
         yield test_client

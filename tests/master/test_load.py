@@ -20,13 +20,13 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import format_date
 from mlbench_master.engines import Job, LogPage
-from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.engines.supervisor import load_sampler as measuring
 from mlbench_master.engines.supervisor.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.events import EventBus
 from mlbench_master.runs import load_samples as keeping
 from mlbench_master.runs.load_samples import LoadKeeper
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 HOUR_US = 3_600_000_000
 STEP_US = 5_000_000
@@ -231,18 +231,18 @@ def test_a_run_has_the_load_of_its_workers(
 def test_the_last_samples_are_kept_and_zero_means_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     store = Store("sqlite://")
     for interval, name in (("0.1", "some"), ("0", "none")):
         monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", interval)
         run = added_run(store, name, 1)
-        job_id = launcher.start(
+        job_id = engine.start(
             Job(run.id, name, f"{sys.executable} -c 'import time; time.sleep(0.4)'", 1)
         )
         run.job_id = job_id
-        while launcher.poll(job_id).state == "running":
+        while engine.poll(job_id).state == "running":
             time.sleep(0.05)
-        LoadKeeper(store, launcher, EventBus()).finish(run)
+        LoadKeeper(store, engine, EventBus()).finish(run)
         assert bool(store.latest(pod_owner(f"{name}-worker-0"))) is (name == "some")
 
 
@@ -254,14 +254,14 @@ def test_the_interval_is_a_number_of_seconds(
     with pytest.raises(
         ConfigurationError, match=f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least .*, not '{value}'"
     ):
-        LocalLauncher(tmp_path).start(Job(1, "a-run", "true", 1))
+        LocalEngine(tmp_path).start(Job(1, "a-run", "true", 1))
 
 
 # How long it is kept
 
 
-class Recorded(IdleLauncher):
-    """A launcher with recorded lines."""
+class Recorded(IdleEngine):
+    """An engine with recorded lines."""
 
     def __init__(self) -> None:
         self.lines: list[Any] = []
@@ -298,22 +298,22 @@ def values(store: Store, name: str = "cpu", rank: int = 0) -> list[tuple[int, fl
 def test_old_samples_become_means_and_a_restart_repeats_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
     begin = run.started_at = 1_800_000_000_000_000
     mine = NewMetric(pod_owner("a-run-worker-0"), "cpu", begin + 1, "1000", client_id="my own")
     store.add_metrics([mine])
-    keeper = LoadKeeper(store, launcher, EventBus())
+    keeper = LoadKeeper(store, engine, EventBus())
     count = 3 * 720  # samples of three hours
     for index in range(count):
         now = begin + index * STEP_US
-        launcher.add(now, cpu=index, memory=2 * index)
+        engine.add(now, cpu=index, memory=2 * index)
         if index % 100 == 0:
             monkeypatch.setattr(keeping, "now_us", lambda now=now: now)
             keeper.keep(run)
         if index == 1500:
             keeper = LoadKeeper(
-                store, launcher, EventBus()
+                store, engine, EventBus()
             )  # another master, which reads all lines again
     monkeypatch.setattr(keeping, "now_us", lambda: now)
     keeper.finish(run)
@@ -337,7 +337,7 @@ def test_old_samples_become_means_and_a_restart_repeats_none(
 def test_lines_that_the_supervisor_did_not_write_add_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
     now = 1_800_000_000_000_000
     monkeypatch.setattr(keeping, "now_us", lambda: now)
@@ -351,25 +351,25 @@ def test_lines_that_the_supervisor_did_not_write_add_nothing(
         '{"cpu": "9"}',
         '{"cpu": 1e400}',
     ):
-        launcher.add(now - 1, text)
-    launcher.add(now - 1, rank=2, cpu=1)
-    launcher.add(now - 1, rank=-1, cpu=1)
-    launcher.add(now - 1, rank=None, cpu=1)
-    launcher.add(now + HOUR_US, cpu=1)
-    launcher.add(now - 1, goal=1)
-    launcher.lines.append({"rank": 0, "stream": "load", "text": '{"cpu": 1}', "date": "soon"})
-    launcher.add(now - 1, rank=1, cpu=7)
-    LoadKeeper(store, launcher, EventBus()).keep(run)
+        engine.add(now - 1, text)
+    engine.add(now - 1, rank=2, cpu=1)
+    engine.add(now - 1, rank=-1, cpu=1)
+    engine.add(now - 1, rank=None, cpu=1)
+    engine.add(now + HOUR_US, cpu=1)
+    engine.add(now - 1, goal=1)
+    engine.lines.append({"rank": 0, "stream": "load", "text": '{"cpu": 1}', "date": "soon"})
+    engine.add(now - 1, rank=1, cpu=7)
+    LoadKeeper(store, engine, EventBus()).keep(run)
     assert store.pods_with_metrics() == ["a-run-worker-1"]
     assert values(store, rank=1) == [(now - 1, 7.0)]
 
 
 def test_a_database_that_is_away_only_delays_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
-    launcher.add(1_800_000_000_000_000, cpu=5)
+    engine.add(1_800_000_000_000_000, cpu=5)
     monkeypatch.setattr(keeping, "now_us", lambda: 1_800_000_000_000_001)
-    keeper = LoadKeeper(store, launcher, EventBus())
+    keeper = LoadKeeper(store, engine, EventBus())
 
     def fail(metrics: Any) -> int:
         raise keeping.SQLAlchemyError("away")
@@ -382,16 +382,16 @@ def test_a_database_that_is_away_only_delays_the_load(monkeypatch: pytest.Monkey
 
 
 def test_subscribers_get_the_samples_as_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher, published = Store("sqlite://"), Recorded(), []
+    store, engine, published = Store("sqlite://"), Recorded(), []
     bus: Any = SimpleNamespace(
         has_subscribers=True, publish=lambda kind, *items: published.append((kind, *items))
     )
     run = added_run(store)
     run.started_at = 1_700_000_000_000_000
-    launcher.add(run.started_at, rank=1, memory=2)
+    engine.add(run.started_at, rank=1, memory=2)
     # A run of the last hour has nothing to thin, which would take time for each of its workers.
     monkeypatch.setattr(store, "thin_metrics", None)
-    LoadKeeper(store, launcher, bus).keep(run)
+    LoadKeeper(store, engine, bus).keep(run)
     [(kind, event)] = published
     assert kind == "metric"
     assert (

@@ -15,10 +15,10 @@ import httpx
 import psutil
 import pytest
 
-from mlbench_master.engines import Job, make_launcher
+from mlbench_master.engines import Job, make_engine
 from mlbench_master.engines.error_search import ErrorSearch
 from mlbench_master.engines.local import engine as local
-from mlbench_master.engines.local.engine import LocalLauncher, worker_commands
+from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from mlbench_master.engines.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
 
@@ -224,9 +224,9 @@ def test_the_reason_says_which_rank_failed_and_how(
         "    print('  File \"not an error\"')\n    print('ValueError: of stdout')\n"
         f"    {ending}\n"
     )
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
-    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
-    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
+    job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
+    status = wait_for(lambda: None if engine.poll(job).state == "running" else engine.poll(job))
     assert (status.state, status.reason) == ("failed", reason)
 
 
@@ -274,11 +274,11 @@ def test_the_reason_is_that_of_the_worker_that_failed_by_itself(tmp_path: Path) 
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
         "os._exit(1)\n"
     )
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=20)
-    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
-    wait_for(lambda: any("ConnectionResetError" in line["text"] for line in launcher.log_tail(job)))
+    engine = LocalEngine(tmp_path / "runs", grace_s=20)
+    job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
+    wait_for(lambda: any("ConnectionResetError" in line["text"] for line in engine.log_tail(job)))
     (tmp_path / "go").touch()
-    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    status = wait_for(lambda: None if engine.poll(job).state == "running" else engine.poll(job))
     assert status.reason == "worker 1 failed: exit status 1: ValueError: no data"
 
 
@@ -294,9 +294,9 @@ def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
         f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\n"
         "os._exit(1)\n"
     )
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
-    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
-    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
+    job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
+    status = wait_for(lambda: None if engine.poll(job).state == "running" else engine.poll(job))
     assert status.reason == "worker 0 failed: exit status 1: ValueError: bad"
 
 
@@ -389,7 +389,7 @@ def test_a_run_survives_the_master_and_a_lost_one_is_marked(script: Path, tmp_pa
 def test_runs_wait_for_free_workers_smallest_first(tmp_path: Path) -> None:
     from mlbench_master import create_app
 
-    app = create_app(data_dir=tmp_path / "data", launcher=LocalLauncher(tmp_path / "runs", cores=2))
+    app = create_app(data_dir=tmp_path / "data", engine=LocalEngine(tmp_path / "runs", cores=2))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         first = create(client, "sleep 1", workers=1, name="first")
         wait_state(client, first["id"], "started")
@@ -448,11 +448,11 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(
     ] == [204] * 3
 
 
-def test_an_unknown_launcher_and_an_id_of_a_job_that_would_leave_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, "):
-        make_launcher("x", tmp_path)
+def test_an_unknown_engine_and_an_id_of_a_job_that_would_leave_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown engine 'x'; known: local, "):
+        make_engine("x", tmp_path)
     with pytest.raises(ValueError, match="job_id must be local-NUMBER"):
-        LocalLauncher(tmp_path).logs("../../etc")
+        LocalEngine(tmp_path).logs("../../etc")
 
 
 def test_every_rank_is_a_process_of_its_own() -> None:
@@ -497,7 +497,7 @@ def test_every_rank_is_a_process_of_its_own() -> None:
         ("1", "exit 9", ("1",)),
     ],
 )  # fmt: skip
-def test_the_launcher_finds_the_gpus_that_it_may_use(
+def test_the_engine_finds_the_gpus_that_it_may_use(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     visible: str | None,
@@ -513,7 +513,7 @@ def test_the_launcher_finds_the_gpus_that_it_may_use(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert LocalLauncher(tmp_path).gpus == gpus
+    assert LocalEngine(tmp_path).gpus == gpus
 
 
 def test_each_worker_sees_its_own_gpu_as_the_first(
@@ -525,7 +525,7 @@ def test_each_worker_sees_its_own_gpu_as_the_first(
     script = tmp_path / "place.py"
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"
     script.write_text(f"import os\nprint('place', *(os.environ[name] for name in {names}))\n")
-    app = create_app(data_dir=tmp_path / "data", launcher=LocalLauncher(tmp_path / "runs", cores=2))
+    app = create_app(data_dir=tmp_path / "data", engine=LocalEngine(tmp_path / "runs", cores=2))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         body = {"num_workers": 2, "num_cpus": 1, "command": str(script)}
         run = client.post("/api/runs/", json={"name": "gpu", "gpu_enabled": True, **body}).json()
@@ -587,7 +587,7 @@ def test_nobody_takes_the_workers_port_before_they_listen(
     afterwards."""
     script = tmp_path / "meet.py"
     script.write_text(MEETING)
-    launcher = LocalLauncher(tmp_path / "runs")
+    engine = LocalEngine(tmp_path / "runs")
     rival = socket.socket()
     refused = []
 
@@ -602,15 +602,15 @@ def test_nobody_takes_the_workers_port_before_they_listen(
 
     start = local.start_supervisor
     monkeypatch.setattr(local, "start_supervisor", take_port)
-    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {{rank}}", num_workers=2))
+    job = engine.start(Job(run_id=1, name="a", command=f"{script} {{rank}}", num_workers=2))
     try:
-        wait_for(lambda: launcher.poll(job).state != "running", 30, "the run")
+        wait_for(lambda: engine.poll(job).state != "running", 30, "the run")
         assert refused == [errno.EADDRINUSE]
-        assert launcher.poll(job).state == "finished", launcher.logs(job).lines
-        assert "met" in [line["text"] for line in launcher.logs(job).lines]
+        assert engine.poll(job).state == "finished", engine.logs(job).lines
+        assert "met" in [line["text"] for line in engine.logs(job).lines]
     finally:
         rival.close()
-        launcher.stop(job)
+        engine.stop(job)
 
 
 def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Path) -> None:

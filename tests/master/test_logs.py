@@ -273,11 +273,11 @@ def test_the_download_has_every_line(client: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_long_log_needs_little_memory(client: Any) -> None:
     line = b'{"rank": 0, "stream": "stdout", "text": "%s", "date": ""}\n' % (b"x" * 20_000)
     (client.folder / "log.jsonl").write_bytes(line * 2000)
-    run, launcher = client.app.state.store.run(1), client.app.state.launcher
+    run, engine = client.app.state.store.run(1), client.app.state.engine
     tracemalloc.start()
     try:
-        size = sum(map(len, log_text(launcher, run, LogsQuery())))
-        assert launcher.logs("local-1", LogRange(0, 200, END, LogFilter(search="y"))).previous == 0
+        size = sum(map(len, log_text(engine, run, LogsQuery())))
+        assert engine.logs("local-1", LogRange(0, 200, END, LogFilter(search="y"))).previous == 0
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

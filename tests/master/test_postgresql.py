@@ -25,7 +25,7 @@ import sqlalchemy as sa
 
 from mlbench_master import create_app
 from mlbench_master.database.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 
 # These tests run here again, with the client of this module.
@@ -128,7 +128,7 @@ def store(url: str) -> Iterator[Store]:
 @pytest.fixture
 def client(url: str, tmp_path: Path) -> Iterator[TestClient]:
     """A master with an empty database."""
-    app = create_app(database_url=url, data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(database_url=url, data_dir=tmp_path, engine=IdleEngine())
     with TestClient(
         app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
     ) as test_client:
@@ -273,7 +273,9 @@ def test_imported_runs_are_found_again(store: Store) -> None:
 def test_statements_do_not_grow_with_metrics(store: Store) -> None:
     run_id = add_run(store, "r", 8, 20)
     statements: list[str] = []
-    sa.event.listen(store._engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    sa.event.listen(
+        store._database_engine, "before_cursor_execute", lambda *a: statements.append(a[2])
+    )
     counts = store.metric_counts([run_owner(run_id)])
     values = [[point.value for point in points] for _, _, points in store.entries(counts)]
     assert values == [["0", "1", "2"]] * 160

@@ -14,7 +14,7 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
 from mlbench_master.web.proxies import check_root_path
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 ROOT = "/user/me%40x.org/proxy/5080"
 TOKEN = "a-token-of-the-test"
@@ -30,7 +30,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A function that sends a request to an address below ROOT, as a browser would through the
     proxy."""
     option = ROOT if "option" in request.param else ""
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=TOKEN, root_path=option)
+    app = create_app(data_dir=tmp_path, engine=IdleEngine(), token=TOKEN, root_path=option)
     headers = {} if option else {"X-Forwarded-Prefix": f"{ROOT}/"}
     with TestClient(app, base_url=HOST, headers=headers, follow_redirects=False) as opened:
 
@@ -148,7 +148,7 @@ def test_scripts_find_the_path_in_their_own_address() -> None:
      "/a\\b", "/a b", "/a?b", "/a#b", "/a;b", "/é", "/a\tb", "/" + "a" * 600, "/a%", "/a, /b"],
 )  # fmt: skip
 def test_a_prefix_that_is_not_a_path_is_ignored(prefix: str, tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=TOKEN)
+    app = create_app(data_dir=tmp_path, engine=IdleEngine(), token=TOKEN)
     with TestClient(app, base_url=HOST, follow_redirects=False) as opened:
         headers = {"Accept": "text/html", "X-Forwarded-Prefix": prefix.encode()}
         assert opened.get("/", headers=headers).headers["location"] == "/login/"
@@ -162,7 +162,7 @@ def test_a_root_path_must_be_a_path(path: str) -> None:
 
 
 def test_the_option_comes_before_the_header(tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=TOKEN, root_path="/mine/")
+    app = create_app(data_dir=tmp_path, engine=IdleEngine(), token=TOKEN, root_path="/mine/")
     with TestClient(app, base_url=HOST, follow_redirects=False) as opened:
         headers = {"Accept": "text/html", "X-Forwarded-Prefix": "/other"}
         assert opened.get("/mine/runs", headers=headers).headers["location"] == "/mine/login/"

@@ -34,12 +34,12 @@ def statements_of(client: TestClient, path: str) -> list[str]:
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         statements.append(statement)
 
-    engine = client.app.state.store._engine  # type: ignore[attr-defined]
-    sa.event.listen(engine, "before_cursor_execute", note)
+    database_engine = client.app.state.store._database_engine  # type: ignore[attr-defined]
+    sa.event.listen(database_engine, "before_cursor_execute", note)
     try:
         response = client.get(path)
     finally:
-        sa.event.remove(engine, "before_cursor_execute", note)
+        sa.event.remove(database_engine, "before_cursor_execute", note)
     assert response.status_code == 200
     return statements
 

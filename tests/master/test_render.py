@@ -12,7 +12,7 @@ from mlbench_master import create_app
 from mlbench_master.dates import now_us
 from mlbench_master.web.logs import ERROR_LINE
 from mlbench_master.web.render import ago, duration, number, render, size
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_half_a_surrogate_pair_does_not_break_a_page() -> None:
 
 
 def test_pages_open_without_the_final_slash(tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=None)
+    app = create_app(data_dir=tmp_path, engine=IdleEngine(), token=None)
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:
         run_id = client.post(
             "/api/runs/", json={"name": "a", "num_workers": 1, "command": "true"}
@@ -119,7 +119,7 @@ def test_a_line_of_the_log_is_an_error_by_its_content_and_not_by_its_stream(
 
 
 def test_the_log_marks_only_errors(tmp_path: Path) -> None:
-    class Talking(IdleLauncher):
+    class Talking(IdleEngine):
         def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
             texts = ("INFO: ready", "ValueError: bad")
             return [
@@ -127,7 +127,7 @@ def test_the_log_marks_only_errors(tmp_path: Path) -> None:
                 for text in texts
             ]
 
-    app = create_app(data_dir=tmp_path, launcher=Talking())
+    app = create_app(data_dir=tmp_path, engine=Talking())
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:
         run_id = client.post(
             "/api/runs/", json={"name": "a", "num_workers": 1, "command": "x"}

@@ -20,7 +20,7 @@ from mlbench_master.database.store import Run, new_run
 from mlbench_master.goals import read_goal
 from mlbench_master.runs import results
 from mlbench_master.runs.results import FILES, ResultFolder
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 from tests.master.test_local_engine import create, wait_state
 
 GOAL = {
@@ -36,8 +36,8 @@ GOAL = {
 }
 
 
-class FolderLauncher(IdleLauncher):
-    """An idle launcher whose runs have the same folder of results."""
+class FolderEngine(IdleEngine):
+    """An idle engine whose runs have the same folder of results."""
 
     folder: Path | None = None
 
@@ -46,13 +46,13 @@ class FolderLauncher(IdleLauncher):
 
 
 @pytest.fixture
-def launcher() -> FolderLauncher:
-    return FolderLauncher()
+def engine() -> FolderEngine:
+    return FolderEngine()
 
 
 @pytest.fixture
-def client(tmp_path: Path, launcher: FolderLauncher) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path / "data", launcher=launcher)
+def client(tmp_path: Path, engine: FolderEngine) -> Iterator[Any]:
+    app = create_app(data_dir=tmp_path / "data", engine=engine)
     app.state.scheduler.start = lambda: None
     with TestClient(
         app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
@@ -76,10 +76,10 @@ def run(client: Any) -> Run:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, launcher: FolderLauncher) -> Path:
+def folder(tmp_path: Path, engine: FolderEngine) -> Path:
     """The result folder of the run, with a line in every file."""
-    launcher.folder = tmp_path / "output"
-    made = launcher.folder / "task1a" / "7"
+    engine.folder = tmp_path / "output"
+    made = engine.folder / "task1a" / "7"
     made.mkdir(parents=True)
     for name in FILES:
         (made / name).write_text(f'{{"file": "{name}"}}\n')

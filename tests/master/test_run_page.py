@@ -13,10 +13,10 @@ import pytest
 from mlbench_master import create_app
 from mlbench_master.engines import LogPage
 from mlbench_master.runs.phases import MOST_EPOCHS
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 
-class Failing(IdleLauncher):
+class Failing(IdleEngine):
     """Says what two workers wrote before they ended."""
 
     def logs(self, *_: Any, **__: Any) -> LogPage:
@@ -33,7 +33,7 @@ class Failing(IdleLauncher):
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=Failing(), token=None)
+    app = create_app(data_dir=tmp_path, engine=Failing(), token=None)
     with TestClient(app, base_url="http://127.0.0.1:5080") as opened:
         yield opened
 

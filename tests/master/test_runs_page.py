@@ -13,14 +13,14 @@ import pytest
 from mlbench_master import create_app
 from mlbench_master.database.store import NewMetric, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 ATTACK = "<script>alert(1)</script>"
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     # Without "with": no scheduler runs, so the states stay as a test has made them.
     yield TestClient(app, base_url="http://127.0.0.1:5080")
     app.state.store.close()
@@ -202,7 +202,7 @@ def test_a_damaged_record_does_not_hide_the_others(client: Any) -> None:
     store = client.app.state.store
     add(store, "good")
     broken = add(store, "broken")
-    with store._engine.begin() as connection:
+    with store._database_engine.begin() as connection:
         for column in (
             "command",
             "image",
@@ -234,7 +234,7 @@ def test_a_list_asks_the_database_a_fixed_number_of_times(client: Any) -> None:
     store = client.app.state.store
     statements: list[str] = []
     sa.event.listen(
-        store._engine, "before_cursor_execute", lambda *given: statements.append(given[2])
+        store._database_engine, "before_cursor_execute", lambda *given: statements.append(given[2])
     )
     counts = []
     for number in range(3):

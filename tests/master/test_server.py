@@ -44,7 +44,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_what_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
     for options in (
-        ("--launcher", "kubernetes"),
+        ("--engine", "kubernetes"),
         ("--database-url", "nonsense"),
         ("--database-url", "sqlite:////proc/x"),
     ):

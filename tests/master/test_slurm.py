@@ -1,4 +1,4 @@
-"""The launcher for Slurm, with a small Slurm of this package's tests; ``test_slurm_real`` has a
+"""The engine for Slurm, with a small Slurm of this package's tests; ``test_slurm_real`` has a
 real one."""
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
 from mlbench_master.engines import (
-    LAUNCHERS,
+    ENGINES,
+    EngineError,
     Job,
     JobStatus,
-    LauncherError,
-    launcher_names,
-    make_launcher,
+    engine_names,
+    make_engine,
 )
-from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.engines.slurm import engine as slurm
 from mlbench_master.engines.slurm import queue as slurm_queue
-from mlbench_master.engines.slurm.engine import SlurmLauncher
+from mlbench_master.engines.slurm.engine import SlurmEngine
 from tests.master import fake_slurm
 from tests.master.helpers import TestClient, wait_for
 from tests.master.test_local_engine import create, lines, wait_state
@@ -48,8 +48,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launcher(fake: Path, tmp_path: Path) -> Iterator[SlurmLauncher]:
-    with contextlib.closing(SlurmLauncher(tmp_path / "runs", interval_s=0.1)) as made:
+def engine(fake: Path, tmp_path: Path) -> Iterator[SlurmEngine]:
+    with contextlib.closing(SlurmEngine(tmp_path / "runs", interval_s=0.1)) as made:
         yield made
 
 
@@ -73,7 +73,7 @@ class Controller:
         if command[0] == "scancel":
             self.jobs[command[1]] = "CANCELLED|None|1:00||"
         if command[0] == "sacct" and not self.accounting:
-            raise LauncherError("sacct: Slurm accounting storage is disabled")
+            raise EngineError("sacct: Slurm accounting storage is disabled")
         if command[0] == "sacct":
             return self.accounting
         wanted = [word.partition("=")[2] for word in command if word.startswith("--jobs=")] or list(
@@ -97,9 +97,9 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 
 
 @pytest.fixture
-def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmLauncher]:
-    """A launcher for the controller."""
-    with contextlib.closing(SlurmLauncher(tmp_path / "runs", interval_s=0.01)) as made:
+def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmEngine]:
+    """An engine for the controller."""
+    with contextlib.closing(SlurmEngine(tmp_path / "runs", interval_s=0.01)) as made:
         yield made
 
 
@@ -107,7 +107,7 @@ def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmLauncher]:
 def client(fake: Path, tmp_path: Path) -> Iterator[TestClient]:
     app = create_app(
         data_dir=tmp_path / "data",
-        launcher=SlurmLauncher(tmp_path / "data" / "runs", interval_s=0.1),
+        engine=SlurmEngine(tmp_path / "data" / "runs", interval_s=0.1),
         token=TOKEN,
     )
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -119,9 +119,9 @@ def job(command: str, **changes: Any) -> Job:
     return Job(**{"run_id": 1, "name": "a", "num_workers": 2, "command": command, **changes})
 
 
-def end_of(launcher: SlurmLauncher, job_id: str) -> JobStatus:
+def end_of(engine: SlurmEngine, job_id: str) -> JobStatus:
     def look() -> JobStatus | None:
-        status = launcher.poll(job_id)
+        status = engine.poll(job_id)
         return None if status.state in ("waiting", "running") else status
 
     found = wait_for(look, what="the end of the run")
@@ -129,8 +129,8 @@ def end_of(launcher: SlurmLauncher, job_id: str) -> JobStatus:
     return found
 
 
-def reason_of(launcher: SlurmLauncher, job_id: str) -> str:
-    return str(wait_for(lambda: launcher.poll(job_id).reason, what="a reason"))
+def reason_of(engine: SlurmEngine, job_id: str) -> str:
+    return str(wait_for(lambda: engine.poll(job_id).reason, what="a reason"))
 
 
 def calls(fake: Path, program: str) -> list[str]:
@@ -196,7 +196,7 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, tmp_path: Path)
     ],
 )  # fmt: skip
 def test_the_reason_says_which_rank_failed_and_how(
-    launcher: SlurmLauncher, tmp_path: Path, ending: str, state: str, reason: str
+    engine: SlurmEngine, tmp_path: Path, ending: str, state: str, reason: str
 ) -> None:
     """The other worker is ended by srun, which must not be taken for the first failure."""
     script = tmp_path / "fails.py"
@@ -205,19 +205,19 @@ def test_the_reason_says_which_rank_failed_and_how(
         f"import os, sys, time\nif os.environ['RANK'] != '1': time.sleep({sleep}); sys.exit()\n"
         f"{ending}\n"
     )
-    job_id = launcher.start(job(str(script)))
-    status = end_of(launcher, job_id)
+    job_id = engine.start(job(str(script)))
+    status = end_of(engine, job_id)
     assert (status.state, status.reason) == (state, reason)
     if "exit" in ending:
         statuses = {
             path.name: path.read_text()
-            for path in (launcher.results(job_id).parent / "status").iterdir()
+            for path in (engine.results(job_id).parent / "status").iterdir()
         }
         assert statuses == {"0": "143\n", "1": "3\n"}
 
 
-def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
-    status = end_of(launcher, launcher.start(job("no-such-program --x", num_workers=1)))
+def test_a_command_that_does_not_exist_says_so(engine: SlurmEngine) -> None:
+    status = end_of(engine, engine.start(job("no-such-program --x", num_workers=1)))
     assert status.reason.startswith("worker 0 failed: exit status 127: ")
     assert "no-such-program: not found" in status.reason
 
@@ -250,7 +250,7 @@ def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
     ],
 )  # fmt: skip
 def test_each_end_that_slurm_knows_has_a_reason(
-    queued: SlurmLauncher,
+    queued: SlurmEngine,
     controller: Controller,
     state: str | None,
     files: dict[str, str],
@@ -274,7 +274,7 @@ def test_each_end_that_slurm_knows_has_a_reason(
 
 
 def test_a_job_that_waits_for_a_dead_node_says_so(
-    queued: SlurmLauncher, controller: Controller
+    queued: SlurmEngine, controller: Controller
 ) -> None:
     job_id = queued.start(job("true"))
     controller.jobs["1"] = "COMPLETING|None|1:00|f2|"
@@ -283,7 +283,7 @@ def test_a_job_that_waits_for_a_dead_node_says_so(
 
 
 def test_a_job_that_slurm_has_forgotten_may_have_finished(
-    queued: SlurmLauncher, controller: Controller
+    queued: SlurmEngine, controller: Controller
 ) -> None:
     job_id = queued.start(job("true"))
     for name in ("begun", "exit"):
@@ -293,7 +293,7 @@ def test_a_job_that_slurm_has_forgotten_may_have_finished(
 
 
 def test_the_files_of_a_node_may_come_late(
-    queued: SlurmLauncher, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    queued: SlurmEngine, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "_FILES_S", 100.0)
     job_id = queued.start(job("true"))
@@ -345,7 +345,7 @@ def test_stop_and_delete_cancel_the_job(client: TestClient, fake: Path, tmp_path
 
 
 def test_the_next_master_goes_on_with_a_job(
-    launcher: SlurmLauncher, fake: Path, tmp_path: Path
+    engine: SlurmEngine, fake: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "talks.py"
     script.write_text(
@@ -353,16 +353,15 @@ def test_the_next_master_goes_on_with_a_job(
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
         "print('after')\n"
     )
-    job_id = launcher.start(job(str(script), num_workers=1))
+    job_id = engine.start(job(str(script), num_workers=1))
     wait_for(
         lambda: (
-            launcher.poll(job_id)
-            and any(x["text"] == "before" for x in launcher.logs(job_id).lines)
+            engine.poll(job_id) and any(x["text"] == "before" for x in engine.logs(job_id).lines)
         )
     )
-    launcher.close()
-    following = SlurmLauncher(tmp_path / "runs", interval_s=0.1)
-    assert following.place == launcher.place
+    engine.close()
+    following = SlurmEngine(tmp_path / "runs", interval_s=0.1)
+    assert following.place == engine.place
     assert following.poll(job_id).state == "running"
     (tmp_path / "go").touch()
     assert end_of(following, job_id).state == "finished"
@@ -375,7 +374,7 @@ def test_the_next_master_goes_on_with_a_job(
 
 @pytest.mark.parametrize("is_known_to", ["the queue", "the script", "nobody"])
 def test_a_master_that_died_while_it_submitted_a_job(
-    queued: SlurmLauncher, controller: Controller, tmp_path: Path, is_known_to: str
+    queued: SlurmEngine, controller: Controller, tmp_path: Path, is_known_to: str
 ) -> None:
     job_id = queued.start(job("true"))
     folder = queued.results(job_id).parent
@@ -386,7 +385,7 @@ def test_a_master_that_died_while_it_submitted_a_job(
         (folder / "begun").write_text("1\n")
         (folder / "job.json").unlink()
     queued.close()
-    with contextlib.closing(SlurmLauncher(tmp_path / "runs", interval_s=0.01)) as following:
+    with contextlib.closing(SlurmEngine(tmp_path / "runs", interval_s=0.01)) as following:
         state = following.poll(job_id).state
         following.stop(job_id)
     # Slurm's first answer may have arrived already.
@@ -396,18 +395,14 @@ def test_a_master_that_died_while_it_submitted_a_job(
     assert (folder / "worker.sh").exists() == (is_known_to != "nobody")
 
 
-def test_an_answer_of_sbatch_that_is_lost_leaves_no_orphan(
-    launcher: SlurmLauncher, fake: Path
-) -> None:
+def test_an_answer_of_sbatch_that_is_lost_leaves_no_orphan(engine: SlurmEngine, fake: Path) -> None:
     for name in ("hold", "no-answer"):
         (fake / name).touch()
-    reason_of(launcher, launcher.start(job("true")))
+    reason_of(engine, engine.start(job("true")))
     (fake / "down").touch()
-    with pytest.raises(
-        LauncherError, match="sbatch: Batch job submission failed: Socket timed out"
-    ):
-        launcher.start(job("true", run_id=2))
-    assert not (launcher.results("slurm-2").parent / "worker.sh").exists()
+    with pytest.raises(EngineError, match="sbatch: Batch job submission failed: Socket timed out"):
+        engine.start(job("true", run_id=2))
+    assert not (engine.results("slurm-2").parent / "worker.sh").exists()
 
 
 def test_the_token_is_only_in_a_file_of_its_user(
@@ -440,7 +435,7 @@ def test_the_token_is_only_in_a_file_of_its_user(
 
 
 def test_variables_that_are_options_of_slurm_do_not_reach_it(
-    launcher: SlurmLauncher, fake: Path, monkeypatch: pytest.MonkeyPatch
+    engine: SlurmEngine, fake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = (
         "SBATCH_ARRAY_INX",
@@ -462,10 +457,8 @@ def test_variables_that_are_options_of_slurm_do_not_reach_it(
     for name in ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, f"the {name}")
     call = {"SBATCH_ACCOUNT": "of the call", "PATH": os.environ["PATH"]}
-    assert end_of(launcher, launcher.start(job("true"))).state == "finished"
-    assert (
-        end_of(launcher, launcher.start(job("true", run_id=2, caller_env=call))).state == "finished"
-    )
+    assert end_of(engine, engine.start(job("true"))).state == "finished"
+    assert end_of(engine, engine.start(job("true", run_id=2, caller_env=call))).state == "finished"
     first, second = (
         json.loads((fake / f"environment-{number}.json").read_text()) for number in (1, 2)
     )
@@ -479,7 +472,7 @@ def test_variables_that_are_options_of_slurm_do_not_reach_it(
 
 
 def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
-    launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: SlurmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", "of-the-master")
     monkeypatch.setenv("HF_TOKEN", "of-the-master")
@@ -495,26 +488,26 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
         "OMP_NUM_THREADS": "3",
         "PATH": os.environ["PATH"],
     }
-    job_id = launcher.start(
+    job_id = engine.start(
         job("python show.py", cwd=str(folder), caller_env=call, env={"MINE": "$x"})
     )
-    assert end_of(launcher, job_id).state == "finished"
-    said = [line["text"] for line in launcher.logs(job_id).lines]
+    assert end_of(engine, job_id).state == "finished"
+    said = [line["text"] for line in engine.logs(job_id).lines]
     # Slurm gives a job its devices, not the call.
     assert said.count(f"{folder} Tree None {os.environ.get('CUDA_VISIBLE_DEVICES')} 3 $x") == 2
 
 
 @pytest.mark.parametrize("is_task", [False, True])
 def test_only_a_task_may_start_without_the_folder_of_the_call(
-    launcher: SlurmLauncher, tmp_path: Path, is_task: bool
+    engine: SlurmEngine, tmp_path: Path, is_task: bool
 ) -> None:
-    job_id = launcher.start(job("pwd", cwd=str(tmp_path / "gone"), is_task=is_task))
-    assert end_of(launcher, job_id).state == ("finished" if is_task else "failed")
-    assert any(f"{tmp_path / 'gone'}" in line["text"] for line in launcher.logs(job_id).lines)
+    job_id = engine.start(job("pwd", cwd=str(tmp_path / "gone"), is_task=is_task))
+    assert end_of(engine, job_id).state == ("finished" if is_task else "failed")
+    assert any(f"{tmp_path / 'gone'}" in line["text"] for line in engine.logs(job_id).lines)
 
 
 def test_options_come_between_the_defaults_and_what_mlbench_needs(
-    queued: SlurmLauncher, controller: Controller
+    queued: SlurmEngine, controller: Controller
 ) -> None:
     queued.start(job("true", num_cpus=1.5, gpu_enabled=True, options=("--time=10", "-p", "gpu")))
     (call,) = controller.called("sbatch")
@@ -542,14 +535,14 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
         "-W",
     ],
 )
-def test_options_that_contradict_the_script_are_refused(queued: SlurmLauncher, option: str) -> None:
+def test_options_that_contradict_the_script_are_refused(queued: SlurmEngine, option: str) -> None:
     with pytest.raises(
         ValueError, match=f"that MLBench does not set itself, not '{option}': leave it out"
     ):
         queued.start(job("true", options=("--time=1", option)))
 
 
-def test_a_word_before_the_options_is_not_taken_for_the_script(queued: SlurmLauncher) -> None:
+def test_a_word_before_the_options_is_not_taken_for_the_script(queued: SlurmEngine) -> None:
     with pytest.raises(
         ValueError, match="must begin with an option, for example --time=10, not 'partition=gpu'"
     ):
@@ -576,7 +569,7 @@ def test_the_options_of_a_run_reach_sbatch(client: TestClient, fake: Path) -> No
     ("visible", "place"), [("3", "0 1"), (None, "1 2")]
 )  # fmt: skip
 def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
-    launcher: SlurmLauncher,
+    engine: SlurmEngine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     visible: str | None,
@@ -589,10 +582,10 @@ def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
     script.write_text(
         "import os\nprint('place', os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n"
     )
-    job_id = launcher.start(job(str(script), gpu_enabled=True, num_workers=3))
-    end_of(launcher, job_id)
+    job_id = engine.start(job(str(script), gpu_enabled=True, num_workers=3))
+    end_of(engine, job_id)
     assert f"place {place}" in [
-        line["text"] for line in launcher.logs(job_id).lines if line["rank"] == 1
+        line["text"] for line in engine.logs(job_id).lines if line["rank"] == 1
     ]
 
 
@@ -614,15 +607,15 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("has_pmix", [True, False])
 def test_mpi_starts_through_srun_or_through_its_own_mpirun(
-    launcher: SlurmLauncher, fake: Path, mpirun: Path, has_pmix: bool
+    engine: SlurmEngine, fake: Path, mpirun: Path, has_pmix: bool
 ) -> None:
     if not has_pmix:
         (fake / "no-pmix").touch()
     worker = "sh -c 'echo $RANK of $WORLD_SIZE $SLURM_MPI_TYPE; exit $RANK'"
-    status = end_of(launcher, launcher.start(job(worker, backend="mpi")))
+    status = end_of(engine, engine.start(job(worker, backend="mpi")))
     said = sorted(
         (line["rank"], line["text"])
-        for line in launcher.logs("slurm-1").lines
+        for line in engine.logs("slurm-1").lines
         if line["stream"] == "stdout"
     )
     by = " pmix" if has_pmix else ""
@@ -632,13 +625,13 @@ def test_mpi_starts_through_srun_or_through_its_own_mpirun(
 
 @pytest.mark.parametrize("changes", [{"backend": "mpi"}, {"all_nodes": False}])
 def test_a_command_that_starts_all_workers_is_one_task(
-    launcher: SlurmLauncher, mpirun: Path, changes: dict[str, Any]
+    engine: SlurmEngine, mpirun: Path, changes: dict[str, Any]
 ) -> None:
     command = f"{mpirun} -n 2 sh -c 'echo $RANK {{rank}} $MASTER_ADDR'"
-    assert end_of(launcher, launcher.start(job(command, **changes))).state == "finished"
+    assert end_of(engine, engine.start(job(command, **changes))).state == "finished"
     said = [
         (line["rank"], line["text"])
-        for line in launcher.logs("slurm-1").lines
+        for line in engine.logs("slurm-1").lines
         if line["stream"] == "stdout"
     ]
     assert said == [(0, "0 127.0.0.1")] * 2
@@ -650,7 +643,7 @@ def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ConfigurationError,
         match=r"needs sbatch, squeue, scancel, but scancel cannot be found: start",
     ):
-        make_launcher("slurm", tmp_path)
+        make_engine("slurm", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "inf", "nan"])
@@ -661,11 +654,11 @@ def test_the_interval_must_be_a_positive_number(
     with pytest.raises(
         ConfigurationError, match="MLBENCH_SLURM_INTERVAL_S must be a positive number"
     ):
-        SlurmLauncher(tmp_path)
+        SlurmEngine(tmp_path)
 
 
 def test_a_thousand_jobs_take_one_call_per_interval(
-    queued: SlurmLauncher, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    queued: SlurmEngine, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scripts and logs are left out, because to write them a thousand times takes long."""
     monkeypatch.setattr(queued, "_write_files", lambda _, folder, __: folder.mkdir())
@@ -687,7 +680,7 @@ def test_a_thousand_jobs_take_one_call_per_interval(
     assert len(controller.called("squeue")) <= before + 1
 
 
-def test_a_master_with_another_launcher_does_not_touch_runs_that_continue(
+def test_a_master_with_another_engine_does_not_touch_runs_that_continue(
     client: TestClient, tmp_path: Path
 ) -> None:
     run = create(client, "sleep 100")
@@ -695,7 +688,7 @@ def test_a_master_with_another_launcher_does_not_touch_runs_that_continue(
     client.app.state.scheduler.close()  # type: ignore[attr-defined]
     with pytest.raises(
         ConfigurationError,
-        match=r"run 'a-run' was started by the launcher 'slurm' and has not ended",
+        match=r"run 'a-run' was started by the engine slurm and has not ended",
     ):
         create_app(data_dir=tmp_path / "data")
     client.post(f"/api/runs/{run['id']}/stop/")
@@ -711,18 +704,18 @@ def test_the_engine_of_a_master_is_known(client: TestClient) -> None:
     assert client.get("/api/health/").json()["engine"] == "slurm"
 
 
-def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_packages_add_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "other-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[mlbench.launchers]\nours = mlbench_master.engines.local.engine:LocalLauncher\n"
+        "[mlbench.engines]\nours = mlbench_master.engines.local.engine:LocalEngine\n"
         "wrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert launcher_names() == (*LAUNCHERS, "ours", "wrong")
-    assert isinstance(make_launcher("ours", tmp_path), LocalLauncher)
+    assert engine_names() == (*ENGINES, "ours", "wrong")
+    assert isinstance(make_engine("ours", tmp_path), LocalEngine)
     with pytest.raises(
-        ConfigurationError, match=r"entry point 'wrong' of mlbench.launchers must return a Launcher"
+        ConfigurationError, match=r"entry point 'wrong' of mlbench.engines must return an Engine"
     ):
-        make_launcher("wrong", tmp_path)
+        make_engine("wrong", tmp_path)

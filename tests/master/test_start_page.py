@@ -1,4 +1,4 @@
-"""The start form without a browser: its runs, its errors, and what it shows of a launcher."""
+"""The start form without a browser: its runs, its errors, and what it shows of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mlbench_core.network.named import NETWORKS
 from mlbench_core.tasks import TASKS, get_task
 from mlbench_master import create_app
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 ATTACK = "<script>alert(1)</script>"
 TASK = {
@@ -29,13 +29,13 @@ COMMAND = {**TASK, "kind": "command", "command": "python train.py --seed {seed}"
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     # Without "with": no scheduler runs, so no run starts.
     yield TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
     app.state.store.close()
 
 
-class IdleEngine(IdleLauncher):
+class EngineWithOptions(IdleEngine):
     """An engine whose own command has options."""
 
     options_example = "--time=<10>"
@@ -110,7 +110,7 @@ def test_only_the_fields_of_the_chosen_program_count(
         ({"kind": "image", "image_name": reference}, "--optimizer ddp --channels-last", reference),
     )):  # fmt: skip
         # A command without an image is refused in containers, and an image without them.
-        monkeypatch.setattr(IdleLauncher, "starts_containers", change["kind"] != "command")
+        monkeypatch.setattr(IdleEngine, "starts_containers", change["kind"] != "command")
         answer = client.post("/runs/", data={**everything, **change, "name": f"run-{number}"})
         assert answer.status_code == 303, errors(answer.text)
         made = runs(client)[-1]
@@ -198,7 +198,7 @@ def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
         (
             TASK,
             {"gpu_enabled": "true"},
-            {"gpu_enabled": "must be false, not true: the idle launcher found no GPU"},
+            {"gpu_enabled": "must be false, not true: the engine idle found no GPU"},
         ),
         (
             TASK,
@@ -233,7 +233,7 @@ def test_an_error_is_at_its_field_and_everything_typed_stays(
     change: dict[str, str],
     wrong: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(IdleLauncher, "gpus", ())
+    monkeypatch.setattr(IdleEngine, "gpus", ())
     typed = {**form, **change}
     answer = client.post("/runs/", data=typed)
     assert answer.status_code == 400
@@ -252,7 +252,7 @@ def test_an_error_is_at_its_field_and_everything_typed_stays(
 
 
 def test_engines_with_options_have_a_field_for_them(tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleEngine())
+    app = create_app(data_dir=tmp_path, engine=EngineWithOptions())
     client = TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
     assert re.search(
         r'name="engine_options"[^>]* value=""[^>]* placeholder="--time=&lt;10&gt;"',
@@ -287,16 +287,16 @@ def test_options_are_refused_by_an_engine_without_options(client: Any) -> None:
     assert 'name="engine_options"' not in client.get("/runs/new/").text
     page = client.post("/runs/", data={**TASK, "engine_options": "--time=5"}).text
     assert errors(page) == {
-        "engine_options": "must be left out, not '--time=5': the idle launcher has none"
+        "engine_options": "must be left out, not '--time=5': the engine idle has none"
     }
-    assert 'value="--time=5"' in page and "The idle engine has none." in page
+    assert 'value="--time=5"' in page and "The engine idle has none." in page
 
 
 def test_the_cores_of_an_engine_without_a_limit_are_not_named(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for cores, is_named in ((4.0, True), (float("inf"), False)):
-        monkeypatch.setattr(IdleLauncher, "capacity", cores)
+        monkeypatch.setattr(IdleEngine, "capacity", cores)
         assert ("All workers together have 4." in client.get("/runs/new/").text) == is_named
         assert " inf" not in client.get("/runs/new/").text
 
@@ -335,10 +335,10 @@ def test_another_site_cannot_start_a_run(client: Any) -> None:
     )
 
 
-def test_the_form_shows_what_tasks_and_launcher_offer(
+def test_the_form_shows_what_tasks_and_engine_offer(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(IdleLauncher, "gpus", ())
+    monkeypatch.setattr(IdleEngine, "gpus", ())
     page = client.get("/runs/new/").text
     for task in TASKS.values():
         assert f'<option value="{task.key}"' in page
@@ -348,13 +348,12 @@ def test_the_form_shows_what_tasks_and_launcher_offer(
             assert f'<option value="{image.reference}">' in page
     assert re.search(r'id="field-gpu_enabled"[^>]* disabled>', page)
     assert (
-        "Not possible: the idle launcher found no GPU" in page
-        and 'name="max_bandwidth"' not in page
+        "Not possible: the engine idle found no GPU" in page and 'name="max_bandwidth"' not in page
     )
-    assert "the idle launcher cannot limit the bandwidth" in page
-    monkeypatch.setattr(IdleLauncher, "gpus", ("0", "1"))
-    monkeypatch.setattr(IdleLauncher, "limits_bandwidth", True)
-    monkeypatch.setattr(IdleLauncher, "emulates_networks", True)
+    assert "the engine idle cannot limit the bandwidth" in page
+    monkeypatch.setattr(IdleEngine, "gpus", ("0", "1"))
+    monkeypatch.setattr(IdleEngine, "limits_bandwidth", True)
+    monkeypatch.setattr(IdleEngine, "emulates_networks", True)
     page = client.get("/runs/new/").text
     assert (
         "This machine has 2." in page
@@ -389,7 +388,7 @@ def test_the_form_shows_what_tasks_and_launcher_offer(
 def test_a_run_can_be_started_again(
     client: Any, monkeypatch: pytest.MonkeyPatch, form: dict[str, str], shown: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(IdleLauncher, "starts_containers", form["kind"] != "command")
+    monkeypatch.setattr(IdleEngine, "starts_containers", form["kind"] != "command")
     client.post("/runs/", data=form)
     first = runs(client)[0]
     (link,) = re.findall(
@@ -428,17 +427,17 @@ def test_a_run_can_be_started_again(
         assert second[field] == first[field]
 
 
-class Emulating(IdleLauncher):
+class Emulating(IdleEngine):
     """Emulates networks, and cannot limit a bandwidth."""
 
     emulates_networks = True
     limits_bandwidth = False
 
 
-def test_a_launcher_with_networks_shows_their_names_and_no_remark_about_a_bandwidth(
+def test_an_engine_with_networks_shows_their_names_and_no_remark_about_a_bandwidth(
     tmp_path: Path,
 ) -> None:
-    app = create_app(data_dir=tmp_path, launcher=Emulating())
+    app = create_app(data_dir=tmp_path, engine=Emulating())
     page = TestClient(app, base_url="http://127.0.0.1:5080").get("/runs/new/").text
     app.state.store.close()
     assert "andwidth" not in page

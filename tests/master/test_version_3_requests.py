@@ -43,7 +43,7 @@ PYTHON = {
 def client(tmp_path: Path) -> Iterator[Any]:
     """A master with a run of two workers, which has started, and some metrics of it and of its
     first worker."""
-    app = create_app(data_dir=tmp_path, launcher=IdleContainers())
+    app = create_app(data_dir=tmp_path, engine=IdleContainers())
     with TestClient(
         app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
     ) as test_client:

@@ -11,13 +11,13 @@ import pytest
 from mlbench_master import create_app
 from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import now_us
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 MACHINE = '{"network": "machine"}'
 
 
-class Launcher(IdleLauncher):
-    """A launcher with a log of two workers."""
+class Engine(IdleEngine):
+    """An engine with a log of two workers."""
 
     capacity = 8.0  # type: ignore[assignment]
 
@@ -37,7 +37,7 @@ class Launcher(IdleLauncher):
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    app = create_app(database_url="sqlite://", launcher=Launcher())
+    app = create_app(database_url="sqlite://", engine=Engine())
     with TestClient(app, base_url="http://127.0.0.1:5080") as made:
         yield made
 

@@ -4,7 +4,7 @@ row can be read.
 python -m tests.security.fuzz --cases 20000 [--seed 0]
 python -m tests.security.fuzz --cases 20000 --schemathesis PROGRAM
 
-The master runs in this process with a launcher that starts nothing, since a random command must not
+The master runs in this process with an engine that starts nothing, since a random command must not
 run. The first form sends random dates, numbers, texts, encodings and sizes; the second one lets
 schemathesis derive requests from the description of the API (`pip install schemathesis`, in an
 environment of its own)."""
@@ -32,7 +32,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from mlbench_master import create_app
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 # Without the checks whether wrong data is always refused and right data never: as in version 3.0,
 # an empty field counts as left out and numbers may be text, and not every rule between two fields
@@ -291,7 +291,7 @@ def fuzz(folder: Path, cases: int, seed: int) -> Counter[int]:
             read.
     """
     values = Values(seed)
-    app = create_app(data_dir=folder, launcher=IdleLauncher(), token=TOKEN)
+    app = create_app(data_dir=folder, engine=IdleEngine(), token=TOKEN)
     statuses: Counter[int] = Counter()
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with TestClient(
@@ -386,7 +386,7 @@ def serving(folder: Path) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(data_dir=folder, launcher=IdleLauncher(), token=TOKEN)
+        app = create_app(data_dir=folder, engine=IdleEngine(), token=TOKEN)
         server = uvicorn.Server(
             uvicorn.Config(app, http=Connection, ws="none", log_level="error", log_config=None)
         )
@@ -435,7 +435,7 @@ def schemathesis(program: str, folder: Path, cases: int, seed: int, phases: str)
     report = done.stdout + done.stderr
     assert done.returncode == 0, report[-6000:]
     with TestClient(
-        create_app(data_dir=folder, launcher=IdleLauncher(), token=TOKEN),
+        create_app(data_dir=folder, engine=IdleEngine(), token=TOKEN),
         base_url="http://127.0.0.1:5080",
         headers={"Authorization": f"Bearer {TOKEN}"},
         raise_server_exceptions=False,

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 from tests.security.helpers import all_routes
 
 TOKEN = "a-token-that-a-user-chose"
@@ -26,7 +26,7 @@ WRITES = ("DELETE", "PATCH", "POST", "PUT")
 
 @pytest.fixture
 def app(tmp_path: Path) -> Any:
-    return create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=TOKEN)
+    return create_app(data_dir=tmp_path, engine=IdleEngine(), token=TOKEN)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_nobody_without_the_token_gets_past_a_route(app: Any, client: Any) -> No
 
 
 def test_no_route_answers_to_a_foreign_name_of_a_master_without_a_token(tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     with TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False) as client:
         for method, path, _ in all_routes(app):
             for host in ("evil.example", "127.0.0.1.evil.example", "wpad", ""):

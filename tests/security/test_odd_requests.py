@@ -18,7 +18,7 @@ from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
-from tests.master.helpers import IdleLauncher, TestClient, server
+from tests.master.helpers import IdleEngine, TestClient, server
 
 TOKEN = "t" * 32
 UNSEEN = [
@@ -38,7 +38,7 @@ UNSEEN = [
 def client(tmp_path: Path) -> Iterator[TestClient]:
     """A client of a master with a token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    app = create_app(data_dir=tmp_path / "data", token=TOKEN, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path / "data", token=TOKEN, engine=IdleEngine())
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
         yield test_client
 
@@ -108,11 +108,11 @@ def test_a_stop_that_the_database_cannot_record_is_no_failure(
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     stopped: list[str] = []
 
-    class Launcher(IdleLauncher):
+    class Engine(IdleEngine):
         def stop(self, job_id: str) -> None:
             stopped.append(job_id)
 
-    scheduler = Scheduler(store, Launcher(), EventBus(), {})
+    scheduler = Scheduler(store, Engine(), EventBus(), {})
     run = add_run(store, "a")
     scheduler.tick()
     assert store.run(run.id).state == "started"
@@ -125,7 +125,7 @@ def test_a_stop_that_the_database_cannot_record_is_no_failure(
         answer = scheduler.stop_run(run.id).to_json()
         with pytest.raises(OperationalError):
             scheduler.tick()
-    assert stopped == [f"{Launcher().name}-{run.id}"]
+    assert stopped == [f"{Engine().name}-{run.id}"]
     assert (answer["state"], answer["job_metadata"]["reason"]) == ("failed", "stopped by a user")
     assert store.run(run.id).state == "started"
     scheduler.tick()

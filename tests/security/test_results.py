@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 
 from mlbench_master import create_app
 from mlbench_master.database.store import new_run
-from mlbench_master.engines.local.engine import LocalLauncher
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.runs import results
 from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import TestClient
@@ -35,7 +35,7 @@ def secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The folder of the results of run 1."""
-    path = LocalLauncher(tmp_path / "runs").results("local-1")
+    path = LocalEngine(tmp_path / "runs").results("local-1")
     path.mkdir(parents=True)
     return path
 

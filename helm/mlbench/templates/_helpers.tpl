@@ -17,7 +17,7 @@
 {{- printf "%s-worker" (include "mlbench.fullname" .) -}}
 {{- end -}}
 
-{{/* The label by which the launcher knows the jobs of this release. */}}
+{{/* The label by which the engine knows the jobs of this release. */}}
 {{- define "mlbench.mark" -}}
 {{- if or (gt (len .Release.Name) 30) (contains "." .Release.Name) -}}
 {{- printf "%s-%s" (.Release.Name | replace "." "-" | trunc 20 | trimSuffix "-") (.Release.Name | sha256sum | trunc 8) -}}

@@ -1,4 +1,4 @@
-{{/* The pod of every worker, into which the launcher writes what belongs to a run. */}}
+{{/* The pod of every worker, into which the engine writes what belongs to a run. */}}
 {{- define "mlbench.workerPod" -}}
 metadata:
   labels:
@@ -78,8 +78,8 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Environment variables of the launcher. */}}
-{{- define "mlbench.launcherEnv" -}}
+{{/* Environment variables of the engine. */}}
+{{- define "mlbench.engineEnv" -}}
 - name: MLBENCH_KUBERNETES_NAMESPACE
   value: {{ .Release.Namespace | quote }}
 - name: MLBENCH_KUBERNETES_MARK

@@ -1,4 +1,4 @@
-"""The remote side of the hosts launcher: ``python -m mlbench_master.engines.hosts.agent``.
+"""The remote side of the engine hosts: ``python -m mlbench_master.engines.hosts.agent``.
 
 The master calls it through ssh. It reads a request from its standard input, does it, writes the
 answer to its standard output and ends. A request concerns all runs with workers on this host. Each

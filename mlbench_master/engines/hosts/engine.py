@@ -33,17 +33,17 @@ from typing import Any
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines.command_line import fill, script_python, split_command
-from mlbench_master.engines.folders import FolderLauncher, read_interval, unreachable_note
+from mlbench_master.engines.folders import FolderEngine, read_interval, unreachable_note
 from mlbench_master.engines.hosts.host_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.engines.hosts.link import HostLink
 from mlbench_master.engines.hosts.run_state import LEFT_ON_HOSTS, HostRun
 from mlbench_master.engines.hosts.ssh import Ssh
-from mlbench_master.engines.interface import Job, JobStatus, LauncherError
+from mlbench_master.engines.interface import EngineError, Job, JobStatus
 from mlbench_master.engines.local.engine import load_interval_s
 from mlbench_master.engines.logs import append_log, log_limit_bytes
 from mlbench_master.engines.supervisor.start import write_private
 
-__all__ = ["HostsLauncher"]
+__all__ = ["HostsEngine"]
 
 # The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are
 # fetched. A client of the master waits for 30 s.
@@ -53,8 +53,8 @@ _READ_S = 2.0
 _CLOSE_S = 2.0
 
 
-class HostsLauncher(FolderLauncher):
-    """A launcher that starts the workers of a run on hosts of a host file.
+class HostsEngine(FolderEngine):
+    """An engine that starts the workers of a run on hosts of a host file.
 
     Args:
         folder: Folder for the folders of runs; it is created if missing.
@@ -93,14 +93,14 @@ class HostsLauncher(FolderLauncher):
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse wrong options and host files; see :meth:`Launcher.check_options`."""
+        """Refuse wrong options and host files; see :meth:`Engine.check_options`."""
         read_options(options)
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
-        """Refuse more workers than slots; see :meth:`Launcher.check_workers`."""
+        """Refuse more workers than slots; see :meth:`Engine.check_workers`."""
         if backend == "mpi":
             raise ValueError(
-                "backend: must be gloo or nccl, not mpi: the hosts launcher starts no mpirun; "
+                "backend: must be gloo or nccl, not mpi: the engine hosts starts no mpirun; "
                 "give your own mpirun as the command of a custom backend with "
                 "run_all_nodes=false, and --host {hosts}"
             )
@@ -115,7 +115,7 @@ class HostsLauncher(FolderLauncher):
         self._check_addresses(host_options)
 
     def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
-        """Return whether enough slots are free; see :meth:`Launcher.has_room`."""
+        """Return whether enough slots are free; see :meth:`Engine.has_room`."""
         try:
             host_options = self._options(tuple(options))
         except ValueError:
@@ -126,7 +126,7 @@ class HostsLauncher(FolderLauncher):
         return _count_slots(shares) == num_workers
 
     def start(self, job: Job) -> str:
-        """Start a job; see :meth:`Launcher.start`."""
+        """Start a job; see :meth:`Engine.start`."""
         job_id = f"hosts-{job.run_id}"
         self.check_workers(job.num_workers, job.backend, job.options)
         options = read_options(job.options)
@@ -153,17 +153,17 @@ class HostsLauncher(FolderLauncher):
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job; see :meth:`Launcher.poll`."""
+        """Return the status of a job; see :meth:`Engine.poll`."""
         run = self._known(job_id)
         if run is None:
             return JobStatus("unstarted", "an earlier master ended before it recorded the run")
         return run.status()
 
     def stop(self, job_id: str) -> None:
-        """End a job on all hosts, and wait until its files are here; see :meth:`Launcher.stop`.
+        """End a job on all hosts, and wait until its files are here; see :meth:`Engine.stop`.
 
         Raises:
-            LauncherError: A host does not answer, or its workers or its files take long. They are
+            EngineError: A host does not answer, or its workers or its files take long. They are
                 stopped and fetched when it does, and a later call finds the run ended.
         """
         run = self._known(job_id)
@@ -179,13 +179,13 @@ class HostsLauncher(FolderLauncher):
                 problem = f"no end within {_STOP_S:g} s on {', '.join(run.open_hosts())}"
             # A host that the user took out of the host file will never answer again.
             if problem and not self._give_up_removed(run):
-                raise LauncherError(
+                raise EngineError(
                     f"the run cannot be stopped everywhere yet: {problem}; stop it again later"
                 )
             time.sleep(0.05)
 
     def remove(self, job_id: str) -> None:
-        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        """Delete a job's folder; see :meth:`Engine.remove`."""
         with self._lock:
             run = self._runs.pop(job_id, None)
             self._open = [other for other in self._open if other is not run]

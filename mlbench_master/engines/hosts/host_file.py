@@ -1,6 +1,6 @@
 """Read the hosts of a run.
 
-Host files have the form of those of MPI and DeepSpeed. The options are those of the hosts launcher.
+Host files have the form of those of MPI and DeepSpeed. The options are those of the engine hosts.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import IO
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock
-from mlbench_master.engines.interface import LauncherError
+from mlbench_master.engines.interface import EngineError
 from mlbench_master.engines.logs import readable
 
 __all__ = ["MARK", "HostError", "Ssh"]
@@ -52,7 +52,7 @@ _LONGEST_FOLDER = 104 - (1 + 40) - 17 - (1 + 12 + 8) - 1
 _NEW_S = 60
 
 
-class HostError(LauncherError):
+class HostError(EngineError):
     """A call of a host failed.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ssh:
         self._program = shlex.split(os.environ.get(_VARIABLE, "")) or ["ssh"]
         if shutil.which(self._program[0]) is None:
             raise ConfigurationError(
-                f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: "
+                f"the engine hosts needs ssh, but {self._program[0]!r} cannot be found: "
                 f"install it (apt-get install openssh-client), or set {_VARIABLE}"
             )
         _remove_old_folders()

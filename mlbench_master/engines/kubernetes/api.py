@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mlbench_core.errors import ConfigurationError, require
-from mlbench_master.engines.interface import LauncherError
+from mlbench_master.engines.interface import EngineError
 from mlbench_master.engines.kubernetes.manifests import CONTAINER
 from mlbench_master.engines.kubernetes.states import is_on_lost_node
 
@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 2.0
 _COLLECTED_S = 30.0
 
 
-class ApiError(LauncherError):
+class ApiError(EngineError):
     """Kubernetes does not answer or refuses a request.
 
     Args:
@@ -85,7 +85,7 @@ class KubernetesApi:
                 default_namespace = _OWN_NAMESPACE.read_text().strip()
             except (config.ConfigException, OSError) as error:
                 raise ConfigurationError(
-                    f"the kubernetes launcher needs the configuration of kubectl ({problem}), "
+                    f"the engine kubernetes needs the configuration of kubectl ({problem}), "
                     f"or to run in a pod ({error}): "
                     "set KUBECONFIG, or start the master in the cluster"
                 ) from error

@@ -34,8 +34,8 @@ from urllib.parse import urlsplit
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines.error_search import ErrorSearch, is_consequence
-from mlbench_master.engines.folders import FolderLauncher, read_interval
-from mlbench_master.engines.interface import Job, JobStatus, LauncherError, LogFilter, LogRange
+from mlbench_master.engines.folders import FolderEngine, read_interval
+from mlbench_master.engines.interface import EngineError, Job, JobStatus, LogFilter, LogRange
 from mlbench_master.engines.kubernetes.api import ApiError, KubernetesApi
 from mlbench_master.engines.kubernetes.logs import LogCollector, PodLogs
 from mlbench_master.engines.kubernetes.manifests import (
@@ -55,7 +55,7 @@ from mlbench_master.engines.kubernetes.states import Trouble, end_of, ended_stat
 from mlbench_master.engines.logs import LogWriter, dropping_problem, log_limit_bytes, open_at_once
 from mlbench_master.engines.supervisor.supervise import write_json
 
-__all__ = ["KubernetesLauncher"]
+__all__ = ["KubernetesEngine"]
 
 _STOP_S = 60.0
 _LAST_LINES_S = 10.0
@@ -69,7 +69,7 @@ _ERROR_LINES = 200
 
 @dataclass
 class _PodRun:
-    """A run that this launcher looks after."""
+    """A run that this engine looks after."""
 
     run_id: int
     folder: Path
@@ -78,8 +78,8 @@ class _PodRun:
     status: JobStatus | None = None
 
 
-class KubernetesLauncher(FolderLauncher):
-    """A launcher that starts each run as a Job of Kubernetes.
+class KubernetesEngine(FolderEngine):
+    """An engine that starts each run as a Job of Kubernetes.
 
     Args:
         folder: Folder for the folders of runs.
@@ -118,11 +118,11 @@ class KubernetesLauncher(FolderLauncher):
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse options that a run does not have; see :meth:`Launcher.check_options`."""
+        """Refuse options that a run does not have; see :meth:`Engine.check_options`."""
         parse_options(options)
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
-        """Refuse MPI between pods; see :meth:`Launcher.check_workers`."""
+        """Refuse MPI between pods; see :meth:`Engine.check_workers`."""
         if backend == "mpi" and num_workers > 1:
             raise ValueError(
                 f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not mpi: "
@@ -130,7 +130,7 @@ class KubernetesLauncher(FolderLauncher):
             )
 
     def start(self, job: Job) -> str:
-        """Create the objects of a run; see :meth:`Launcher.start`."""
+        """Create the objects of a run; see :meth:`Engine.start`."""
         job_id = f"{self.name}-{job.run_id}"
         options = parse_options(job.options)
         check_job(job, options, self._setting)
@@ -171,7 +171,7 @@ class KubernetesLauncher(FolderLauncher):
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a run; see :meth:`Launcher.poll`."""
+        """Return the status of a run; see :meth:`Engine.poll`."""
         run = self._run_by(job_id)
         run.status = run.status or _read_status(run.folder)
         if run.status is not None:
@@ -203,10 +203,10 @@ class KubernetesLauncher(FolderLauncher):
         return JobStatus("running", problem or dropping_problem(run.folder) or run.logs.problem)
 
     def stop(self, job_id: str) -> None:
-        """Delete the Job of a run, and wait until its pods are gone; see :meth:`Launcher.stop`.
+        """Delete the Job of a run, and wait until its pods are gone; see :meth:`Engine.stop`.
 
         Raises:
-            LauncherError: Kubernetes does not answer, or has not ended the pods.
+            EngineError: Kubernetes does not answer, or has not ended the pods.
         """
         run = self._run_by(job_id)
         if run.status is not None or _read_status(run.folder) is not None:
@@ -214,7 +214,7 @@ class KubernetesLauncher(FolderLauncher):
         run_selector = selector(self._setting.mark, run.run_id)
         # A job that continues may write its last lines now, which are lost with its pods.
         until = time.monotonic() + _LAST_LINES_S
-        with contextlib.suppress(LauncherError):
+        with contextlib.suppress(EngineError):
             for pod in run.logs.unread(self._api.pods(run_selector)):
                 if time.monotonic() < until:
                     run.logs.collect(self._api, pod)
@@ -222,11 +222,11 @@ class KubernetesLauncher(FolderLauncher):
         self._queue.forget(run.run_id)
 
     def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master to a run's log; see :meth:`Launcher.note`."""
+        """Add a line of the master to a run's log; see :meth:`Engine.note`."""
         self._run_by(job_id).logs.note(text)
 
     def remove(self, job_id: str) -> None:
-        """Delete a run's folder, and its Job if it still exists; see :meth:`Launcher.remove`."""
+        """Delete a run's folder, and its Job if it still exists; see :meth:`Engine.remove`."""
         run = self._run_by(job_id)
         self._queue.forget(run.run_id)
         self._jobs.pop(run.run_id, None)
@@ -295,7 +295,7 @@ class KubernetesLauncher(FolderLauncher):
                         if job["metadata"].get("annotations", {}).get(ATTEMPT) == attempt:
                             return str(job["metadata"]["uid"])
                 if is_last or status != HTTPStatus.CONFLICT:
-                    raise LauncherError(f"cannot create Job {name}: {error}") from error
+                    raise EngineError(f"cannot create Job {name}: {error}") from error
                 # A new database reuses the ids of runs that may still be running.
                 self._api.delete_and_wait(name, run_selector, _STOP_S)
         raise AssertionError

@@ -23,7 +23,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlbench_master.engines.interface import LauncherError
+from mlbench_master.engines.interface import EngineError
 from mlbench_master.engines.kubernetes.api import KubernetesApi
 from mlbench_master.engines.kubernetes.states import has_log, rank_of
 from mlbench_master.engines.logs import LogWriter, open_at_once, readable, readable_line
@@ -113,7 +113,7 @@ class PodLogs:
             self.problem = ""
             if is_ended and at_end:
                 self._complete.add(rank)
-        except LauncherError as error:
+        except EngineError as error:
             self.problem = f"the log of worker {rank} cannot be read: {error}"
             if is_ended:
                 self._attempts[rank] = self._attempts.get(rank, 0) + 1
@@ -279,7 +279,7 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
             text = line[match.end() :]
         elif not time_ns:
             # The node answers a request that failed with its message, as if that were the log.
-            raise LauncherError(readable(line[:_LONGEST_MESSAGE]).strip())
+            raise EngineError(readable(line[:_LONGEST_MESSAGE]).strip())
         for begin in range(0, max(len(text), 1), _MAX_LINE_BYTES):
             yield time_ns, text[begin : begin + _MAX_LINE_BYTES], is_begin and begin == 0
         is_begin = line.endswith(b"\n")

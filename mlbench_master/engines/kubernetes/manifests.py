@@ -1,7 +1,7 @@
 """Make the objects of a run on Kubernetes: an Indexed Job, a headless Service and a Secret.
 
 All functions are pure. The Job is made suspended. The Service and the Secret belong to it, so
-Kubernetes deletes them together with the Job. When both exist, the launcher resumes the Job, and
+Kubernetes deletes them together with the Job. When both exist, the engine resumes the Job, and
 Kubernetes makes its pods.
 """
 
@@ -37,7 +37,7 @@ MARK = f"{_PREFIX}/master"
 RUN_ID = f"{_PREFIX}/run-id"
 """The label with the id of the run."""
 ATTEMPT = f"{_PREFIX}/attempt"
-"""The annotation by which the launcher recognizes a Job if the answer to its creation was lost."""
+"""The annotation by which the engine recognizes a Job if the answer to its creation was lost."""
 RANK_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 """The annotation of Kubernetes with the index of a pod, which is the rank of its worker."""
 CONTAINER = "worker"

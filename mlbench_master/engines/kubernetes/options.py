@@ -114,7 +114,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(
-            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; "
+            f"engine_options: must be options of the engine kubernetes: {message[:300]}; "
             "see its page"
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from mlbench_master.engines.interface import LauncherError
+from mlbench_master.engines.interface import EngineError
 from mlbench_master.engines.kubernetes.api import ApiError, KubernetesApi
 from mlbench_master.engines.kubernetes.manifests import CONTAINER, RUN_ID, selector
 from mlbench_master.engines.kubernetes.states import Trouble, find_trouble, rank_of
@@ -167,7 +167,7 @@ class KubernetesQueue:
             # After the Jobs, so that the pods of a Job that has ended are as they were at its end,
             # or later.
             pods = self._api.pods(selector(self._mark))
-        except LauncherError as error:
+        except EngineError as error:
             if self.problem != str(error):
                 _log.warning("%s", error)
             self.problem = str(error)
@@ -218,7 +218,7 @@ class KubernetesQueue:
             retired, self._retired = self._retired, set()
         for name in retired:
             # A Job that stays does no harm.
-            with contextlib.suppress(LauncherError):
+            with contextlib.suppress(EngineError):
                 self._api.patch_job(name, {"ttlSecondsAfterFinished": _KEPT_AFTER_RECORD_S})
 
 

@@ -66,7 +66,7 @@ from mlbench_master.engines.containers import (
     read_options,
     remove_containers,
 )
-from mlbench_master.engines.folders import FolderLauncher
+from mlbench_master.engines.folders import FolderEngine
 from mlbench_master.engines.interface import WORKERS_PER_CORE, Job, JobStatus
 from mlbench_master.engines.local import emulated_hosts
 from mlbench_master.engines.local.gpus import find_gpus
@@ -83,9 +83,9 @@ from mlbench_master.engines.supervisor.start import (
     write_private,
 )
 
-__all__ = ["LocalLauncher", "worker_commands"]
+__all__ = ["LocalEngine", "worker_commands"]
 
-# Supervisors that this process started. Only a parent can wait for a child, so all launcher objects
+# Supervisors that this process started. Only a parent can wait for a child, so all engine objects
 # share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
@@ -102,8 +102,8 @@ class _Status(TypedDict):
 _status = TypeAdapter(_Status)
 
 
-class LocalLauncher(FolderLauncher):
-    """A launcher that starts the workers of a run on this machine.
+class LocalEngine(FolderEngine):
+    """An engine that starts the workers of a run on this machine.
 
     Args:
         folder: Folder for the folders of runs; it is created if missing.
@@ -136,11 +136,11 @@ class LocalLauncher(FolderLauncher):
         self._grace_s = grace_s
 
     def uses_image(self, options: Sequence[str]) -> bool:
-        """Return whether options ask for containers; see :meth:`Launcher.uses_image`."""
+        """Return whether options ask for containers; see :meth:`Engine.uses_image`."""
         return read_options(options) is not None
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse unknown options and missing programs; see :meth:`Launcher.check_options`."""
+        """Refuse unknown options and missing programs; see :meth:`Engine.check_options`."""
         containers = read_options(options)
         if containers is not None:
             check_program(containers.program)
@@ -152,23 +152,23 @@ class LocalLauncher(FolderLauncher):
 
     @property
     def most_workers(self) -> int:
-        """Return the largest number of workers; see :attr:`Launcher.most_workers`."""
+        """Return the largest number of workers; see :attr:`Engine.most_workers`."""
         return WORKERS_PER_CORE * self._cores
 
     def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
-        """Refuse a command that does not exist; see :meth:`Launcher.check_program`."""
+        """Refuse a command that does not exist; see :meth:`Engine.check_program`."""
         check_program_in(words, cwd, path)
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Return the GPUs for workers; see :attr:`Launcher.gpus`."""
+        """Return the GPUs for workers; see :attr:`Engine.gpus`."""
         # Only when a run asks for GPUs, because nvidia-smi can take seconds.
         if self._gpus is None:
             self._gpus = find_gpus()
         return self._gpus
 
     def start(self, job: Job) -> str:
-        """Start a job; see :meth:`Launcher.start`."""
+        """Start a job; see :meth:`Engine.start`."""
         job_id = f"local-{job.run_id}"
         folder = self._job_folder(job_id)
         containers = read_options(job.options)
@@ -253,7 +253,7 @@ class LocalLauncher(FolderLauncher):
         return commands, containers.environment(env)
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job; see :meth:`Launcher.poll`."""
+        """Return the status of a job; see :meth:`Engine.poll`."""
         folder = self._job_folder(job_id)
         # A status does not count before its supervisor has ended: its last steps may take time, and
         # a worker that writes the file must not end the run.
@@ -276,7 +276,7 @@ class LocalLauncher(FolderLauncher):
         return JobStatus(state, status["reason"], returncode, status["finished_at"])
 
     def stop(self, job_id: str) -> None:
-        """End a job; see :meth:`Launcher.stop`."""
+        """End a job; see :meth:`Engine.stop`."""
         folder = self._job_folder(job_id)
         pid = self._supervisor(folder)
         if pid is not None:

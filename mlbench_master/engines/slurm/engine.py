@@ -39,8 +39,8 @@ from pathlib import Path
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines.command_line import variables_to_remove, worker_environment
 from mlbench_master.engines.error_search import is_consequence
-from mlbench_master.engines.folders import FolderLauncher, read_interval, unreachable_note
-from mlbench_master.engines.interface import Job, JobStatus, LauncherError
+from mlbench_master.engines.folders import FolderEngine, read_interval, unreachable_note
+from mlbench_master.engines.interface import EngineError, Job, JobStatus
 from mlbench_master.engines.logs import dropping_problem, log_limit_bytes, open_at_once
 from mlbench_master.engines.slurm import script
 from mlbench_master.engines.slurm.queue import (
@@ -60,7 +60,7 @@ from mlbench_master.engines.supervisor.supervise import (
     write_json,
 )
 
-__all__ = ["SlurmLauncher"]
+__all__ = ["SlurmEngine"]
 
 _PROGRAMS = ("sbatch", "squeue", "scancel")
 _LOOK_S = 1.0
@@ -77,7 +77,7 @@ _FAILED_NODE = re.compile(r"DUE TO NODE ([\w.-]+) FAILURE|Node failure on ([\w.-
 
 @dataclass
 class _SlurmRun:
-    """A run that this launcher looks after."""
+    """A run that this engine looks after."""
 
     folder: Path
     logs: RankLogs
@@ -87,8 +87,8 @@ class _SlurmRun:
     status: JobStatus | None = None
 
 
-class SlurmLauncher(FolderLauncher):
-    """A launcher that starts each run as a job of Slurm.
+class SlurmEngine(FolderEngine):
+    """An engine that starts each run as a job of Slurm.
 
     Args:
         folder: Folder for the folders of runs, which all nodes can reach under the same path.
@@ -108,7 +108,7 @@ class SlurmLauncher(FolderLauncher):
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing:
             raise ConfigurationError(
-                f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} "
+                f"the engine slurm needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} "
                 "cannot be found: start the master on a machine from which you submit jobs, such "
                 "as a login node of the cluster"
             )
@@ -124,11 +124,11 @@ class SlurmLauncher(FolderLauncher):
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse options of sbatch that a run cannot have; see :meth:`Launcher.check_options`."""
+        """Refuse options of sbatch that a run cannot have; see :meth:`Engine.check_options`."""
         script.check_options(options)
 
     def start(self, job: Job) -> str:
-        """Submit a job; see :meth:`Launcher.start`."""
+        """Submit a job; see :meth:`Engine.start`."""
         job_id = f"slurm-{job.run_id}"
         self.check_options(job.options)
         folder = self._job_folder(job_id)
@@ -149,7 +149,7 @@ class SlurmLauncher(FolderLauncher):
             raise ConfigurationError(
                 f"cannot start run {job.run_id} in {folder}: {error}"
             ) from error
-        except LauncherError:
+        except EngineError:
             # If Slurm has accepted the job nevertheless, it ends at once.
             (folder / "worker.sh").unlink(missing_ok=True)
             raise
@@ -158,14 +158,14 @@ class SlurmLauncher(FolderLauncher):
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job; see :meth:`Launcher.poll`."""
+        """Return the status of a job; see :meth:`Engine.poll`."""
         run = self._run(job_id)
         if run.status is not None:
             return run.status
         if run.slurm_id is None:
             try:
                 run.slurm_id = _find_job(run.folder)
-            except LauncherError as error:
+            except EngineError as error:
                 return JobStatus("running", str(error))
             if run.slurm_id is None:
                 return JobStatus(
@@ -197,10 +197,10 @@ class SlurmLauncher(FolderLauncher):
         return JobStatus("running", problem or dropping_problem(run.folder))
 
     def stop(self, job_id: str) -> None:
-        """Cancel a job, and wait until Slurm has ended its processes; see :meth:`Launcher.stop`.
+        """Cancel a job, and wait until Slurm has ended its processes; see :meth:`Engine.stop`.
 
         Raises:
-            LauncherError: Slurm does not answer, or has not ended the job.
+            EngineError: Slurm does not answer, or has not ended the job.
         """
         run = self._run(job_id)
         if run.status is not None or not run.folder.exists():
@@ -218,11 +218,11 @@ class SlurmLauncher(FolderLauncher):
         return self._run(job_id).slurm_id or ""
 
     def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
+        """Add a line of the master to a job's log; see :meth:`Engine.note`."""
         self._run(job_id).logs.note(text)
 
     def remove(self, job_id: str) -> None:
-        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        """Delete a job's folder; see :meth:`Engine.remove`."""
         run = self._jobs.pop(job_id, None)
         if run is not None and run.slurm_id is not None:
             self._queue.forget(run.slurm_id)
@@ -402,16 +402,16 @@ def _submit(
         answer = run_slurm(*command, folder=folder, caller_env=caller_env)
         # "123", or "123;cluster"
         slurm_id = answer.strip().splitlines()[-1].partition(";")[0]
-    except (LauncherError, IndexError):
+    except (EngineError, IndexError):
         # The answer may be lost, and the job be submitted.
         submitted: str | None = None
-        with contextlib.suppress(LauncherError):
+        with contextlib.suppress(EngineError):
             submitted = _find_mark(mark)
         if submitted is None:
             raise
         return submitted
     if not slurm_id.isdecimal():
-        raise LauncherError(
+        raise EngineError(
             f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue"
         )
     return slurm_id
@@ -421,7 +421,7 @@ def _find_job(folder: Path) -> str | None:
     """Return Slurm's number of the job of a run, or None if the run was not submitted.
 
     Raises:
-        LauncherError: Slurm has to be asked, and does not answer.
+        EngineError: Slurm has to be asked, and does not answer.
     """
     # The master may have died between sbatch and the first file.
     number = _read_number(folder / "slurm_job") or _read_number(folder / "begun")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlbench_core.caller import VARIABLES
-from mlbench_master.engines.interface import LauncherError
+from mlbench_master.engines.interface import EngineError
 
 __all__ = ["ENDED", "UNKNOWN", "QueueEntry", "SlurmQueue", "all_jobs", "cancel", "run_slurm"]
 
@@ -162,7 +162,7 @@ class SlurmQueue:
                     forgotten.append(slurm_id)
             if forgotten:
                 entries.update(accounted_jobs(forgotten))
-        except LauncherError as error:
+        except EngineError as error:
             if self.problem != str(error):
                 _log.warning("%s", error)
             self.problem = str(error)
@@ -177,7 +177,7 @@ def all_jobs() -> dict[str, QueueEntry]:
     """Return all jobs of this user that Slurm's controller knows, by their ids.
 
     Raises:
-        LauncherError: Slurm does not answer.
+        EngineError: Slurm does not answer.
     """
     answer = run_slurm(
         "squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"
@@ -194,13 +194,13 @@ def one_job(slurm_id: str) -> QueueEntry:
     """Return what Slurm's controller says about one job at this moment.
 
     Raises:
-        LauncherError: Slurm does not answer.
+        EngineError: Slurm does not answer.
     """
     try:
         answer = run_slurm(
             "squeue", f"--jobs={slurm_id}", "--states=all", "--noheader", f"--format={_FORMAT}"
         )
-    except LauncherError as error:
+    except EngineError as error:
         if _NO_JOB in str(error):
             return QueueEntry(UNKNOWN)
         raise
@@ -219,7 +219,7 @@ def accounted_jobs(slurm_ids: Iterable[str]) -> dict[str, QueueEntry]:
     options = ["--noheader", "--allocations", "--parsable2", fields]
     try:
         answer = run_slurm("sacct", *options, f"--jobs={','.join(slurm_ids)}")
-    except LauncherError as error:
+    except EngineError as error:
         if _NO_ACCOUNTING in str(error) or isinstance(error.__cause__, FileNotFoundError):
             return {}
         raise
@@ -253,7 +253,7 @@ def run_slurm(
         Its standard output.
 
     Raises:
-        LauncherError: It failed; the message has the last line of its standard error.
+        EngineError: It failed; the message has the last line of its standard error.
     """
     try:
         done = subprocess.run(
@@ -271,10 +271,10 @@ def run_slurm(
         why = str(error)
         if isinstance(error, subprocess.TimeoutExpired):
             why = f"no answer within {timeout_s:g} s"
-        raise LauncherError(f"Slurm cannot be used: {command[0]}: {why}") from error
+        raise EngineError(f"Slurm cannot be used: {command[0]}: {why}") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise LauncherError(f"Slurm refused or does not answer: {_one_line(command[0], lines)}")
+        raise EngineError(f"Slurm refused or does not answer: {_one_line(command[0], lines)}")
     return done.stdout
 
 
@@ -305,7 +305,7 @@ def cancel(slurm_id: str, timeout_s: float) -> None:
     """End a job, and wait until all its processes are gone; do nothing if it has ended.
 
     Raises:
-        LauncherError: Slurm does not answer, or has not ended the job in time.
+        EngineError: Slurm does not answer, or has not ended the job in time.
     """
     deadline = time.monotonic() + timeout_s
     pause = 0.1
@@ -315,10 +315,10 @@ def cancel(slurm_id: str, timeout_s: float) -> None:
             return
         if pause == 0.1:
             # The job may end at this moment, which is an error for scancel.
-            with contextlib.suppress(LauncherError):
+            with contextlib.suppress(EngineError):
                 run_slurm("scancel", slurm_id)
         if time.monotonic() > deadline:
-            raise LauncherError(
+            raise EngineError(
                 f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: "
                 f"it is {state}; try again"
             )
