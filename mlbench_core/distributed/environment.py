@@ -226,9 +226,8 @@ class TorchrunEnvironment(ClusterEnvironment):
                 "not: set it to the host of rank 0, start the workers with torchrun, or "
                 "unset RANK and WORLD_SIZE to run alone"
             )
-        return self._checked(
-            Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port())
-        )
+        local_rank = self._integer("LOCAL_RANK", 0)
+        return self._checked(Place(rank, world_size, local_rank, address or None, self._port()))
 
     def _num_local(self) -> int:
         return self._integer("LOCAL_WORLD_SIZE", 0)
@@ -261,9 +260,8 @@ class _MPIEnvironment(ClusterEnvironment):
                     "-x MASTER_ADDR=... with Open MPI, -genv MASTER_ADDR ... with MPICH)"
                 )
             address = "127.0.0.1"
-        return self._checked(
-            Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port())
-        )
+        local_rank = self._integer(self.local_rank_name, 0)
+        return self._checked(Place(rank, size, local_rank, address or None, self._port()))
 
     def _num_local(self) -> int:
         return self._integer(self.local_size_name, 0)
@@ -450,13 +448,8 @@ def _slurm_address(nodes: str) -> str:
 def _scontrol(*arguments: str) -> str:
     """Return the output of SLURM's ``scontrol``; empty if it is missing, fails or is too slow."""
     try:
-        done = subprocess.run(
-            ["scontrol", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_TIMEOUT_S,
-            check=False,
-        )
+        command, limit_s = ["scontrol", *arguments], _SCONTROL_TIMEOUT_S
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -65,9 +65,8 @@ def interface_towards(address: str) -> str | None:
         The interface's name, for example ``"eth0"``; None for an unknown host.
     """
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            address, _DISCARD_PORT, type=socket.SOCK_DGRAM
-        ):
+        routes = socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, target in routes:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 # The kernel chooses the route here and with it the local address.
                 probe.connect(target)

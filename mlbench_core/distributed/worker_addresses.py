@@ -75,9 +75,8 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
     # Others cannot reach a loopback address, and then nobody else needs to.
     listen = host if is_loopback(host) else ""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            socket.create_server((listen, place.master_port), family=_family(host))
-        )
+        server = socket.create_server((listen, place.master_port), family=_family(host))
+        stack.enter_context(server)
         waiting = []
         while len(arrived) < place.world_size:
             server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -130,9 +129,8 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
     while True:
         # Rank 0 may start later than this worker.
         try:
-            connection = socket.create_connection(
-                (host, place.master_port), max(0.001, deadline - time.monotonic())
-            )
+            left_s = max(0.001, deadline - time.monotonic())
+            connection = socket.create_connection((host, place.master_port), left_s)
             break
         except OSError as error:
             if time.monotonic() > deadline:

@@ -491,10 +491,9 @@ class Aggregation(ABC):
             flags.append(torch.tensor(present, dtype=dtype, device=device))
         # A flag of 1 divided by a large number would be rounded to 0 in half precision.
         if op == AVG_CUSTOM:
+            number = check_denominator(denom)
             for flag in flags:
-                divisor = torch.as_tensor(
-                    check_denominator(denom), dtype=torch.float64, device=flag.device
-                )
+                divisor = torch.as_tensor(number, dtype=torch.float64, device=flag.device)
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
         # If no worker has a gradient of one of them, its step is undone, and the zeros above must
         # leave no trace in what is remembered.

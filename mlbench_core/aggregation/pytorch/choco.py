@@ -198,9 +198,8 @@ class RandomK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep random entries of a tensor of shape (n,)."""
-        drawn = draw_coordinates(
-            x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator
-        )
+        count = coordinates_sent(self.ratio, x.numel())
+        drawn = draw_coordinates(x.numel(), count, self._generator)
         indices = drawn.sort().values.to(x.device)
         # An infinity or nan at another coordinate would stay unknown to the neighbors.
         values = x.index_select(0, indices).masked_fill_(~all_finite(x), torch.nan)
@@ -234,9 +233,8 @@ class ScaledSign(Compression):
         x = as_real(x)
         # A sum of many half-precision magnitudes would be too coarse, so only the mean has the
         # dtype of the message.
-        scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(
-            x.dtype
-        )
+        sizes = x.abs().to(torch.promote_types(x.dtype, torch.float32))
+        scale = mean_in_range(sizes.mean(), x).to(x.dtype)
         return Compressed((pack_signs([x]), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -511,10 +509,8 @@ class ChocoAggregation(DecentralizedAggregation):
         is_of_this_worker = origin["rank"] == self.rank and origin["world_size"] == self.world_size
         if state["copies"] and not is_of_this_worker:
             _log.warning(
-                (
-                    "the public copies of ChocoSGD belong to worker %s of %s, not to "
-                    "worker %d of %d: they start from zero"
-                ),
+                "the public copies of ChocoSGD belong to worker %s of %s, not to "
+                "worker %d of %d: they start from zero",
                 origin["rank"],
                 origin["world_size"],
                 self.rank,

@@ -104,9 +104,8 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         # A GPU does the work there, and this thread only waits.
         is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         cpu_s = None if is_on_gpu else work_s() - cpu_before_s
-    tracker.charge_validation_average(
-        time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s
-    )
+    elapsed_s = time.perf_counter() - before_s
+    tracker.charge_validation_average(elapsed_s, aggregation.bytes_sent, cpu_s=cpu_s)
     # It passes on the collectives that were counted.
     CommunicationClock().report(tracker)
 

@@ -206,6 +206,7 @@ class PeriodicAggregation(Aggregation):
         """
         if due and self.world_size > 1:
             assert isinstance(self.inside, AllReduceAggregation)
+            # Training changes the tensors while the averages travel.
             copies = {name: tensor.clone() for name, tensor in due.items()}
             with self._counting_bytes_of(self.inside):
                 pending += self.inside.start_averages(

@@ -28,9 +28,8 @@ __all__ = ["PowerAggregation"]
 
 COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_OUTSIDE_MODEL = re.compile(
-    r"group\d+\.\d+"
-)  # names that an optimizer gives to parameters outside the model
+# Names that an optimizer gives to parameters outside the model.
+_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
 
 
 class PowerAggregation(LossyAggregation):
@@ -176,7 +175,8 @@ class PowerAggregation(LossyAggregation):
         divisor = self._divisor(op, denom)
         # P Q^T is an average over workers. A divisor in half precision would round its scale, so it
         # becomes float64.
-        scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
+        wide_divisor = divisor.double() if isinstance(divisor, Tensor) else divisor
+        scale = self.world_size / wide_divisor
         bytes_before = self.bytes_sent
         matrices = []
         for name, tensor in tensors.items():

@@ -110,9 +110,8 @@ class Bucket:
         """Give a parameter without a gradient on this worker the one that others sent."""
         parameter = self.parameters[index]
         if self.memory is None:
-            parameter.grad = message.as_strided(
-                parameter.shape, strides_of(parameter), message.storage_offset()
-            )
+            strides = strides_of(parameter)
+            parameter.grad = message.as_strided(parameter.shape, strides, message.storage_offset())
         elif self.holds_gradients:
             parameter.grad = self.views[index]
         else:
@@ -121,10 +120,10 @@ class Bucket:
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
     """Return the parameters' properties that decide on the layout: equal ones, equal buckets."""
-    return tuple(
-        (n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride())
-        for n, p in parameters.items()
-    )
+    properties = []
+    for name, p in parameters.items():
+        properties.append((name, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()))
+    return tuple(properties)
 
 
 def plan_buckets(
@@ -149,7 +148,10 @@ def plan_buckets(
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
     for name, parameter in reversed(list(parameters.items())):
-        dtype = parameter.dtype if comm_dtype is None or parameter.is_complex() else comm_dtype
+        dtype = parameter.dtype
+        # Complex gradients are converted when their bucket is sent.
+        if comm_dtype is not None and not parameter.is_complex():
+            dtype = comm_dtype
         size_bytes = parameter.numel() * dtype.itemsize
         holds_gradients = dtype == parameter.dtype
         # A gradient as large as a bucket travels alone, which saves the copy into a bucket.

@@ -42,10 +42,12 @@ def plain_name(name: str) -> str:
 
 def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a model, each once, as registered, by their plain names."""
-    parameters: Iterable[tuple[str, Tensor]] = (
-        model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    )
-    return ((plain_name(name), parameter) for name, parameter in parameters)
+    if isinstance(model, nn.Module):
+        named: Iterable[tuple[str, Tensor]] = model.named_parameters()
+    else:
+        named = model.items()
+    for name, parameter in named:
+        yield plain_name(name), parameter
 
 
 def name_of_buffer(name: str) -> str:

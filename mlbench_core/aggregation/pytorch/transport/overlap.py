@@ -348,9 +348,8 @@ class OverlappedReduction:
         self._frozen = self._aggregation.layout.frozen_among(parameters)
         self._signature = signature(parameters), self._frozen
         sent = {name: p for name, p in parameters.items() if name not in self._frozen}
-        self._buckets = plan_buckets(
-            sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype
-        )
+        settings = self._aggregation
+        self._buckets = plan_buckets(sent, settings.bucket_size_bytes, settings.comm_dtype)
         self._bucket_of = {}
         for i, bucket in enumerate(self._buckets):
             self._bucket_of.update(dict.fromkeys(map(id, bucket.parameters), i))

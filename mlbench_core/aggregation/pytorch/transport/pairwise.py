@@ -150,9 +150,8 @@ class _Exchange:
                 own.copy_(total)
             else:
                 torch.div(total, divisor, out=own)
-        sends = self._start(
-            process_groups.dist.isend, [self._own] * len(self._others), _AVERAGE_TAG
-        )
+        copies = [self._own] * len(self._others)
+        sends = self._start(process_groups.dist.isend, copies, _AVERAGE_TAG)
         # The averages overwrite the other parts, so the versions must have been sent.
         for work in self._sends:
             work.wait()

@@ -59,9 +59,9 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
             f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}"
         )
     device = tensor.device if stays else torch.device("cpu")
-    memory = torch.empty(
-        tensor.shape, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda and not stays
-    )
+    # Copies between pinned memory and a GPU do not block the host.
+    pin = tensor.is_cuda and not stays
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
     if fill:
         memory.copy_(tensor.detach(), non_blocking=True)
     return memory

@@ -422,10 +422,11 @@ class MPIProcessGroup(dist.ProcessGroup):
                 for buffer in buffers:
                     buffer.write_back()
 
-        # The barrier completes when all workers have come; only then does finish() block in MPI.
-        work = self._work(
-            name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True
-        )
+        def post() -> list[Test]:
+            # It completes when all workers have come; only then does finish() block in MPI.
+            return [self._comm.Ibarrier().Test]
+
+        work = self._work(name, post, finish, result, opts.timeout, in_order=True)
         return self._submit(work, opts.asyncOp)
 
     def _work(

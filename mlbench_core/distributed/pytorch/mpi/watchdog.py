@@ -108,12 +108,13 @@ def end_process(message: str) -> None:
     program = os.path.basename(sys.argv[0]) or "python"
 
     def report() -> None:
-        for write in (
-            sys.stdout.flush,
-            lambda: sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n"),
-            sys.stderr.flush,
-            logging.shutdown,  # writes the records that handlers have buffered
-        ):
+        line = f"{program}: error: {' '.join(message.split())}\n"
+
+        def write_line() -> None:
+            sys.stderr.write(line)
+
+        # logging.shutdown writes the records that handlers have buffered.
+        for write in (sys.stdout.flush, write_line, sys.stderr.flush, logging.shutdown):
             with contextlib.suppress(OSError, ValueError):
                 write()
 

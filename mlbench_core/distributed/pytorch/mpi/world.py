@@ -166,12 +166,8 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
         if environment.get(name, "").isdigit():
             check_launch(found, -1, int(environment[name]), f"{launcher} ({name})")
     if environment.get("WORLD_SIZE", "").isdigit() and environment.get("RANK", "").isdigit():
-        check_launch(
-            found,
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            "torchrun's environment",
-        )
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        check_launch(found, rank, size, "torchrun's environment")
 
 
 def fail_at_exit(reason: str) -> None:
