@@ -6,7 +6,7 @@ on first use (:pep:`562`)::
     mlbench master --port 5080                           # as a server
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
 
-The path of a request: ``security`` (authentication) -> ``routes`` (HTTP) -> ``schemas``
+The path of a request: ``access`` (authentication) -> ``routes`` (HTTP) -> ``schemas``
 (validation) -> ``store`` (the database) and ``scheduler`` (the order of runs) -> ``engines``
 (processes).
 """

@@ -24,6 +24,10 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import KEY_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
+from mlbench_master.access.credentials import Access, make_private
+from mlbench_master.access.guard import GuardMiddleware, refuse, wants_page
+from mlbench_master.access.login import add_login
+from mlbench_master.access.proxies import RootPathMiddleware, check_root_path
 from mlbench_master.api.openapi import set_description
 from mlbench_master.api.routes import router
 from mlbench_master.connections import max_connections
@@ -33,10 +37,7 @@ from mlbench_master.engines import Engine, EngineError, make_engine
 from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.scheduler import Scheduler
-from mlbench_master.security import Access, GuardMiddleware, make_private, refuse, wants_page
 from mlbench_master.web import make_pages
-from mlbench_master.web.login import add_login
-from mlbench_master.web.proxies import RootPathMiddleware, check_root_path
 from mlbench_master.web.render import error_page
 
 __all__ = ["create_app"]
@@ -66,7 +67,7 @@ def create_app(
             access, and only requests to a loopback name are answered.
         engine: The engine that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
-        root_path: The path below which a proxy serves it, see :mod:`mlbench_master.web.proxies`.
+        root_path: The path below which a proxy serves it, see :mod:`mlbench_master.access.proxies`.
 
     Returns:
         The application; ``app.state`` has ``store``, ``scheduler``, ``engine``, ``events``,

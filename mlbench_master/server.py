@@ -18,8 +18,8 @@ from mlbench_core import files
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
+from mlbench_master.access.credentials import CODE_S, Access, make_private, random_token
 from mlbench_master.engines import make_engine
-from mlbench_master.security import CODE_S, Access, make_private, random_token
 
 __all__ = ["Listen", "serve"]
 
@@ -173,7 +173,7 @@ def _url(listen: Listen, port: int) -> str:
 
 
 def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
-    from mlbench_master.web.login import login_path
+    from mlbench_master.access.login import login_path
 
     if access.token is None:
         _log.warning(

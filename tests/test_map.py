@@ -141,7 +141,7 @@ def plain(): ...
     tree = ast.parse(code % ("x" * 100))
     long = [("E", "See the source."), ("shown", "Show runs.")]
     assert left_out(tree) == [("A", "Value: ``(1, 2)``"), ("B", "Value: ``(1, 2)``"), *long]
-    assert ".. py:data:: MAX_BATCH\n   :module: mlbench_master.schemas\n" in write_reference(
+    assert ".. py:data:: MAX_BATCH\n   :module: mlbench_master.api.schemas\n" in write_reference(
         "mlbench_master"
     )
 

@@ -14,7 +14,7 @@ from mlbench_core.comparison.pool import pool
 from mlbench_core.comparison.table import compare_groups
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.run_terms import PHASES, STEPS, GoalAim, goal_text
-from mlbench_master.goals import RunGoal, RunPlan
+from mlbench_master.runs.goals import RunGoal, RunPlan
 from tests.comparison.test_pool import a_record
 
 

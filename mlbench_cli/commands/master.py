@@ -19,7 +19,7 @@ from mlbench_core.paths import user_folder
 from mlbench_master.engines import ENGINES
 
 if TYPE_CHECKING:
-    from mlbench_master.security import Access
+    from mlbench_master.access.credentials import Access
 
 __all__ = ["get_dashboard_url", "master"]
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlbench_core.comparison.table import safe_cell
+from mlbench_master.api.schemas import LogsQuery
 from mlbench_master.database.columns import PAGE, Columns, numbers_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
@@ -30,7 +31,6 @@ from mlbench_master.runs.results import (
     ResultFolder,
     is_result,
 )
-from mlbench_master.schemas import LogsQuery
 
 __all__ = [
     "LEFT_OUT_FILE",

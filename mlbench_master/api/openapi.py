@@ -16,8 +16,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from mlbench_master.api.examples import ANSWERS, MESSAGES, REQUESTS
-from mlbench_master.goals import RunGoal
-from mlbench_master.schemas import MAX_BATCH, State
+from mlbench_master.api.schemas import MAX_BATCH, State
+from mlbench_master.runs.goals import RunGoal
 
 __all__ = [
     "Added",

@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 import mlbench_core
+from mlbench_master.access.guard import client_address
 from mlbench_master.api import export
 from mlbench_master.api.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.api.intake import read_metrics
@@ -35,6 +36,20 @@ from mlbench_master.api.openapi import (
     parameters,
     request_body,
 )
+from mlbench_master.api.schemas import (
+    DEFAULT_BANDWIDTH,
+    MAX_BATCH,
+    MAX_ID,
+    CurvesQuery,
+    LogsQuery,
+    MetricIn,
+    MetricQuery,
+    PodsQuery,
+    RunImport,
+    RunIn,
+    RunsQuery,
+    describe_error,
+)
 from mlbench_master.database.curves import curves_json, start_of
 from mlbench_master.database.store import (
     NameInUseError,
@@ -51,21 +66,6 @@ from mlbench_master.events import EventBus
 from mlbench_master.runs.results import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.runs.starting import start_runs
-from mlbench_master.schemas import (
-    DEFAULT_BANDWIDTH,
-    MAX_BATCH,
-    MAX_ID,
-    CurvesQuery,
-    LogsQuery,
-    MetricIn,
-    MetricQuery,
-    PodsQuery,
-    RunImport,
-    RunIn,
-    RunsQuery,
-    describe_error,
-)
-from mlbench_master.security import client_address
 
 __all__ = ["POD_PHASES", "read_query", "results_of", "router", "run_or_404"]
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
+from mlbench_master.api.schemas import DEFAULT_BANDWIDTH, RunIn
 from mlbench_master.engines.command_line import python_environment
 from mlbench_master.engines.containers import image_problem
 from mlbench_master.engines.interface import WORKERS_PER_CORE, Engine
 from mlbench_master.engines.local.emulated_hosts import check_network
-from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
 __all__ = [
     "CUSTOM_BACKEND",

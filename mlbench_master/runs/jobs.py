@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlbench_core.caller import NAMED_VARIABLES
+from mlbench_master.api.schemas import RunIn
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, new_run
 from mlbench_master.engines.interface import Engine, Job
-from mlbench_master.goals import task_of_image
 from mlbench_master.runs.commands import (
     check_options,
     image_of_record,
@@ -17,7 +17,7 @@ from mlbench_master.runs.commands import (
     resolve_command,
     resolve_folder,
 )
-from mlbench_master.schemas import RunIn
+from mlbench_master.runs.goals import task_of_image
 
 __all__ = ["make_job", "make_run"]
 

@@ -21,9 +21,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_core.client.delivery import MAX_BATCH
 from mlbench_core.client.outbox import LOST_NAME, MAX_BATCH_BYTES
+from mlbench_master.api.schemas import MetricIn
 from mlbench_master.database.store import NewMetric, Store, pod_owner, run_owner
 from mlbench_master.dates import now_us, to_us
-from mlbench_master.schemas import MetricIn
 
 __all__ = ["new_metric", "store_leftovers"]
 

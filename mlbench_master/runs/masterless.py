@@ -28,12 +28,12 @@ from mlbench_core.files import creating_folder, lock, replacing
 from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
 from mlbench_core.results.lines import read_lines
 from mlbench_core.results.upload import metrics_of
+from mlbench_master.api.schemas import RunIn, describe_error
 from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import STOPPED, LogPage, LogRange
 from mlbench_master.engines.slurm.engine import SlurmEngine
 from mlbench_master.runs.jobs import make_job, make_run
-from mlbench_master.schemas import RunIn, describe_error
 
 __all__ = ["MasterlessRuns"]
 

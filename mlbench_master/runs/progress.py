@@ -9,7 +9,7 @@ from mlbench_core.comparison.published import describe_run
 from mlbench_core.run_terms import GoalAim
 from mlbench_master.database.columns import epoch_of, numbers_of
 from mlbench_master.database.store import Point, Run, Store, run_owner
-from mlbench_master.goals import PLAN_METRIC, RunPlan
+from mlbench_master.runs.goals import PLAN_METRIC, RunPlan
 
 __all__ = ["RunProgress", "progress_of"]
 

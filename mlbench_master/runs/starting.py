@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlbench_master.api.schemas import RunIn
 from mlbench_master.database.store import Run, Store
 from mlbench_master.engines.interface import Engine
 from mlbench_master.events import EventBus
 from mlbench_master.runs.jobs import make_run
 from mlbench_master.runs.scheduler import Scheduler
-from mlbench_master.schemas import RunIn
 
 __all__ = ["start_runs"]
 

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_master.api.routes import EnginePart, StorePart, read_query, run_or_404
+from mlbench_master.api.schemas import MAX_ID, LogsQuery
 from mlbench_master.database.store import Run
 from mlbench_master.engines.interface import Engine, LogPage, LogRange
-from mlbench_master.schemas import MAX_ID, LogsQuery
 from mlbench_master.web.render import page
 
 __all__ = ["log_view", "router"]

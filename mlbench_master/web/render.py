@@ -14,8 +14,8 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
+from mlbench_master.access.proxies import root_path
 from mlbench_master.dates import format_date, now_us, us_of
-from mlbench_master.web.proxies import root_path
 
 __all__ = ["ago", "duration", "error_page", "moment", "number", "page", "render", "size"]
 
@@ -215,7 +215,7 @@ def render(
         template: The file of the template.
         status: The status of the answer.
         headers: Its headers.
-        root: The root path of the request, see :mod:`mlbench_master.web.proxies`.
+        root: The root path of the request, see :mod:`mlbench_master.access.proxies`.
         **values: The variables of the template.
     """
     html = _templates.get_template(template).render(values)

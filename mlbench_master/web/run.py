@@ -19,7 +19,7 @@ from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import Engine
-from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
+from mlbench_master.runs.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.runs.phases import (
     PHASE_TITLES,
     epoch_phases,

@@ -18,7 +18,7 @@ from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.goals import (
+from mlbench_master.runs.goals import (
     PLAN_METRIC,
     RunGoal,
     RunPlan,

@@ -31,9 +31,9 @@ from mlbench_core.tasks import (
 )
 from mlbench_master.api.bodies import MAX_RUN_BYTES, read_body
 from mlbench_master.api.routes import EnginePart, EventsPart, SchedulerPart, StorePart, run_or_404
+from mlbench_master.api.schemas import RunIn, describe_errors
 from mlbench_master.database.store import NameInUseError, Run
 from mlbench_master.engines.interface import Engine
-from mlbench_master.goals import split_command, task_of_image
 from mlbench_master.runs.commands import (
     CUSTOM_BACKEND,
     CUSTOM_IMAGE,
@@ -41,8 +41,8 @@ from mlbench_master.runs.commands import (
     no_gpu,
     no_network,
 )
+from mlbench_master.runs.goals import split_command, task_of_image
 from mlbench_master.runs.starting import start_runs
-from mlbench_master.schemas import RunIn, describe_errors
 from mlbench_master.web.render import page
 
 __all__ = ["router"]

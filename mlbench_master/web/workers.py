@@ -10,11 +10,11 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_master.api.routes import POD_PHASES, EnginePart, StorePart
+from mlbench_master.api.schemas import LogsQuery
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner
 from mlbench_master.engines.supervisor.load_sampler import LOAD_METRICS
-from mlbench_master.schemas import LogsQuery
 from mlbench_master.web.logs import log_view
 from mlbench_master.web.render import page, size
 

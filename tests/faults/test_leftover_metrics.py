@@ -19,12 +19,12 @@ import pytest
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
+from mlbench_master.api.schemas import MetricIn
 from mlbench_master.database.store import Store, run_owner
 from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.events import EventBus
 from mlbench_master.runs.leftovers import new_metric, store_leftovers
 from mlbench_master.runs.scheduler import Scheduler
-from mlbench_master.schemas import MetricIn
 from tests.client.stub_master import StubMaster
 from tests.faults.helpers import add_run
 from tests.master.helpers import server, wait_for

@@ -10,7 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from mlbench_master import create_app
-from mlbench_master.security import Access
+from mlbench_master.access.credentials import Access
 from tests.faults.helpers import full
 from tests.master.helpers import TestClient
 

@@ -21,9 +21,9 @@ from mlbench_core.comparison.load import load
 from mlbench_core.comparison.published import describe_run
 from mlbench_core.tasks import container_image, get_task
 from mlbench_master import create_app
+from mlbench_master.api.schemas import MAX_BATCH
 from mlbench_master.database.store import NewMetric
 from mlbench_master.engines import Job
-from mlbench_master.schemas import MAX_BATCH
 from mlbench_master.web import render
 from tests.master.helpers import IdleEngine, TestClient, wait_for
 

@@ -19,13 +19,13 @@ pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
+from mlbench_master.api.schemas import RunIn
 from mlbench_master.engines import EngineError, Job, JobStatus
 from mlbench_master.engines.kubernetes import api as kubernetes_api
 from mlbench_master.engines.kubernetes import engine as kubernetes
 from mlbench_master.engines.kubernetes import queue as kubernetes_queue
 from mlbench_master.engines.kubernetes.engine import KubernetesEngine
 from mlbench_master.runs.commands import check_options
-from mlbench_master.schemas import RunIn
 from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
 from tests.master.helpers import TestClient, wait_for
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mlbench_master.api.export import log_text
+from mlbench_master.api.schemas import LogsQuery
 from mlbench_master.app import create_app
 from mlbench_master.engines import logs
 from mlbench_master.engines.interface import LogFilter, LogRange, NumberedLine
 from mlbench_master.engines.logs import LogReader, LogWriter, append_log
-from mlbench_master.schemas import LogsQuery
 from tests.master.helpers import TestClient
 
 END = 2**60

@@ -13,7 +13,7 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.web.proxies import check_root_path
+from mlbench_master.access.proxies import check_root_path
 from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 ROOT = "/user/me%40x.org/proxy/5080"

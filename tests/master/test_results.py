@@ -17,8 +17,8 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
 from mlbench_master import create_app
 from mlbench_master.database.store import Run, new_run
-from mlbench_master.goals import read_goal
 from mlbench_master.runs import results
+from mlbench_master.runs.goals import read_goal
 from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import IdleEngine, TestClient
 from tests.master.test_local_engine import create, wait_state

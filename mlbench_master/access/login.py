@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
+from mlbench_master.access.credentials import CODE_S, Access
+from mlbench_master.access.guard import TOO_MANY_GUESSES, client_address
+from mlbench_master.access.proxies import root_path
 from mlbench_master.api.bodies import read_login
-from mlbench_master.security import CODE_S, TOO_MANY_GUESSES, Access, client_address
-from mlbench_master.web.proxies import root_path
 from mlbench_master.web.render import page, render
 
 __all__ = ["add_login", "login_path"]
