@@ -154,8 +154,12 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
 
 
 def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" in host:
+        return socket.AF_INET6
+    return socket.AF_INET
 
 
 def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if ":" in host:
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"

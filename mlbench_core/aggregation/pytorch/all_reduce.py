@@ -276,7 +276,9 @@ class AllReduceAggregation(Aggregation):
     def _converted(self, message: Tensor) -> Tensor:
         """Return a message in the dtype in which it travels, without a copy if that is its own."""
         # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
-        return message if self.comm_dtype is None else as_real(message).to(self.comm_dtype)
+        if self.comm_dtype is None:
+            return message
+        return as_real(message).to(self.comm_dtype)
 
     def _shared_sum(self) -> SharedMemorySum:
         """Return the sum through shared memory; renew it in a copy or in a new process group."""

@@ -461,7 +461,9 @@ class ChocoAggregation(DecentralizedAggregation):
 
     def _edges(self) -> list[list[int]] | None:
         """Return the edges of the graph as lists, for a checkpoint; None before they are known."""
-        return None if self.topology is None else list(map(list, self.topology.edges))
+        if self.topology is None:
+            return None
+        return list(map(list, self.topology.edges))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.

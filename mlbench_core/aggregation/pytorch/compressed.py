@@ -199,7 +199,9 @@ class CompressedAggregation(LossyAggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the error memory by parameter name under ``"memory"``; empty without one."""
-        return {"memory": dict(self._memory)} if self._memory else {}
+        if not self._memory:
+            return {}
+        return {"memory": dict(self._memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state clears the memory.
@@ -240,7 +242,9 @@ class CompressedAggregation(LossyAggregation):
 
 def ratio_of(original_bytes: int, sent_bytes: int) -> float:
     """Return a compression ratio; 1 before anything was sent."""
-    return original_bytes / sent_bytes if sent_bytes else 1.0
+    if not sent_bytes:
+        return 1.0
+    return original_bytes / sent_bytes
 
 
 def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

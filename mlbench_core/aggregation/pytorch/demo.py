@@ -178,7 +178,9 @@ class DeMoAggregation(CompressedAggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the momentum by parameter name under ``"momentum"``; empty without one."""
-        return {"momentum": dict(self._memory)} if self._memory else {}
+        if not self._memory:
+            return {}
+        return {"momentum": dict(self._memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state clears the momentum.

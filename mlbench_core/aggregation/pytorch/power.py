@@ -295,7 +295,9 @@ class PowerAggregation(LossyAggregation):
         return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
 
     def _to_send(self, factor: Tensor) -> Tensor:
-        return factor if self.comm_dtype is None else factor.to(self.comm_dtype)
+        if self.comm_dtype is None:
+            return factor
+        return factor.to(self.comm_dtype)
 
     def _check_shape(self, kind: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
         """Raise an error for a restored error memory or query of another model or rank."""

@@ -221,7 +221,9 @@ class QSGDAggregation(CompressedAggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of draws under ``"draws"``; an empty dictionary before the first."""
-        return {"draws": self._draws} if self._draws else {}
+        if not self._draws:
+            return {}
+        return {"draws": self._draws}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.

@@ -151,7 +151,9 @@ class SignAggregation(CompressedAggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of votes under ``"votes_held"``, by each message's first tensor."""
-        return {"votes_held": dict(self._votes_held)} if self._votes_held else {}
+        if not self._votes_held:
+            return {}
+        return {"votes_held": dict(self._votes_held)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.

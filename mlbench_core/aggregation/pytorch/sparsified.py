@@ -296,7 +296,9 @@ def coordinates_sent(size: int | float, numel: int) -> int:
         >>> coordinates_sent(10, 7), coordinates_sent(0.01, 1000), coordinates_sent(0.01, 3)
         (7, 10, 1)
     """
-    return min(numel, size) if isinstance(size, int) else max(1, round(size * numel))
+    if isinstance(size, int):
+        return min(numel, size)
+    return max(1, round(size * numel))
 
 
 def largest_entries(

@@ -52,7 +52,9 @@ class FCGraph:
     @property
     def current_device_name(self) -> str:
         """Return the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
-        return f"cuda:{_gpu_index(self.rank)}" if self.use_cuda else "cpu"
+        if not self.use_cuda:
+            return "cpu"
+        return f"cuda:{_gpu_index(self.rank)}"
 
     @property
     def current_device(self) -> torch.device:

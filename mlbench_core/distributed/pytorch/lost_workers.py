@@ -259,7 +259,9 @@ def _read_records() -> None:
 
 def _name(rank: int) -> str:
     record = _known.records.get(rank)
-    return f"worker {rank}" if record is None else f"worker {rank} ({record})"
+    if record is None:
+        return f"worker {rank}"
+    return f"worker {rank} ({record})"
 
 
 def _key(kind: str, rank: int) -> str:

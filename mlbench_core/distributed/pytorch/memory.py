@@ -71,7 +71,9 @@ def _glibc() -> Any:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+    if hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
+        return library
+    return None
 
 
 def _is_set_by_environment() -> bool:

@@ -98,7 +98,9 @@ def world_size(group: Any = None) -> int:
         >>> world_size()
         1
     """
-    return int(dist.get_world_size(group)) if is_distributed() else 1
+    if not is_distributed():
+        return 1
+    return int(dist.get_world_size(group))
 
 
 def rank(group: Any = None) -> int:
@@ -108,7 +110,9 @@ def rank(group: Any = None) -> int:
         >>> rank()
         0
     """
-    return int(dist.get_rank(group)) if is_distributed() else 0
+    if not is_distributed():
+        return 0
+    return int(dist.get_rank(group))
 
 
 def global_rank(rank: int, group: Any = None) -> int:
@@ -118,7 +122,9 @@ def global_rank(rank: int, group: Any = None) -> int:
         >>> global_rank(0)
         0
     """
-    return rank if group is None else int(dist.get_global_rank(group, rank))
+    if group is None:
+        return rank
+    return int(dist.get_global_rank(group, rank))
 
 
 def backend(group: Any = None) -> str | None:
@@ -128,7 +134,9 @@ def backend(group: Any = None) -> str | None:
         >>> backend() is None
         True
     """
-    return dist.get_backend(group) if is_distributed() else None
+    if not is_distributed():
+        return None
+    return dist.get_backend(group)
 
 
 def machine() -> str:
@@ -354,7 +362,9 @@ def sum_over_workers(tensor: Tensor) -> Tensor:
         >>> sum_over_workers(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return tensor if world_size() == 1 else _SumOverWorkers.apply(tensor)
+    if world_size() == 1:
+        return tensor
+    return _SumOverWorkers.apply(tensor)
 
 
 class _SumOverWorkers(torch.autograd.Function):

@@ -210,7 +210,9 @@ def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slic
 def _working_dtype(*parts: Tensor) -> torch.dtype:
     """Return float64 if any part has it, otherwise float32."""
     is_double = any(part.dtype == torch.float64 for part in parts)
-    return torch.float64 if is_double else torch.float32
+    if is_double:
+        return torch.float64
+    return torch.float32
 
 
 def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:

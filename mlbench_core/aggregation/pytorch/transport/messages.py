@@ -155,7 +155,9 @@ def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
         >>> [len(block) for block in in_blocks(torch.zeros(300_000))]
         [131072, 131072, 37856]
     """
-    return flat.split(BLOCK_ELEMENTS) if flat.device.type == "cpu" else (flat,)
+    if flat.device.type == "cpu":
+        return flat.split(BLOCK_ELEMENTS)
+    return (flat,)
 
 
 def fill(tensor: Tensor, values: Callable[[int, int], Tensor]) -> None:
@@ -188,7 +190,9 @@ def as_real(flat: Tensor) -> Tensor:
         >>> as_real(torch.tensor([1 + 2j]))
         tensor([1., 2.])
     """
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    if not flat.is_complex():
+        return flat
+    return torch.view_as_real(flat).view(-1)
 
 
 def as_bytes(*tensors: Tensor) -> Tensor:

@@ -339,7 +339,9 @@ class OverlappedReduction:
     @property
     def _device(self) -> torch.device:
         parameters = self._buckets[0].parameters
-        return parameters[0].device if parameters else torch.device("cpu")
+        if parameters:
+            return parameters[0].device
+        return torch.device("cpu")
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""

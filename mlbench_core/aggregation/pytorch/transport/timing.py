@@ -133,7 +133,9 @@ class Interval:
         Sleeping and waiting for a message or for a core do not count, but packing, compressing and
         summing do.
         """
-        return self._cpu_s if self._stream is None else None
+        if self._stream is not None:
+            return None
+        return self._cpu_s
 
     def _now(self) -> Any:
         if self._stream is None:
@@ -144,7 +146,9 @@ class Interval:
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
-        return end - begin if self._stream is None else begin.elapsed_time(end) / 1000
+        if self._stream is None:
+            return end - begin
+        return begin.elapsed_time(end) / 1000
 
 
 class CommunicationClock:

@@ -141,7 +141,9 @@ class _Maker:
         def post() -> list[Test]:
             # The workers of a smaller group have no communicator yet, so they cannot meet in a
             # barrier before.
-            return [] if ranks else [mpi_world.mpi.COMM_WORLD.Ibarrier().Test]
+            if ranks:
+                return []
+            return [mpi_world.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.
         name = f"making a process group, rank {mpi_world.rank} of {mpi_world.size}"

@@ -325,7 +325,9 @@ class MPIProcessGroup(dist.ProcessGroup):
                 f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be {size} "
                 f"numbers, one for each worker, whose sum is the {name}'s {rows} rows"
             )
-        return list(memory.split(list(sizes))) if memory.dim() else [memory]
+        if memory.dim():
+            return list(memory.split(list(sizes)))
+        return [memory]
 
     # Messages
 
