@@ -52,11 +52,10 @@ LR = 0.005  # of Adam, the same for any number of workers
 
 
 class ByteTransformer(nn.Module):
-    """A causal Transformer with normalization before its parts (Radford et al. 2019), and the byte
-    embedding as output.
+    """A causal Transformer with normalization before its parts (Radford et al. 2019).
 
-    It reads bytes of shape (batch, length), int64, and returns the scores of the next byte, (batch,
-    length, 256)."""
+    The byte embedding is also the output layer. It reads bytes of shape (batch, length), int64, and
+    returns the scores of the next byte, (batch, length, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,18 +85,15 @@ class _Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in self.attend(self.norms[0](x)).chunk(3, -1)
-        )
+        parts = self.attend(self.norms[0](x)).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.perceptron(self.norms[1](x))
 
 
 class BitsPerByte(MLBenchMetric):
-    """Mean number of bits that the model needs for a byte: its cross-entropy with logarithms to
-    base 2."""
+    """Mean number of bits that the model needs for a byte: its cross-entropy to base 2."""
 
     name = "BitsPerByte"
 
@@ -164,14 +160,12 @@ def averaged(aggregation: Callable[[nn.Module], Aggregation], lr: float = LR) ->
 
 
 def of_model(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes a model. A function among the options is
-    called first."""
+    """Return a function that makes an optimizer that takes a model."""
     return lambda model: get_optimizer(name, model=model, lr=lr, **_made(options))
 
 
 def of_parameters(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes parameters. A function among the options
-    is called first."""
+    """Return a function that makes an optimizer that takes parameters."""
     return lambda model: get_optimizer(
         name, params=model.named_parameters(), lr=lr, **_made(options)
     )
@@ -179,7 +173,9 @@ def of_parameters(name: str, lr: float = LR, **options: Any) -> Make:
 
 def _made(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the aggregation made, which needs the process group of the run."""
-    return {name: value() if name == "aggregation" else value for name, value in options.items()}
+    if "aggregation" not in options:
+        return options
+    return {**options, "aggregation": options["aggregation"]()}
 
 
 def muon(params: Any) -> Optimizer:
@@ -228,12 +224,9 @@ def train(run: Run) -> None:
     text = part_of(read_bytes(folder, "train"), run.rank, run.world_size)
     valid = part_of(read_bytes(folder, "valid")[:VALIDATION_BYTES], run.rank, run.world_size)
     starts = torch.arange(0, len(valid) - LENGTH, LENGTH)
-    validation = Pieces(
-        valid,
-        starts[: len(starts) // VALIDATION_SEQUENCES * VALIDATION_SEQUENCES].view(
-            -1, VALIDATION_SEQUENCES
-        ),
-    )
+    # view() needs whole batches.
+    whole = len(starts) // VALIDATION_SEQUENCES * VALIDATION_SEQUENCES
+    validation = Pieces(valid, starts[:whole].view(-1, VALIDATION_SEQUENCES))
     model = ByteTransformer()
     optimizer = OPTIMIZERS[args.optimizer](model)
     metrics = [BitsPerByte()]
@@ -246,9 +239,8 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, goal)
 
     def validate() -> tuple[dict[BitsPerByte, float], float]:
-        with averaged_weights(
-            model, tracker=tracker
-        ):  # with some methods, the weights of the workers differ
+        # With some methods, the weights of the workers differ.
+        with averaged_weights(model, tracker=tracker):
             return validation_round(
                 validation, model, cross_entropy, metrics, "fp32", tracker=tracker
             )
@@ -258,32 +250,19 @@ def train(run: Run) -> None:
         generator = torch.Generator().manual_seed((args.seed * 1009 + run.rank) * 100_003 + epoch)
         starts = torch.randint(len(text) - LENGTH, (STEPS, SEQUENCES), generator=generator)
         train_round(
-            Pieces(text, starts),
-            model,
-            optimizer,
-            cross_entropy,
-            metrics,
-            None,
-            "fp32",
+            Pieces(text, starts), model, optimizer, cross_entropy, metrics, None, "fp32",
             tracker=tracker,
-        )
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment."""
     add_run_arguments(parser, 100)
-    parser.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="adam",
-        metavar="NAME",
-        help=", ".join(OPTIMIZERS),
-    )
-    parser.add_argument(
-        "--data",
-        metavar="FOLDER",
-        help="folder of train.txt and valid.txt (default: below --root-dataset)",
-    )
+    add = parser.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="adam", metavar="NAME",
+        help=", ".join(OPTIMIZERS))  # fmt: skip
+    add("--data", metavar="FOLDER",
+        help="folder of train.txt and valid.txt (default: below --root-dataset)")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -39,8 +39,7 @@ SUBJECT = Subject(
 
 
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Make both ways of summing in a worker; a request then sums the messages of one size in one of
-    them."""
+    """Make both ways of summing in a worker; a request then sums messages of one size in one."""
     shared = SharedMemorySum()
     starts: dict[str, Callable[..., Any]] = {
         GLOO: partial(dist.all_reduce, async_op=True),
@@ -48,14 +47,13 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     }
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        messages = [
-            torch.full((request["bytes"] // 4,), dist.get_rank() + 1.0)
-            for _ in range(request["count"])
-        ]
+        size = (request["bytes"] // 4,)
+        own_value = dist.get_rank() + 1.0
+        messages = [torch.full(size, own_value) for _ in range(request["count"])]
         dist.barrier()
         begin, busy = time.perf_counter(), time.process_time()
         # All messages are started before the first is awaited, as buckets of a backward pass are.
-        for exchange in [starts[request["variant"]](message) for message in messages]:
+        for exchange in list(map(starts[request["variant"]], messages)):
             exchange.wait()
         seconds, busy = time.perf_counter() - begin, time.process_time() - busy
         # Both ways sum in place, so the messages show whether every element is right.
@@ -80,26 +78,22 @@ def run(count: int, blocks: int, sizes: Sequence[int]) -> list[Row]:
 
         for size in sizes:
             messages = min(MOST_MESSAGES, -(-TOTAL_BYTES // size))
+            case = f"{count} workers, {messages} x {size:,} bytes"
             variants = {name: partial(block, name, size, messages) for name in (GLOO, SHARED)}
-            rows += measure(
-                SUBJECT, f"{count} workers, {messages} x {size:,} bytes", variants, blocks
-            )
+            rows += measure(SUBJECT, case, variants, blocks)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=15)
-    parser.add_argument(
-        "--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers"
-    )
-    parser.add_argument(
-        "--bytes", nargs="+", type=positive, default=MESSAGE_BYTES, help="sizes of a message"
-    )
+    add = parser.add_argument
+    add("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
+    add("--bytes", nargs="+", type=positive, default=MESSAGE_BYTES, help="sizes of a message")
     arguments = parse(parser, argv, workers=[2], bytes=[4096])
-    rows = [
-        row for count in arguments.workers for row in run(count, arguments.blocks, arguments.bytes)
-    ]
+    rows = []
+    for count in arguments.workers:
+        rows += run(count, arguments.blocks, arguments.bytes)
     finish(SUBJECT, rows, arguments, f"float32, {arguments.blocks} blocks, one thread per worker.")
 
 

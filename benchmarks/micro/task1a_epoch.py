@@ -35,8 +35,8 @@ SUBJECT = Subject(
     "Task 1a against a plain PyTorch loop (`task1a_epoch.py`)",
     "images/s",
     (PLAIN,),
-    (("Task 1a is 1.22 times as fast as a plain loop, and 2.44 times with channels_last and "
-     "bfloat16."),
+    ("Task 1a is 1.22 times as fast as a plain loop, "
+     "and 2.44 times with channels_last and bfloat16.",
      "Limits: at least 1.05 times without flags, 2 times with them."),
 )  # fmt: skip
 
@@ -59,7 +59,8 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     images, labels = np.load(folder / "images.npy"), np.load(folder / "labels.npy")
     make = make_plain if flags is None else partial(make_task, flags)
     train = make(images, labels, size, setup["loader_processes"])
-    train(min(setup["steps"], WARM_UP_STEPS))  # compiles, too
+    # The warm-up also compiles.
+    train(min(setup["steps"], WARM_UP_STEPS))
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
@@ -73,12 +74,11 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 def make_plain(
     images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int
 ) -> Callable[[int], None]:
-    """Make the loop that has no line of this project."""
+    """Make the loop without a line of this project."""
     from mlbench_core import _torchvision
 
-    _torchvision.load(
-        "transforms"
-    )  # needed if torchvision's compiled part is for another build of torch
+    # Needed if torchvision's compiled part is for another build of torch.
+    _torchvision.load("transforms")
     import _plain_loop
 
     return _plain_loop.make(
@@ -124,13 +124,9 @@ def make_task(
     dataset = ImageDataset(
         planes, torch.from_numpy(labels), CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation()
     )
-    batches = ImageBatches(
-        partition_dataset_by_rank(dataset, rank, workers),
-        batch_size,
-        seed=42,
-        rank=rank,
-        memory_format=channels_last if args.channels_last else contiguous_format,
-    )
+    part = partition_dataset_by_rank(dataset, rank, workers)
+    memory_format = channels_last if args.channels_last else contiguous_format
+    batches = ImageBatches(part, batch_size, seed=42, rank=rank, memory_format=memory_format)
     model = get_resnet_model("resnet20", 1, args.precision, num_classes=10)
     variants.prepare_model(model, args)
     network, _ = variants.make_network(model, 0.02, args)
@@ -152,22 +148,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     default = os.environ.get("MLBENCH_TEST_DATA")
     parser = make_parser(__doc__, blocks=7)
-    parser.add_argument("--data", type=Path, default=Path(default) / "cifar10" if default else None)
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=VARIANTS,
-        default=list(VARIANTS),
-        help="next to the plain loop",
-    )
-    parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--batch-size", type=positive, default=128, help="images per worker")
-    parser.add_argument(
-        "--steps", type=positive, help="steps of a block (default: an epoch's full batches)"
-    )
-    parser.add_argument(
-        "--loader-processes", type=int, default=0, help="num_workers of the plain loop's DataLoader"
-    )
+    add = parser.add_argument
+    add("--data", type=Path, default=Path(default) / "cifar10" if default else None)
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
+        help="next to the plain loop")  # fmt: skip
+    add("--workers", type=positive, default=2)
+    add("--batch-size", type=positive, default=128, help="images per worker")
+    add("--steps", type=positive, help="steps of a block (default: an epoch's full batches)")
+    add("--loader-processes", type=int, default=0,
+        help="num_workers of the plain loop's DataLoader")  # fmt: skip
     arguments = parse(parser, argv, variants=["task"], steps=1)
     images, labels, source = load(arguments.data)
     steps = arguments.steps or max(1, len(images) // arguments.workers // arguments.batch_size)
@@ -175,10 +164,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps": steps,
         "batch_size": arguments.batch_size,
         "loader_processes": arguments.loader_processes,
-    }
-    flags = {
-        PLAIN: None,
-        **{" ".join([TASK, *VARIANTS[name]]): VARIANTS[name] for name in arguments.variants},
     }
     with tempfile.TemporaryDirectory(prefix="task1a-") as folder, contextlib.ExitStack() as stack:
         np.save(Path(folder, "images.npy"), np.ascontiguousarray(images))
@@ -189,16 +174,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers = stack.enter_context(Workers(__file__, arguments.workers, own))
             return lambda: Timed(max(reply["seconds"] for reply in workers.ask()))
 
+        variants = {PLAIN: start(None)}
+        for name in arguments.variants:
+            flags = VARIANTS[name]
+            variants[" ".join([TASK, *flags])] = start(flags)
         rows = measure(
             SUBJECT,
             f"ResNet-20, {arguments.workers} workers",
-            {name: start(own) for name, own in flags.items()},
+            variants,
             arguments.blocks,
             amount=steps * arguments.workers * arguments.batch_size,
         )
     conditions = (
-        f"{arguments.blocks} blocks of {steps} training steps, batches of "
-        f"{arguments.batch_size} per worker, {source}, "
+        f"{arguments.blocks} blocks of {steps} training steps, "
+        f"batches of {arguments.batch_size} per worker, {source}, "
         f"one thread per worker, num_workers={arguments.loader_processes} in the plain loop."
     )
     finish(SUBJECT, rows, arguments, conditions)
