@@ -157,11 +157,11 @@ def _check_engine(store: Store, engine: Engine) -> None:
         ConfigurationError: There are such runs; the message names one of them and its engine.
     """
     for run in store.runs("started"):
-        starter = (run.job_id or engine.name).rpartition("-")[0]
-        if starter != engine.name:
+        started_by = (run.job_id or engine.name).rpartition("-")[0]
+        if started_by != engine.name:
             raise ConfigurationError(
-                f"run {run.name!r} was started by the engine {starter} and has not ended: "
-                f"start the master with --engine {starter} until it has, "
+                f"run {run.name!r} was started by the engine {started_by} and has not ended: "
+                f"start the master with --engine {started_by} until it has, "
                 "or choose another folder with --data-dir"
             )
 

@@ -134,8 +134,7 @@ def serve(
             token = None
         elif not token:
             token = random_token(folder)
-        starter = make_engine(engine, folder)
-        app = create_app(database_url, folder, token, starter, url, root_path)
+        app = create_app(database_url, folder, token, make_engine(engine, folder), url, root_path)
         clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
