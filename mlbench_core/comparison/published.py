@@ -51,7 +51,7 @@ _GOAL_IN_RESULT = (
 _ALL_REDUCE_TIMES = ("avg_time", "val_avg_time")
 _ALL_REDUCE_SIZES = ("tensor_size", "val_tensor_size")
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
-# Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
+# Version 3.0 sends this default (in Mbit/s) with every run. No engine limits the bandwidth.
 _NOT_LIMITED = 1000.0
 # Every custom command of version 3.0 has this image name, which says nothing about the run.
 _CUSTOM_IMAGE = "custom_image"
