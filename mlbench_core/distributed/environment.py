@@ -119,7 +119,7 @@ class ClusterEnvironment(ABC):
 
     def _has(self, *names: str) -> bool:
         # A variable that is set to nothing counts as missing.
-        return all(self.environment.get(name) for name in names)
+        return all(map(self.environment.get, names))
 
     def _integer(self, name: str, default: int | None = None) -> int:
         text = self.environment.get(name)

@@ -83,8 +83,7 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
             try:
                 connection, peer = server.accept()
             except TimeoutError:
-                ranks = range(place.world_size)
-                missing = [str(rank) for rank in ranks if rank not in arrived]
+                missing = map(str, sorted(set(range(place.world_size)).difference(arrived)))
                 raise WorkerError(
                     f"no message of rank {', '.join(missing)} arrived at "
                     f"{_join(host, place.master_port)} within "
@@ -150,7 +149,7 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
                 f"rank 0 at {_join(host, place.master_port)} sent no "
                 "list of workers: read the error of rank 0"
             ) from None
-    return [str(address) for address in addresses]
+    return list(map(str, addresses))
 
 
 def _family(host: str) -> socket.AddressFamily:

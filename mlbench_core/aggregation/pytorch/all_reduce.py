@@ -355,10 +355,12 @@ class AllReduceAggregation(Aggregation):
             return
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
-        messages = [pack(group) if own is None else own for group, own in groups]
+        messages = []
+        for group, own in groups:
+            messages.append(pack(group) if own is None else own)
         # Complex numbers are divided as pairs of real ones. A complex division would turn infinite
         # numbers into nan.
-        numbers = [as_real(message) for message in messages]
+        numbers = list(map(as_real, messages))
         if early:
             for flat in numbers:
                 divide(flat, divisor)
@@ -386,7 +388,7 @@ class AllReduceAggregation(Aggregation):
         )
 
     def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
-        sent = [self._converted(message) for message in messages]
+        sent = list(map(self._converted, messages))
         for tensor in sent:
             self._count("all_reduce", self.world_size, tensor.nbytes)
         pairwise.average(sent, divisor, self.group)
@@ -397,7 +399,7 @@ class AllReduceAggregation(Aggregation):
         # The backend gets all of them at once, and need not wait for this thread between two.
         # Memory is shared only for two, so that it does not grow to the size of the model.
         ahead = 2 if self.shared_memory else len(messages)
-        transfers = [self.start(message) for message in messages[:ahead]]
+        transfers = list(map(self.start, messages[:ahead]))
         for i, message in enumerate(messages):
             self.finish(transfers[i])
             if i + ahead < len(messages):

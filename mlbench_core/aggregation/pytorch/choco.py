@@ -416,7 +416,7 @@ class ChocoAggregation(DecentralizedAggregation):
             self.compression.add_to(self._copies[name], q_i, 1.0)
             self.compression.add_to(self._sums[name], q_i, -sum(self._weights))
         try:
-            received = [_unpack_like(own, theirs) for theirs in arrive()]
+            received = list(map(partial(_unpack_like, own), arrive()))
         except BaseException:
             # The sums have this worker's part without that of the neighbors, so they must not be
             # saved.

@@ -235,6 +235,7 @@ class DecentralizedAggregation(Aggregation):
                 workers raise it.
         """
         size = self.world_size
+        # A 1 for each neighbor among all ranks, then the tag.
         flags = [int(rank in self.neighbors) for rank in range(size)]
         row = torch.tensor([*flags, *tag], dtype=torch.uint8)
         sent = process_groups.get_backend_tensor(row, self.group)

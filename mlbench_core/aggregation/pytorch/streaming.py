@@ -262,7 +262,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
         Return the function that waits and replaces them by their averages.
         """
-        message = torch.cat([to_float4(tensor) for tensor in kind])
+        message = torch.cat(list(map(to_float4, kind)))
         gathered, work = message[None], None
         if self.world_size > 1:
             # Gloo's all_gather needs tensors in the host's memory, NCCL's on the GPU.
@@ -327,15 +327,11 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """
         if not self._counts:
             return super().state_dict()
-        flights = [
-            {"left": f.left, "gradients": f.gradients, "averages": f.averages}
-            for f in self._arrive_all()
-        ]
-        return {
-            **super().state_dict(),
-            "counts": self._without_frozen(self._counts),
-            "flights": flights,
-        }
+        flights: list[dict[str, Any]] = []
+        for f in self._arrive_all():
+            flights.append({"left": f.left, "gradients": f.gradients, "averages": f.averages})
+        counts = self._without_frozen(self._counts)
+        return {**super().state_dict(), "counts": counts, "flights": flights}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -344,7 +340,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             ValueError: It is another aggregation's state.
         """
         own = ("counts", "flights")
-        super().load_state_dict({key: value for key, value in state_dict.items() if key not in own})
+        base = {key: value for key, value in state_dict.items() if key not in own}
+        super().load_state_dict(base)
         # The other workers count on this worker's part of every message.
         self._arrive_all()
         self._counts = counts_by_plain_name(state_dict.get("counts", {}))

@@ -51,7 +51,7 @@ _COMMUNICATION = re.compile(
 _GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
 
 # Bytecodes of raise statements: an error that left another instruction comes out of compiled code.
-_RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+_RAISE = frozenset([dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]])
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,10 @@ class _KnownWorkers:
             return False
         process = self.processes[rank]
         try:
+            if process is None or not process.is_running():
+                return True
             # A zombie has ended, but its parent has not collected its status yet.
-            return (
-                process is None
-                or not process.is_running()
-                or process.status() == psutil.STATUS_ZOMBIE
-            )
+            return bool(process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 
@@ -246,11 +244,10 @@ def _read_records() -> None:
         store = process_groups.store()
         if not store.check(keys):
             return
-        _known.records = {
-            rank: _Record(**json.loads(store.get(key))) for rank, key in enumerate(keys)
-        }
+        records = [_Record(**json.loads(store.get(key))) for key in keys]
+        _known.records = dict(enumerate(records))
         machine = _machine()
-        for rank, record in _known.records.items():
+        for rank, record in enumerate(records):
             if record.machine == machine != "":
                 _known.processes[rank] = None
                 with contextlib.suppress(psutil.NoSuchProcess):

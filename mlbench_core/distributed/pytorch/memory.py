@@ -78,10 +78,10 @@ def _glibc() -> Any:
 
 def _is_set_by_environment() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return any(
-        f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables
-        for name in _SETTINGS
-    )
+    for name in _SETTINGS:
+        if f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables:
+            return True
+    return False
 
 
 def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:

@@ -82,7 +82,7 @@ def config_logging(
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT))
         handler.addFilter(_RankFilter())
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = list(map(logging.getLogger, _LOGGERS))
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         # A copy of the list, because the loop removes handlers.

@@ -91,7 +91,7 @@ class MirroredWorkers:
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums of integers over all workers, one for each of the numbers."""
-        return [int(number) for number in self.all_reduce(tf.constant(numbers, tf.int64)).numpy()]
+        return list(map(int, self.all_reduce(tf.constant(numbers, tf.int64)).numpy()))
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
         """Return the content that the sender passed.

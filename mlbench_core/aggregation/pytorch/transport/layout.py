@@ -174,7 +174,10 @@ def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: 
                 f"0 and {other_trains} on worker {rank}"
             )
     # Both have the same parameters, so only the order differs.
-    position, ours, theirs = next(
-        (i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b
+    position, own_names, other_names = 0, list(first), list(other)
+    while own_names[position] == other_names[position]:
+        position += 1
+    return (
+        f"parameter number {position} is {own_names[position]!r} on worker 0 and "
+        f"{other_names[position]!r} on worker {rank}"
     )
-    return f"parameter number {position} is {ours!r} on worker 0 and {theirs!r} on worker {rank}"

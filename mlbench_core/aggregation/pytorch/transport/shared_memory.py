@@ -388,7 +388,8 @@ class SharedMemorySum:
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
         # Block by block, each sum is copied to the shared memory while it is still in the cache.
-        blocks = (tensor.split(_BLOCK_ELEMENTS) for tensor in (message[part], published, *others))
+        tensors = message[part], published, *others
+        blocks = [tensor.split(_BLOCK_ELEMENTS) for tensor in tensors]
         for own_block, published_block, *other_blocks in zip(*blocks, strict=True):
             for block in other_blocks:
                 own_block.add_(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -225,7 +226,7 @@ def unpack_tensors(
             f"aggregated must be a vector of at least {indices[-1]} "
             f"elements, not shape {tuple(aggregated.shape)}"
         )
-    return [
-        aggregated[start:end].view(size)
-        for start, end, size in zip(indices, indices[1:], sizes, strict=False)
-    ]
+    tensors = []
+    for (start, end), size in zip(itertools.pairwise(indices), sizes, strict=True):
+        tensors.append(aggregated[start:end].view(size))
+    return tensors

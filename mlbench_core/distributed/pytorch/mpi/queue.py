@@ -261,7 +261,8 @@ class WorkQueue:
             drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any
                 more.
         """
-        self._end_works([work for work in self._works() if work.owner is owner], drain)
+        works = [work for work in self._works() if work.owner is owner]
+        self._end_works(works, drain)
         with self._lock:
             self._groups -= 1
             is_last = self._groups <= 0
