@@ -178,11 +178,10 @@ class Network:
             raise ValueError(
                 f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks"
             )
-        highest = max(self.hosts, default=0)
-        if highest >= (self.num_hosts or MAX_HOSTS):
-            raise ValueError(
-                f"host must be from 0 to {(self.num_hosts or MAX_HOSTS) - 1}, not {highest}"
-            )
+        last = (self.num_hosts or MAX_HOSTS) - 1
+        for host in self.hosts:
+            if not 0 <= host <= last:
+                raise ValueError(f"host must be from 0 to {last}, not {host}")
 
     @property
     def num_hosts(self) -> int | None:
