@@ -131,7 +131,10 @@ def place(rows: dict[str, int], paths: list[list[str]]) -> dict[str, int]:
 
 def spread(nodes: list[str], wanted: list[int]) -> list[int]:
     """Return positions near those wanted, in the same order and without overlap."""
-    halves = [(BEND_WIDTH if ">" in node else BOX_WIDTH + GAP) // 2 for node in nodes]
+    halves = []
+    for node in nodes:
+        width = BEND_WIDTH if ">" in node else BOX_WIDTH + GAP
+        halves.append(width // 2)
     from_left = wanted[:1]
     for i in range(1, len(wanted)):
         from_left.append(max(wanted[i], from_left[-1] + halves[i - 1] + halves[i]))

@@ -164,14 +164,14 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
     faces = find_faces({name: tree for name, (_, tree) in trees.items()})
     for source, (file, tree) in trees.items():
         for node in ast.walk(tree):
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                continue
-            names = [alias.name for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                if not node.module:
-                    continue
-                names = [f"{node.module}.{name}" for name in names]
-                names = [name if name in trees else node.module for name in names]
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    # The name is that of a module, or of a part of one.
+                    name = f"{node.module}.{alias.name}"
+                    names.append(name if name in trees else node.module)
             for name in dict.fromkeys(names):
                 # A script of a task imports the modules beside it by their last name.
                 beside = f"{source.rpartition('.')[0]}.{name.partition('.')[0]}"

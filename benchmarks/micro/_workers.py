@@ -177,6 +177,15 @@ def _close(pipe: Any) -> None:
         pipe.close()
 
 
+def largest(replies: Sequence[Reply]) -> Reply:
+    """Return the largest of each figure in the replies; of times, those of the slowest worker."""
+    figures = dict(replies[0])
+    for reply in replies[1:]:
+        for name in figures:
+            figures[name] = max(figures[name], reply[name])
+    return figures
+
+
 def mpirun_command(count: int) -> list[str] | None:
     """Return the command that starts a number of processes of MPI; None if MPI cannot be used."""
     # Wheels of Open MPI put the program into the folder of this Python, which may not be on the

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from _bare_loop import bare_loop
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, serve
 
 from mlbench_core.distributed.pytorch import mpi
 
@@ -84,7 +84,7 @@ def run(
 
         def block(name: str, size: int) -> Timed:
             replies = workers.ask(variant=name, elements=size, repetitions=repetitions)
-            return Timed(max(reply["seconds"] for reply in replies))
+            return Timed(largest(replies)["seconds"])
 
         names = [BARE, OURS]
         if backend == "mpi":

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import HUGE_MB, MOMENTUM, WORKLOADS
-from _workers import Workers, serve
+from _workers import Workers, largest, serve
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -261,10 +261,9 @@ def run(model: str, count: int, arguments: Any) -> list[Row]:
     with Workers(__file__, count, {"model": model, "steps": steps}) as workers:
 
         def block(variant: str) -> Timed:
-            replies = workers.ask(variant=variant)
-            largest = {key: max(reply[key] for reply in replies) for key in replies[0]}
-            seconds = largest.pop("seconds")
-            return Timed(seconds, {"ms/step": 1000 * seconds / steps, **largest})
+            figures = largest(workers.ask(variant=variant))
+            seconds = figures.pop("seconds")
+            return Timed(seconds, {"ms/step": 1000 * seconds / steps, **figures})
 
         case = f"{title}, {count} workers"
         variants = {name: partial(block, name) for name in VARIANTS}

@@ -67,7 +67,7 @@ class RowPerValue(Dataset[Batch]):
 
 
 def write_copies(dataset: LMDBDataset, per_row: Path, raw: Path) -> None:
-    """Write the rows as one value each, and as one file with nothing but their bytes."""
+    """Write the rows as one value each, and as one file of their bytes only."""
     with (
         raw.open("wb") as file,
         lmdb.open(str(per_row), subdir=False, lock=False, map_size=1 << 40) as environment,

@@ -152,8 +152,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     arguments = read_arguments(argv)
-    # glibc of the workers then returns every freed tensor at once, so that their memory is what is
-    # in use.
+    # glibc of the workers then returns every freed tensor at once, so their memory is that in use.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     cases = itertools.product(arguments.models, arguments.workers, arguments.variants)
     with mock.patch.dict(os.environ, settings):

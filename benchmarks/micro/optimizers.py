@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import ALONE, DDP, VARIANTS, WORKLOADS, Context, Trainee
-from _workers import Workers, serve
+from _workers import Workers, largest, serve
 
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.network.emulated import EmulatedNetwork
@@ -151,7 +151,7 @@ def profile_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
 
 
 def make_setup(model: str, arguments: argparse.Namespace, keeps_memory: bool) -> dict[str, Any]:
-    """Describe to workers what they measure."""
+    """Describe a measurement to the workers."""
     steps = arguments.steps or WORKLOADS[model].steps
     device = "cuda" if arguments.gpu else "cpu"
     return {"model": model, "steps": steps, "device": device, "keeps_memory": keeps_memory}
@@ -207,13 +207,12 @@ def launch(
             return stack.enter_context(Workers(__file__, count, setup, network=network))
 
         def block(workers: Workers, name: str) -> Timed:
-            replies = workers.ask(variant=name)
-            largest = {key: max(reply[key] for reply in replies) for key in replies[0]}
-            extra = {"ms/step": 1000 * largest["seconds"] / steps}
-            if "exposed_s" in largest:
-                extra["exposed ms"] = 1000 * largest["exposed_s"] / steps
-            extra["MB/step"] = largest["bytes"] / 1e6
-            return Timed(largest["seconds"], extra)
+            figures = largest(workers.ask(variant=name))
+            extra = {"ms/step": 1000 * figures["seconds"] / steps}
+            if "exposed_s" in figures:
+                extra["exposed ms"] = 1000 * figures["exposed_s"] / steps
+            extra["MB/step"] = figures["bytes"] / 1e6
+            return Timed(figures["seconds"], extra)
 
         if not arguments.apart:
             workers = start(keeps_memory=True)

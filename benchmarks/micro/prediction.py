@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -122,11 +122,11 @@ def run_workers(network: str, workers: int, rounds: int) -> dict[str, Any]:
         done = subprocess.run([*argv, "--alone"], check=True, capture_output=True)
         return json.loads(done.stdout)
     with EmulatedNetwork(workers, network=get_network(network)) as emulated:
-        started = [emulated.popen(host, argv, stdout=subprocess.PIPE) for host in range(workers)]
+        processes = [emulated.popen(host, argv, stdout=subprocess.PIPE) for host in range(workers)]
         try:
-            return json.loads(started[0].communicate(timeout=TIMEOUT_S)[0])
+            return json.loads(processes[0].communicate(timeout=TIMEOUT_S)[0])
         finally:
-            for worker in started:
+            for worker in processes:
                 worker.kill()
                 worker.communicate()
 
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve(arguments.serve, arguments.alone)
         return
     cases = list(itertools.product(arguments.networks, arguments.workers))
-    turns: dict[tuple[str, int], list[dict[str, Any]]] = {case: [] for case in cases}
+    turns: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     alone: list[dict[str, Any]] = []
     # Interleaved, because the load of a shared machine changes.
     for _ in range(arguments.blocks):

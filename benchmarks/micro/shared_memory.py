@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, serve
+from _workers import Workers, largest, serve
 
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 
@@ -74,7 +74,7 @@ def run(count: int, blocks: int, sizes: Sequence[int]) -> list[Row]:
         def block(variant: str, size: int, messages: int) -> Timed:
             replies = workers.ask(variant=variant, bytes=size, count=messages)
             busy_ms = 1000 * sum(reply["busy"] for reply in replies) / count
-            return Timed(max(reply["seconds"] for reply in replies), {"CPU ms": busy_ms})
+            return Timed(largest(replies)["seconds"], {"CPU ms": busy_ms})
 
         for size in sizes:
             messages = min(MOST_MESSAGES, -(-TOTAL_BYTES // size))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _bench import Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, serve
+from _workers import Workers, largest, serve
 
 PLAIN, TASK = "plain PyTorch loop", "task 1a"
 FLAGS = ["--channels-last", "--autocast", "bf16"]
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         def start(flags: list[str] | None) -> Callable[[], Timed]:
             own = {**setup, "folder": folder, "flags": flags}
             workers = stack.enter_context(Workers(__file__, arguments.workers, own))
-            return lambda: Timed(max(reply["seconds"] for reply in workers.ask()))
+            return lambda: Timed(largest(workers.ask())["seconds"])
 
         variants = {PLAIN: start(None)}
         for name in arguments.variants:

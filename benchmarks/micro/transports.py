@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import LR, MOMENTUM, WORKLOADS
-from _workers import Workers, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, serve
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
@@ -91,7 +91,7 @@ def run(model: str, count: int, steps: int, blocks: int) -> list[Row]:
         def block(variant: str) -> Timed:
             replies = workers.ask(variant=variant)
             busy_ms = 1000 * sum(reply["busy"] for reply in replies) / count / steps
-            return Timed(max(reply["seconds"] for reply in replies), {"CPU ms/step": busy_ms})
+            return Timed(largest(replies)["seconds"], {"CPU ms/step": busy_ms})
 
         case = f"{WORKLOADS[model].title}, {count} workers"
         variants = {name: partial(block, name) for name in VARIANTS}

@@ -119,7 +119,7 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
         workers=first["workers"],
         batch_size=BATCH_SIZE * first["workers"],
         options=first["options"],
-        values={seed: epochs_to_goal(result) for seed, result in results.items()},
+        values=dict(zip(results, map(epochs_to_goal, results.values()), strict=True)),
         unit="epochs",
         resolution=1.0,  # the task validates at the end of each epoch
         version=latest["software"]["mlbench_core"],

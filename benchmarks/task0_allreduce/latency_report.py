@@ -140,7 +140,7 @@ class LatencyReport:
         Values are in seconds and bytes per second.
         """
         text = io.StringIO()
-        rows = [m.row() for m in self.measurements]
+        rows = list(map(Measurement.row, self.measurements))
         names = list(rows[0]) if rows else []
         writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
         writer.writeheader()

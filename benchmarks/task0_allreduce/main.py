@@ -57,13 +57,13 @@ def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, 
     sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
     if len(sizes) < len(wanted):
         left_out["sizes"] = (
-            f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements "
-            f"{args.max_elements}"
+            f"{len(wanted) - len(sizes)} of {len(wanted)} are above "
+            f"--max-elements {args.max_elements}"
         )
     if not sizes:
         raise ConfigurationError(
-            f"--max-elements must be at least {min(wanted)}, the smallest size, not "
-            f"{args.max_elements}"
+            f"--max-elements must be at least {min(wanted)}, the smallest size, "
+            f"not {args.max_elements}"
         )
     return sorted({-(-count // multiple_of) * multiple_of for count in sizes})
 
@@ -72,11 +72,13 @@ def choose_dtypes(
     args: argparse.Namespace, device: torch.device, left_out: dict[str, str]
 ) -> list[torch.dtype]:
     """Return the types for which the backend has the collective."""
+    chosen = []
     for name in args.dtypes:
         reason = why_not(args.collective, DTYPES[name], device)
-        if reason is not None:
+        if reason is None:
+            chosen.append(DTYPES[name])
+        else:
             left_out[name] = reason
-    chosen = [DTYPES[name] for name in args.dtypes if name not in left_out]
     if not chosen:
         raise BackendError(
             f"{dist.get_backend()} has no {args.collective} on {device.type} for any of the "
@@ -203,7 +205,8 @@ def main(
             from plot import draw
 
             files.append(draw([report], Path(output_dir) / f"{name}.png"))
-        print("\n".join(f"written: {path}" for path in files), flush=True)
+        for path in files:
+            print(f"written: {path}", flush=True)
     # The results are written before this error, because they show the sizes that are wrong.
     if wrong := report.wrong():
         cases = ", ".join(f"{m.elements} elements of {m.dtype}" for m in wrong)

@@ -163,7 +163,9 @@ class Collective(ABC):
 
     def _peer(self, rank: int) -> int:
         """Convert a rank in this group to one in the default group, which torch takes as a root."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        if self.group is None:
+            return rank
+        return dist.get_global_rank(self.group, rank)
 
 
 class AllReduce(Collective):

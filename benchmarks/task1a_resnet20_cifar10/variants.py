@@ -340,14 +340,15 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
         batch_size: Images per worker in the task's reference.
         base_lr: The task's rate of one worker with this batch size.
     """
-    if args.settings == "2018":
+    is_2018 = args.settings == "2018"
+    if is_2018:
         batch_size, base_lr = 32, 0.1 / 256 * 32
     variant = VARIANTS.get(args.optimizer, VARIANTS[REFERENCE])
     size = batch_size if args.batch_size is None else args.batch_size
     growth = workers * size / batch_size if variant.scales else 1.0
     lr = base_lr * variant.lr_factor
     # log2 of the growth, so that a run without growth does not warm up.
-    warmup_epochs = 5 if args.settings == "2018" else math.log2(max(1, growth))
+    warmup_epochs = 5 if is_2018 else math.log2(max(1, growth))
     return Plan(size, lr * min(1, growth), lr * growth, warmup_epochs)
 
 
