@@ -82,7 +82,10 @@ class _KnownWorkers:
         return self.group is not None and self.group is dist.group.WORLD
 
     def has_ended(self, rank: int) -> bool:
-        """Return True if the worker's process has certainly ended, else or elsewhere False."""
+        """Return True if the worker's process has certainly ended.
+
+        The answer is False if it runs, or if it is on another machine.
+        """
         if rank not in self.processes:
             return False
         process = self.processes[rank]

@@ -183,10 +183,8 @@ def is_on_one_machine(group: Any = None) -> bool:
 def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     """Begin to compare bytes of all workers of a group, in a message of 16 bytes.
 
-    It is a collective operation.
-
-    It belongs to the preparation of training. So it calls the group itself and not
-    ``torch.distributed.all_reduce``, where tools record the messages of training steps.
+    It is a collective operation for the preparation of training. So it calls the group itself and
+    not ``torch.distributed.all_reduce``, in which tools record the messages of training steps.
 
     Returns:
         A function that waits and returns True if the bytes of all workers are the same.

@@ -57,7 +57,7 @@ def attention_score(
 ) -> Tensor:
     r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys.
 
-    Each sentence has its own. It needs little memory.
+    They are those of each sentence of a batch. The result is computed in little memory.
 
     The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all
     four arguments, in the dtype of each. A second derivative is not available.

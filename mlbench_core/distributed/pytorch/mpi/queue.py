@@ -206,7 +206,9 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             devices = sorted({str(tensor.device) for tensor in self._result if tensor.is_cuda})
-            self._future = torch.futures.Future(devices=list(map(torch.device, devices)))
+            self._future = torch.futures.Future(
+                devices=[torch.device(device) for device in devices]
+            )
         if self.done:
             self.set_future()
         return self._future
