@@ -1,7 +1,7 @@
 """Worker processes that do a block of work for each request.
 
 All scripts that need several workers use this protocol. The parent starts N processes of the
-calling script with ``--worker FOLDER``, which call :func:`serve`.
+calling script with ``--worker FOLDER``, which call :func:`serve` by :func:`run_script`.
 
     parent                      worker 0                          workers 1 to N-1
     ------                      --------                          ----------------
@@ -53,8 +53,7 @@ class Workers:
     """A group of worker processes.
 
     Args:
-        script: The calling script; it must call :func:`serve` if its first argument is
-            ``--worker``.
+        script: The calling script; it must call :func:`run_script` or :func:`serve`.
         count: Number of workers. Each uses one thread.
         setup: Passed to the script's handler factory in every worker.
         launcher: Program and arguments that start all workers at once, such as mpirun's; None
@@ -200,6 +199,16 @@ def mpirun_command(count: int) -> list[str] | None:
         # user.
         command.append("--allow-run-as-root")
     return [*command, "-n", str(count)]
+
+
+def run_script(
+    main: Callable[[], None], make_handler: Callable[[Reply], Callable[[Reply], Reply]]
+) -> None:
+    """Be a worker if the parent started this process as one; else run the script's ``main``."""
+    if sys.argv[1:2] == ["--worker"]:
+        serve(make_handler)
+    else:
+        main()
 
 
 def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from _bare_loop import bare_loop
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, largest, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, run_script
 
 from mlbench_core.distributed.pytorch import mpi
 
@@ -124,4 +124,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import HUGE_MB, MOMENTUM, WORKLOADS
-from _workers import Workers, largest, serve
+from _workers import Workers, largest, run_script
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -288,4 +287,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -17,7 +17,6 @@ import argparse
 import gc
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, finish, make_parser, parse, positive, summarize
 from _variants import VARIANTS, WORKLOADS, Context
-from _workers import WorkerError, Workers, serve
+from _workers import WorkerError, Workers, run_script
 from torch import Tensor, nn
 
 STEPS = 3
@@ -161,4 +160,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

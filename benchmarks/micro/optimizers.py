@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import ALONE, DDP, VARIANTS, WORKLOADS, Context, Trainee
-from _workers import Workers, largest, serve
+from _workers import Workers, largest, run_script
 
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.network.emulated import EmulatedNetwork
@@ -305,4 +305,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -11,7 +11,6 @@ over the workers.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, largest, serve
+from _workers import Workers, largest, run_script
 
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 
@@ -98,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

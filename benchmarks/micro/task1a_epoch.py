@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _bench import Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, largest, serve
+from _workers import Workers, largest, run_script
 
 PLAIN, TASK = "plain PyTorch loop", "task 1a"
 FLAGS = ["--channels-last", "--autocast", "bf16"]
@@ -194,4 +194,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

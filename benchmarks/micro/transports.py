@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import LR, MOMENTUM, WORKLOADS
-from _workers import Workers, largest, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, run_script
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
@@ -119,4 +119,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)
