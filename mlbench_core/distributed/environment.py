@@ -251,8 +251,8 @@ class _MPIEnvironment(ClusterEnvironment):
         rank, size = self._integer(self.rank_name), self._integer(self.size_name)
         address = self.environment.get("MASTER_ADDR")
         if not address and size > 1:
-            # An mpirun does not name the host of rank 0. It is this host only if all workers run
-            # here.
+            # An mpirun does not name the host of rank 0. It is this host
+            # only if all workers run here.
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
                     f"{self.name} started {size} workers on more than one host, and none knows "
@@ -334,8 +334,8 @@ class MPIWorldEnvironment(ClusterEnvironment):
             mpi.check_launch(world, expected.rank, expected.world_size, self.expected.name)
         if world.size == 1:
             return Place(rank=0, world_size=1)
-        # Each worker knows only its own host; the list of all gives the local rank and the
-        # rendezvous.
+        # Each worker knows only its own host; the list of all gives the
+        # local rank and the rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
         address = self.environment.get("MASTER_ADDR")
@@ -366,8 +366,8 @@ class SlurmEnvironment(ClusterEnvironment):
     name = "SLURM's srun"
 
     def is_active(self) -> bool:
-        # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the
-        # same variables.
+        # Only srun makes a step. Without one this is the shell of sbatch or salloc,
+        # which has the same variables.
         if not self._has("SLURM_STEP_ID"):
             if self.environment.get("ENVIRONMENT") == "BATCH":
                 return False
@@ -435,8 +435,8 @@ def first_slurm_host(nodes: str) -> str:
 
 def _slurm_address(nodes: str) -> str:
     """Return the first node's name, or SLURM's address for it if the name does not resolve."""
-    # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as
-    # containers.
+    # scontrol knows the short form completely; first_slurm_host() is for hosts
+    # without it, such as containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
     name = listed[0] if listed else first_slurm_host(nodes)
     if not name or resolves(name):

@@ -107,8 +107,8 @@ class Aggregation(ABC):
     takes_complex: bool = True
     averages_gradients: bool = True
 
-    # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before
-    # it sends.
+    # True if not every call sends: then `aggregate` gets all weights, and calls
+    # `_traveling` before it sends.
     _selects_late: ClassVar[bool] = False
     # Keys of state_dict() under which values are kept by parameter name.
     _named_state: ClassVar[tuple[str, ...]] = ()
@@ -508,8 +508,8 @@ class Aggregation(ABC):
             first = next(iter(parameters))
             self.read_mark(flags[0], frozen, parameters[first].grad is not None)
         for names, flag in zip(names_by_kind.values(), flags, strict=True):
-            # Only a worker without a gradient reads the flags, because reading them waits for a
-            # GPU.
+            # Only a worker without a gradient reads the flags, because
+            # reading them waits for a GPU.
             if all(parameters[name].grad is not None for name in names):
                 continue
             for name, is_present in zip(names, flag.abs().tolist(), strict=True):

@@ -418,8 +418,8 @@ class ChocoAggregation(DecentralizedAggregation):
         try:
             received = list(map(partial(_unpack_like, own), arrive()))
         except BaseException:
-            # The sums have this worker's part without that of the neighbors, so they must not be
-            # saved.
+            # The sums have this worker's part without that of the
+            # neighbors, so they must not be saved.
             self.load_state_dict({})
             raise
         for name, x_i in tensors.items():
@@ -452,8 +452,8 @@ class ChocoAggregation(DecentralizedAggregation):
                 )
             self._copies.clear()
             self._sums.clear()
-            # random_k draws the same indices on all workers only if their generators have the same
-            # state.
+            # random_k draws the same indices on all workers only if their
+            # generators have the same state.
             self.compression.load_state_dict(self._first_compression)
             self._calls = 0
         self._edges_of_state = None

@@ -226,8 +226,8 @@ class CompressedAggregation(LossyAggregation):
             sent = whole.cpu()
         else:
             sent = process_groups.get_backend_tensor(whole, self.group)
-        # The messages arrive in the rows of one tensor, so they need not be copied together
-        # afterward.
+        # The messages arrive in the rows of one tensor, so they need not
+        # be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count("all_gather", self.world_size, sent.nbytes)
@@ -271,7 +271,7 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
             f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient "
             f"{tuple(like.shape)}: the state was loaded from a run with another model"
         )
-    # The model may have moved to another device or dtype since the last call or since the
-    # checkpoint.
+    # The model may have moved to another device or dtype since the last
+    # call or since the checkpoint.
     memory[name] = remembered = remembered.to(device=like.device, dtype=dtype)
     return remembered

@@ -55,12 +55,12 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     for name, weight in parameters_of(model):
         weights[name] = weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
         average[name] = weights[name].clone()
-    # Neither this nor the average below is a part of a training step, whose collectives the tracker
-    # counts.
+    # Neither this nor the average below is a part of a training step, whose
+    # collectives the tracker counts.
     with uncounted():
         AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
-    # Each worker knows only its own distance, so the mean of the squares needs one more number from
-    # every worker.
+    # Each worker knows only its own distance, so the mean of the squares needs one
+    # more number from every worker.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
@@ -84,13 +84,13 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
     """
     tensors = {}
     for name, tensor in (*parameters_of(model), *model.named_buffers()):
-        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average
-        # makes no sense.
+        # Counters, such as BatchNorm's num_batches_tracked, are integers, of
+        # which an average makes no sense.
         if tensor.is_floating_point() or tensor.is_complex():
             tensors[name] = tensor.detach()
     aggregation = AllReduceAggregation(None, process_group=process_group)
-    # All workers leave this comparison at the same time, so the clock below does not measure who
-    # came late.
+    # All workers leave this comparison at the same time, so the clock below
+    # does not measure who came late.
     is_charged = tracker is not None and _workers_differ(model, process_group)
     with torch.no_grad(), naming_lost_workers():
         if not is_charged:

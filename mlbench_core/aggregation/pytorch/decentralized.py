@@ -167,8 +167,8 @@ class DecentralizedAggregation(Aggregation):
 
     def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
         """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
-        # At least in float32: in half precision each addition would be rounded, and not only the
-        # result.
+        # At least in float32: in half precision each addition would be
+        # rounded, and not only the result.
         dtype = torch.promote_types(x_i.dtype, torch.float32)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, received), strict=True):
             own = block.to(dtype)
@@ -206,8 +206,8 @@ class DecentralizedAggregation(Aggregation):
             received.append(buffer)
             sends.append(dist.P2POp(dist.isend, sent, peer, self.group))
             receives.append(dist.P2POp(dist.irecv, buffer, peer, self.group))
-        # Sends and receives start together. In a blocking order, two neighbors could wait for each
-        # other.
+        # Sends and receives start together. In a blocking order, two
+        # neighbors could wait for each other.
         works = dist.batch_isend_irecv(sends + receives)
         # All neighbors at once: their messages share this worker's link but not their delays.
         count = len(self.neighbors)

@@ -154,8 +154,8 @@ class DionAggregation(LossyAggregation):
         self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
-            # A direction that the momentum does not have has length 0. It takes no part in this
-            # update.
+            # A direction that the momentum does not have has length 0. It
+            # takes no part in this update.
             q = torch.where(length == 0, 0, r[name] / length)
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
             # M_i = B_i - (1 - mu) P R^T

@@ -79,8 +79,8 @@ class OneBitAggregation(EFSignAggregation):
     averages_gradients = False
 
     _named_state = ("errors", "average_errors", "momentum", "steps")
-    # Only the errors of the workers differ. All compute the same average, and so the same error of
-    # it.
+    # Only the errors of the workers differ. All compute the same average,
+    # and so the same error of it.
     _own_state = ("errors",)
 
     def __init__(
@@ -140,8 +140,8 @@ class OneBitAggregation(EFSignAggregation):
             if name in warming:
                 continue
             m = recall(self._momentum, name, tensor)
-            # The sum over workers is divided by the divisor, but each of the k workers has the
-            # whole m.
+            # The sum over workers is divided by the divisor, but each of
+            # the k workers has the whole m.
             factor = divisor.to(m) if isinstance(divisor, Tensor) else divisor
             shared = m * factor / self.world_size
             candidates[name] = shared.lerp_(tensor.to(m.dtype), 1 - self.beta)

@@ -139,8 +139,8 @@ class PeriodicAggregation(Aggregation):
                 "overlap must be False for a periodic aggregation, which averages weights after "
                 f"the step instead of gradients: leave it out of {type(aggregation).__name__}(...)"
             )
-        # Raises an error for aggregations that compress gradients, because they would destroy
-        # weights.
+        # Raises an error for aggregations that compress gradients,
+        # because they would destroy weights.
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.world_size = aggregation.world_size
@@ -185,8 +185,8 @@ class PeriodicAggregation(Aggregation):
             phase = self._counts[name] % self.period
             if phase == 0:
                 due[name] = tensor
-            # A state may come from a run with a longer delay. Its corrections are added as soon as
-            # possible.
+            # A state may come from a run with a longer delay. Its corrections
+            # are added as soon as possible.
             if phase == 0 or phase >= self.delay:
                 to_correct[name] = tensor
         self._add_corrections(to_correct)
@@ -348,8 +348,8 @@ class DiLoCoAggregation(Aggregation):
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 
-    # Only weights can move the shared weights, so aggregating gradients would leave them as they
-    # are.
+    # Only weights can move the shared weights, so aggregating gradients
+    # would leave them as they are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
@@ -454,8 +454,8 @@ class DiLoCoAggregation(Aggregation):
         dtype = torch.promote_types(weights.dtype, torch.float32)
         theta = nn.Parameter(weights.detach().to(dtype, copy=True))
         self._shared[name] = theta
-        # All weights are in one group, so that its options, such as the learning rate, hold for all
-        # of them.
+        # All weights are in one group, so that its options, such as the
+        # learning rate, hold for all of them.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
@@ -479,8 +479,8 @@ class DiLoCoAggregation(Aggregation):
         """
         if state_dict:
             check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
-        # The outer optimizer stays the same object, so that references to it and its schedulers
-        # remain valid.
+        # The outer optimizer stays the same object, so that references to it and
+        # its schedulers remain valid.
         self._shared.clear()
         self.outer_optimizer.state.clear()
         self.outer_optimizer.param_groups[0]["params"].clear()

@@ -108,8 +108,8 @@ class PowerAggregation(LossyAggregation):
     """
 
     _named_state = ("errors", "queries", "uncompressed_steps")
-    # Warm starts and the generator determine Q, which must be the same on all workers. Only the
-    # errors differ.
+    # Warm starts and the generator determine Q, which must be the same on all
+    # workers. Only the errors differ.
     _own_state = ("errors",)
 
     def __init__(
@@ -385,8 +385,8 @@ class _Matrix:
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Split gradient and delta into blocks of rows, and ``left`` into their columns."""
         rows, columns = self.delta.shape
-        # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in
-        # fewer launches.
+        # On a CPU a block stays in the cache between the operations. A GPU gets whole
+        # matrices, in fewer launches.
         if self.delta.device.type == "cpu":
             rows = max(1, BLOCK_ELEMENTS // columns)
         return zip(

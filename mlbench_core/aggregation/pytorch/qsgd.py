@@ -138,8 +138,8 @@ class QSGDAggregation(CompressedAggregation):
             received.append((their_norms, message[norms.nbytes :]))
         for block, start, first in self._in_blocks(flats):
             total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)
-            # Added in the order of ranks, because sums in different orders differ in their last
-            # bits.
+            # Added in the order of ranks, because sums in different
+            # orders differ in their last bits.
             for their_norms, packed in received:
                 level = unpack_codes(packed, len(block), bits, start).to(dtype).sub_(self.levels)
                 scale = their_norms[first : first + len(total), None]

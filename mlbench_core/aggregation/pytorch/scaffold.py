@@ -80,8 +80,8 @@ class ScaffoldAggregation(Aggregation):
         self._own: dict[str, Tensor] = {}  # c_i
         self._rates: dict[str, float] = {}  # S since the last call
 
-    # Control variates are computed from weights, so aggregating gradients would leave them as they
-    # are.
+    # Control variates are computed from weights, so aggregating gradients
+    # would leave them as they are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
@@ -155,8 +155,8 @@ class ScaffoldAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(x.shape)} of its shared weights, not "
                 f"{tuple(y_i.shape)}: load a state of this model"
             )
-        # The model may have moved to another device or dtype since the last call or since the
-        # checkpoint.
+        # The model may have moved to another device or dtype since the last
+        # call or since the checkpoint.
         dtype = torch.promote_types(y_i.dtype, torch.float32)
         for kept in (self._shared, self._common, self._own):
             if name in kept:

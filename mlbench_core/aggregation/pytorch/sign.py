@@ -89,8 +89,8 @@ class SignAggregation(CompressedAggregation):
     averages_gradients = False
 
     _named_state = ("votes_held",)
-    # No state differs between workers: the votes for zeros cancel only if all workers have the same
-    # counts.
+    # No state differs between workers: the votes for zeros cancel only if all
+    # workers have the same counts.
     _own_state = ()
 
     def __init__(
@@ -128,16 +128,16 @@ class SignAggregation(CompressedAggregation):
         is_finite = torch.cat([unpack_part(ballot, end, end + 1) for ballot in ballots]).all()
 
         def majority(first: int, start: int, stop: int) -> Tensor:
-            # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for
-            # 16,383 workers.
+            # int16 takes a quarter of the memory of int64. The counts are doubled,
+            # which fits for 16,383 workers.
             votes_for = torch.zeros(stop - start, dtype=torch.int16, device=ballots.device)
             for ballot in ballots:
                 votes_for += unpack_part(ballot, first + start, first + stop)
             return votes_for.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
 
         if ballots.is_cuda:
-            # A GPU counts the votes for all tensors at once, because counting takes several
-            # kernels.
+            # A GPU counts the votes for all tensors at once, because
+            # counting takes several kernels.
             result = majority(0, 0, end).float().masked_fill_(~is_finite, torch.nan)
             unpack(result, tensors.values())
             return
@@ -235,8 +235,8 @@ class EFSignAggregation(CompressedAggregation):
                 # Zeros are positive here as well: a sum that started from +0 is never -0. The
                 # memory now holds e.
                 part -= torch.copysign(scale, part, out=delta)
-        # On a GPU, reading the flag would make the host wait, so there the values are always
-        # replaced.
+        # On a GPU, reading the flag would make the host wait, so there
+        # the values are always replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         messages = self._gather(message, divisor, extra)
@@ -257,8 +257,8 @@ class EFSignAggregation(CompressedAggregation):
             size = 8 * (end - first_byte)
             total = kept.flat("total", size, scales.dtype, scales.device)
             other = kept.flat("other", size, scales.dtype, scales.device)
-            # All workers add in the same order, because sums in different orders differ in their
-            # last bits.
+            # All workers add in the same order, because sums in different
+            # orders differ in their last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
                 rows = (other if i else total).view(-1, 8)

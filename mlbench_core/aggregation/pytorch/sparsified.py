@@ -174,8 +174,8 @@ class SparsifiedAggregation(CompressedAggregation):
                     f"coordinates, not {tensor.numel()}: split it"
                 )
             if self.error_feedback:
-                # m is the memory itself. _take() subtracts the values to send, and the rest stays
-                # in it.
+                # m is the memory itself. _take() subtracts the values to
+                # send, and the rest stays in it.
                 m_n = recall(self._memory, name, tensor).add_(tensor).view(-1)
             else:
                 m_n = tensor.reshape(-1).clone()
@@ -227,15 +227,14 @@ class SparsifiedAggregation(CompressedAggregation):
         coordinates = torch.cat([theirs for _, theirs in of_workers])
         if _FEW * len(coordinates) <= len(total):
             self._changed[name] = coordinates
-            # A coordinate of several workers is written several times, each time with the same
-            # result.
+            # A coordinate of several workers is written several times,
+            # each time with the same result.
             averages = divide(total.index_select(0, coordinates), divisor)
             total.index_copy_(0, coordinates, averages)
         else:
             self._changed.pop(name, None)
             divide(total, divisor)
-        # The flat tensor is a copy only if the numbers are not in their logical order in
-        # memory.
+        # The flat tensor is a copy only if the numbers are not in their logical order in memory.
         if not tensor.is_contiguous():
             tensor.copy_(total.view(tensor.shape))
 
@@ -335,8 +334,8 @@ def largest_entries(
     ):
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
-    # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square
-    # root of it.
+    # About one in _STRIDE of the k largest values is in the sample, with a
+    # deviation of the square root of it.
     rank = k / _STRIDE
     margin = 4 * math.sqrt(rank) + 8
     more, fewer = int(rank + margin), max(1, int(rank - margin))
@@ -350,8 +349,8 @@ def largest_entries(
     coordinates, values = candidates
     size = values.abs()
     surplus = len(size) - k
-    # A value that equals the high threshold may or may not belong to the result. nan is above every
-    # threshold.
+    # A value that equals the high threshold may or may not belong to the result.
+    # nan is above every threshold.
     between = _positions(compare(size, "less_equal", _largest(sample, fewer)))
     if len(between) <= surplus:
         # At least k values are above the high threshold, as for a very small k.

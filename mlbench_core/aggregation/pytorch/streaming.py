@@ -220,8 +220,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
     def _due(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Count a step of every tensor, and return those whose fragment is sent in this step."""
-        # The order of the shared weights is saved with them, and freezing a layer does not change
-        # it.
+        # The order of the shared weights is saved with them, and
+        # freezing a layer does not change it.
         offsets = {}
         for position, name in enumerate(self._shared):
             # Parameter j is in fragment p = j mod P, which is sent if t = floor(p H / P) mod H.
@@ -286,8 +286,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 wide = torch.promote_types(tensor.dtype, torch.float32)
                 end = start + wide.itemsize + packed_bytes(tensor.numel(), 4)
                 rows = gathered[:, start:end].to(tensor.device)
-                # Added in the order of ranks, because sums in different orders differ in their last
-                # bits.
+                # Added in the order of ranks, because sums in different
+                # orders differ in their last bits.
                 total = torch.zeros(tensor.numel(), dtype=wide, device=tensor.device)
                 for row in rows:
                     total += from_float4(row, tensor.numel(), wide)

@@ -90,6 +90,6 @@ def _gpu_index(rank: int) -> int:
             "(and --gpu) to compute on the CPU, or install a torch build with CUDA and "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the
-    # remainder.
+    # The global rank may exceed the number of GPUs, and several workers may
+    # share a GPU: hence the remainder.
     return int(os.environ.get("LOCAL_RANK") or rank) % count

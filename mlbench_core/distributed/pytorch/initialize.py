@@ -47,8 +47,8 @@ __all__ = ["initialize_backends"]
 
 _log = logging.getLogger(__name__)
 
-# Time to wait for the name of rank 0's host: the name of a container resolves only shortly after
-# its start.
+# Time to wait for the name of rank 0's host: the name of a container resolves
+# only shortly after its start.
 _RESOLVE_S = 20.0
 _LOOPBACK = "127.0.0.1"
 # Workers that start together meet sooner.
@@ -154,8 +154,8 @@ def initialize_backends(
     # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
     if comm_backend != "mpi":
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
-    # The stack unwinds in reverse: the process group is destroyed before loggers and variables are
-    # restored.
+    # The stack unwinds in reverse: the process group is destroyed before
+    # loggers and variables are restored.
     with contextlib.ExitStack() as stack:
         if keep_memory and keep_freed_memory():
             stack.callback(return_freed_memory)
@@ -274,8 +274,8 @@ def _join(
         with contextlib.nullcontext() if is_mpi else _waiting(place, timeout_s):
             dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
-        # torch raises a plain RuntimeError for all of these causes; only the text distinguishes
-        # them.
+        # torch raises a plain RuntimeError for all of these causes; only
+        # the text distinguishes them.
         text = str(error)
         reason = text.splitlines()[0] if text else type(error).__name__
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():

@@ -36,8 +36,8 @@ __all__ = ["explained", "forget", "introduce", "is_failed_communication", "namin
 SILENCE_S = 5.0
 """Seconds to wait for the notices of workers whose processes are not known to have ended."""
 
-# Modules whose errors may be those of a collective operation, raised by a statement or by compiled
-# code.
+# Modules whose errors may be those of a collective operation, raised by a
+# statement or by compiled code.
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
 
 # Words of failed collective operations; only errors that come out of one of these libraries are
@@ -184,8 +184,8 @@ def explained(error: Exception) -> WorkerError:
     Args:
         error: The backend's error.
     """
-    # A request to the store over a cut cable never returns. So a thread makes the request, and may
-    # be left behind.
+    # A request to the store over a cut cable never returns. So a thread makes the
+    # request, and may be left behind.
     answer: list[str] = []
     asking = threading.Thread(
         target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True
@@ -218,8 +218,8 @@ def _who_is_lost() -> str:
     while True:
         try:
             store.set(_key("noticed", process_groups.rank()), "1")
-            # Before the look at the notices: a worker that writes one and ends in between must not
-            # count as lost.
+            # Before the look at the notices: a worker that writes one and ends in
+            # between must not count as lost.
             ended = [rank for rank in sorted(silent) if _known.has_ended(rank)]
             for rank in sorted(silent):
                 if store.check([_key("noticed", rank)]):
@@ -270,8 +270,8 @@ def _key(kind: str, rank: int) -> str:
 
 def _machine() -> str:
     """Return a name of the running kernel and its namespace of process ids; empty if unknown."""
-    # Containers of one host have one kernel, but do not see each other's process ids: hence the
-    # namespace.
+    # Containers of one host have one kernel, but do not see each other's
+    # process ids: hence the namespace.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

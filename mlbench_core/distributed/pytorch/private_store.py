@@ -59,8 +59,8 @@ def meet(
         store, path = create(world_size, timeout)
         port_store.set(_KEY, str(path))
         store.wait([f"{_KEY}/{other}" for other in range(1, world_size)], timeout)
-        # An agent of torchrun keeps its store: workers that meet there again must not find this
-        # path.
+        # An agent of torchrun keeps its store: workers that meet there
+        # again must not find this path.
         port_store.delete_key(_KEY)
     else:
         path = Path(os.fsdecode(port_store.get(_KEY)))

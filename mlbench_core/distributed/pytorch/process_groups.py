@@ -152,8 +152,8 @@ def machine() -> str:
         return ""
 
 
-# By group. A weak reference, because a process group keeps its store and the port of its
-# rendezvous.
+# By group. A weak reference, because a process group keeps its store
+# and the port of its rendezvous.
 _is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 

@@ -61,8 +61,8 @@ class MirroredWorkers:
                     cluster, task_type="worker", task_id=self.rank, rpc_layer="grpc"
                 )
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
-        # One function for each dtype and shape: a single one for all would warn that it is traced
-        # again.
+        # One function for each dtype and shape: a single one for all would
+        # warn that it is traced again.
         self._all_reduces: dict[tuple[Any, ...], Any] = {}
 
     def _all_reduce(self, tensor: Any) -> Any:
@@ -103,8 +103,8 @@ class MirroredWorkers:
         content = content if self.rank == sender else b""
         (size,) = self.sum([len(content)])
         received = bytearray()
-        # A sum in which all others add zeros. Each chunk has the same shape, because each new shape
-        # costs a trace.
+        # A sum in which all others add zeros. Each chunk has the same shape, because
+        # each new shape costs a trace.
         for start in range(0, size, _CHUNK_BYTES):
             chunk = np.zeros(_CHUNK_BYTES, dtype=np.uint8)
             part = np.frombuffer(content[start : start + _CHUNK_BYTES], dtype=np.uint8)

@@ -167,8 +167,8 @@ def _gradients(
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
-            # g lacks the factor v_h, which is constant over a block. It is applied once to the sums
-            # at the end.
+            # g lacks the factor v_h, which is constant over a block. It is applied
+            # once to the sums at the end.
             g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
             grad_query[rows, steps] = g.sum(dim=2)
             grad_keys[rows] += g.sum(dim=1)

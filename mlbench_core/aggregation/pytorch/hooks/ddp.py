@@ -69,8 +69,8 @@ class DDPHookState:
     def __init__(self, aggregation: Aggregation, ddp_model: DistributedDataParallel) -> None:
         self.aggregation = aggregation
         self._aggregate = aggregation.agg_grad()
-        # In the order of registration. Names without DDP's prefix "module." are those that
-        # optimizers use.
+        # In the order of registration. Names without DDP's prefix "module."
+        # are those that optimizers use.
         self._not_compared = by_plain_name(dict(ddp_model.module.named_parameters()))
         self._names = {parameter: name for name, parameter in self._not_compared.items()}
         refuse_complex(aggregation, self._not_compared)

@@ -221,7 +221,7 @@ def _owned_gradient(parameter: Tensor) -> Tensor:
 def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
-    # The tensor and the storage object of this function are two users; a third one is somebody
-    # else.
+    # The tensor and the storage object of this function are two users;
+    # a third one is somebody else.
     users = torch_private.storage_users(storage)
     return users is None or users > 2

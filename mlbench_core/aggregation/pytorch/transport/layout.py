@@ -26,8 +26,8 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["Layout", "start_comparing", "takes_part"]
 
-# Number of comparisons that found a difference, by the ranks of the group; the same on all its
-# workers.
+# Number of comparisons that found a difference, by the ranks of the group;
+# the same on all its workers.
 _differences: Counter[tuple[int, ...]] = Counter()
 
 
@@ -132,8 +132,8 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
 
 def _gather(text: bytes, group: Any) -> list[bytes]:
     """Return the texts of all workers, in the order of ranks."""
-    # Through the store, because collective operations would mix with messages that are on their
-    # way.
+    # Through the store, because collective operations would mix with
+    # messages that are on their way.
     store, size = process_groups.store(), process_groups.world_size(group)
     ranks = [process_groups.global_rank(rank, group) for rank in range(size)]
     _differences[tuple(ranks)] += 1

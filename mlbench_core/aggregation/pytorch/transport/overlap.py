@@ -190,9 +190,9 @@ class OverlappedReduction:
             return
         graph_task = torch_private.current_backward_pass()
         if self._pass is None or self._pass.graph_task != graph_task:
-            # This pass runs inside another one (checkpointing), or follows one that raised an
-            # error. The messages of the other pass must go first: every worker sends them in one
-            # order.
+            # This pass runs inside another one (checkpointing), or follows one that
+            # raised an error. The messages of the other pass must go first: every
+            # worker sends them in one order.
             self.synchronize()
             self._open(graph_task)
             torch_private.call_after_backward(self.synchronize)

@@ -118,8 +118,8 @@ class Arena:
                 break
             offset = end
         if offset + size_bytes > len(self._bytes):
-            # The size is at least doubled, since every growth makes this worker and all others map
-            # the file again.
+            # The size is at least doubled, since every growth makes this worker and
+            # all others map the file again.
             wanted = max(offset + size_bytes, 2 * len(self._bytes))
             os.ftruncate(self.descriptor, -(-wanted // _GROWTH_BYTES) * _GROWTH_BYTES)
             self._map()
@@ -357,8 +357,8 @@ class SharedMemorySum:
                 )
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
-            # Another worker may wait for this worker's part in another sum before it takes part in
-            # this one.
+            # Another worker may wait for this worker's part in another sum
+            # before it takes part in this one.
             for other in others:
                 other.progress()
 
@@ -534,8 +534,8 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            # Any process of the machine can connect to an abstract socket, so those of other users
-            # are refused.
+            # Any process of the machine can connect to an abstract socket, so
+            # those of other users are refused.
             if _is_own_user(connection):
                 peers.append(_exchange_memory(connection, rank, arena))
             else:

@@ -118,8 +118,8 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             row -= (rows[:i] @ row) @ rows[:i]
             norm = _normalize(row)
-        # A unit vector that the last projection shortens by more than half lies in the span of the
-        # rows before.
+        # A unit vector that the last projection shortens by more than half lies in
+        # the span of the rows before.
         row.masked_fill_(norm < 0.5, 0)
     return rows
 

@@ -17,8 +17,8 @@ from mlbench_core.distributed.pytorch.work_clock import work_s
 
 __all__ = ["CommunicationClock", "Interval", "count_collective", "uncounted"]
 
-# Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and
-# their number.
+# Collectives of this process that no tracker has received yet: (kind, group, bytes,
+# overlapped) and their number.
 _collectives: Counter[tuple[str, int, int, bool]] = Counter()
 # Of each thread, because another one may be training.
 _is_counting = ContextVar("is_counting", default=True)
@@ -82,11 +82,11 @@ class Interval:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Count the time of the block as time that training waits for."""
-        # The time of this thread, not of the process. If a compression uses several threads, this
-        # one works as long as they do, and the process would count each of them. The process would
-        # also count threads that spin after such work, and those that send metrics or load data.
-        # Gloo's threads move and sum a message while it travels, so their time is a part of the
-        # network's.
+        # The time of this thread, not of the process. If a compression uses several threads,
+        # this one works as long as they do, and the process would count each of them. The
+        # process would also count threads that spin after such work, and those that send
+        # metrics or load data. Gloo's threads move and sum a message while it travels, so their
+        # time is a part of the network's.
         begin, cpu_begin_s = self._now(), work_s()
         yield
         self._cpu_s += work_s() - cpu_begin_s
@@ -205,8 +205,8 @@ class CommunicationClock:
         if record_collective is not None:
             for (op, group, size_bytes, overlapped), calls in _collectives.items():
                 record_collective(op, group, size_bytes, calls, overlapped)
-        # Also without a tracker, so that a later one does not receive the collectives of another
-        # run.
+        # Also without a tracker, so that a later one does not receive
+        # the collectives of another run.
         _collectives.clear()
         for interval in self.intervals():
             if record is not None:

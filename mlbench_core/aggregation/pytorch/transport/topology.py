@@ -60,8 +60,8 @@ class Topology:
         object.__setattr__(self, "edges", tuple(sorted(edges)))
         sorted_neighbours = tuple(tuple(sorted(ranks)) for ranks in neighbours)
         object.__setattr__(self, "_neighbours", sorted_neighbours)
-        # Search from rank 0. Between two parts without an edge, the weights would never approach
-        # each other.
+        # Search from rank 0. Between two parts without an edge, the weights
+        # would never approach each other.
         reached, to_visit = {0}, [0]
         while to_visit:
             new = neighbours[to_visit.pop()] - reached
@@ -136,8 +136,8 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     """
     check_at_least("world_size", world_size, 1)
     if rows is None:
-        # The grid that is closest to a square has the shortest paths and so the largest spectral
-        # gap.
+        # The grid that is closest to a square has the shortest paths and
+        # so the largest spectral gap.
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
         raise ValueError(f"rows must be a divisor of world_size {world_size}, not {rows}")

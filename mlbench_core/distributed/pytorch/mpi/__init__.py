@@ -139,8 +139,8 @@ class _Maker:
                 made.extend(serve(comm))
 
         def post() -> list[Test]:
-            # The workers of a smaller group have no communicator yet, so they cannot meet in a
-            # barrier before.
+            # The workers of a smaller group have no communicator yet, so they
+            # cannot meet in a barrier before.
             if ranks:
                 return []
             return [mpi_world.mpi.COMM_WORLD.Ibarrier().Test]

@@ -107,8 +107,8 @@ class Datatypes:
             True
         """
         name = str(getattr(op, "op", op).name)
-        # Kept: MPI has room for a limited number of operators, and a new one for each call would
-        # leak.
+        # Kept: MPI has room for a limited number of operators, and a new
+        # one for each call would leak.
         key = (dtype, name)
         if key not in self._reductions:
             self._reductions[key] = self._make(name, dtype)

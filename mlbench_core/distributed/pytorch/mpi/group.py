@@ -190,8 +190,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
             self._check_parts(name, parts, source)
-        # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then
-        # copy.
+        # MPI gathers into one piece of memory, and the list's tensors lie
+        # apart: so gather, then copy.
         wholes: list[torch.Tensor] = []
         spread: list[Job] = []
         tensors: list[torch.Tensor] = []
@@ -367,8 +367,8 @@ class MPIProcessGroup(dist.ProcessGroup):
             buffer.write_back()
             work.source = status.Get_source()
 
-        # Made before it is submitted: a message that has already arrived is finished while it is
-        # submitted.
+        # Made before it is submitted: a message that has already arrived is
+        # finished while it is submitted.
         work = self._work(name, post, finish, tensors)
         return self._submit(work, background=True)
 
@@ -450,8 +450,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
-        # No caller waits for one of the collected operations alone, so the communication thread
-        # must do them.
+        # No caller waits for one of the collected operations alone, so the
+        # communication thread must do them.
         self._world.works.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)

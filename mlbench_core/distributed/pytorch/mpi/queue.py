@@ -240,8 +240,8 @@ class WorkQueue:
         self.watchdog = Watchdog()
         self._queued: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
-        # Only the thread that holds this lock may call MPI, which is started for one caller at a
-        # time.
+        # Only the thread that holds this lock may call MPI, which is
+        # started for one caller at a time.
         self._mpi_lock = threading.Lock()
         # For the attributes below; never held while MPI works.
         self._lock = threading.Lock()
@@ -364,8 +364,8 @@ class WorkQueue:
             ended = self._advance(finish_collectives)
         finally:
             self._mpi_lock.release()
-        # Callbacks of futures run here, without the lock: a callback may start an operation, which
-        # takes the lock.
+        # Callbacks of futures run here, without the lock: a callback may start an
+        # operation, which takes the lock.
         for work in ended:
             work.set_future()
         return bool(ended)
@@ -399,8 +399,8 @@ class WorkQueue:
     def _wake_thread(self) -> None:
         with self._lock:
             if self._thread is None:
-                # Each thread has its own queue of wake-ups: a thread that is ending reads the old
-                # one.
+                # Each thread has its own queue of wake-ups: a thread that
+                # is ending reads the old one.
                 self._wake = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
@@ -419,9 +419,9 @@ class WorkQueue:
                 is_running = wake.get()
                 since = time.perf_counter()
             elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
-                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time limit
-                # has passed when it finds that an earlier put() has been answered already (CPython
-                # up to 3.12).
+                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time
+                # limit has passed when it finds that an earlier put() has been answered
+                # already (CPython up to 3.12).
                 time.sleep(_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
                 with contextlib.suppress(queue.Empty):
                     is_running = wake.get_nowait()

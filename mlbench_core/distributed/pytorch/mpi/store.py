@@ -90,8 +90,8 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
 
 
 def _answering(addresses: list[str], port: int) -> Iterator[str]:
-    # Tried with a plain socket first: a TCPStore would try an address that leads nowhere for its
-    # whole timeout.
+    # Tried with a plain socket first: a TCPStore would try an address that leads
+    # nowhere for its whole timeout.
     for address in addresses:
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), _PROBE_S).close()

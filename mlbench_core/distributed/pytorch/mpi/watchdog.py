@@ -22,8 +22,8 @@ from mlbench_core.distributed.pytorch.lost_workers import explained
 
 __all__ = ["Watchdog", "end_process", "end_process_after"]
 
-# Seconds between two checks of the watchdog: it notices a call past its limit this much late at
-# most.
+# Seconds between two checks of the watchdog: it notices a call past its
+# limit this much late at most.
 _PAUSE_S = 0.25
 # Time to write the error message: a pipe that nobody reads must not keep the process alive.
 _REPORT_S = 2.0
@@ -92,8 +92,8 @@ class Watchdog:
                 f"MPI: {name}: timed out, all workers came but the data "
                 f"did not get through within {limit_s:g} s"
             )
-            # Finding the lost worker takes seconds, in which the call may return after all: so look
-            # again.
+            # Finding the lost worker takes seconds, in which the call may
+            # return after all: so look again.
             message = str(explained(stuck))
             if self._call is call:
                 self._end(message)
@@ -131,7 +131,7 @@ def end_process_after(seconds: float) -> None:
     The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may
     not start any more when a process ends.
     """
-    # The file stays open, because the timer writes Python's stack to it. The stack would hide the
-    # error message.
+    # The file stays open, because the timer writes Python's stack to it. The stack
+    # would hide the error message.
     sink = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sink)

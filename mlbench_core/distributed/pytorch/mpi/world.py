@@ -187,8 +187,8 @@ def _end(mpi_world: World, pid: int) -> None:
     if os.getpid() != pid or mpi_world.mpi.Is_finalized():
         return
     reason = mpi_world.failed
-    # An exception outside of the block of initialize_backends: Python keeps the one that ended the
-    # main thread.
+    # An exception outside of the block of initialize_backends: Python keeps the
+    # one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
     mpi_world.works.close(drain=not reason)
