@@ -442,7 +442,9 @@ def _slurm_address(nodes: str) -> str:
     if not name or resolves(name):
         return name
     match = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
-    return match.group(1) if match else name
+    if not match:
+        return name
+    return match.group(1)
 
 
 def _scontrol(*arguments: str) -> str:
@@ -452,7 +454,9 @@ def _scontrol(*arguments: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout
 
 
 def detect_environment(

@@ -119,7 +119,9 @@ def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | 
     if type(rank) is not int or type(port) is not int:
         return None
     is_valid = 0 < rank < world_size and 0 < port < 65536
-    return (rank, port) if is_valid else None
+    if not is_valid:
+        return None
+    return rank, port
 
 
 def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:

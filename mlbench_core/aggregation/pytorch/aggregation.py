@@ -370,7 +370,8 @@ class Aggregation(ABC):
         # The flags of the first message ask about the frozen parameters; if no parameter travels,
         # a separate message does.
         asked = frozen
-        for part in _messages(sent, by_layer) if sent else []:
+        messages = _messages(sent, by_layer) if sent else []
+        for part in messages:
             self._aggregate_some_gradients(part, op, denom, asked)
             asked = []
         if asked:

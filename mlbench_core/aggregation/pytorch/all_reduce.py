@@ -266,10 +266,11 @@ class AllReduceAggregation(Aggregation):
         """
         sent = process_groups.get_backend_tensor(self._converted(message), self.group)
         if self.shared_memory:
+            op = "shared_memory_sum"
             work: Any = self._shared_sum().start(sent)
         else:
+            op = "all_reduce"
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
-        op = "shared_memory_sum" if self.shared_memory else "all_reduce"
         self._count(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
 

@@ -261,6 +261,7 @@ class EFSignAggregation(CompressedAggregation):
             # orders differ in their last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
+                # The first worker's values need no addition.
                 rows = (other if i else total).view(-1, 8)
                 # NumPy finds rows in a table twice as fast as torch. "clip" lets it write them
                 # without a buffer.

@@ -84,7 +84,9 @@ def check_group(group: Any) -> Any:
 
 def _members(group: Any) -> Any:
     """Return a group itself: torch's functions take None for that of all workers."""
-    return dist.group.WORLD if group is None else group
+    if group is not None:
+        return group
+    return dist.group.WORLD
 
 
 def world_size(group: Any = None) -> int:

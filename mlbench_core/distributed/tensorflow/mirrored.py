@@ -100,7 +100,8 @@ class MirroredWorkers:
             content: Any bytes; those of the other workers do not count.
             sender: Rank of the sender.
         """
-        content = content if self.rank == sender else b""
+        if self.rank != sender:
+            content = b""
         (size,) = self.sum([len(content)])
         received = bytearray()
         # A sum in which all others add zeros. Each chunk has the same shape, because

@@ -495,7 +495,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
 def _options(opts: Any, kind: Callable[[], Any]) -> Any:
     """Return an operation's options: those of the caller, or torch's defaults."""
-    return kind() if opts is None else opts
+    if opts is not None:
+        return opts
+    return kind()
 
 
 def _only(items: Sequence[Any], name: str) -> Any:
