@@ -42,9 +42,8 @@ FRAMEWORK_FREE = [
 @pytest.mark.parametrize("module", FRAMEWORK_FREE)
 def test_imports_no_torch_and_prints_nothing(module: str) -> None:
     code = (
-        f"import sys, threading, {module}; assert not {{'torch', "
-        f"'tensorflow'}}.intersection(sys.modules); "
-        "assert threading.active_count() == 1"
+        f"import sys, threading, {module}; assert not "
+        f"{{'torch', 'tensorflow'}}.intersection(sys.modules); assert threading.active_count() == 1"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -79,8 +78,7 @@ def test_every_subpackage_that_loads_on_first_use_exists() -> None:
 def test_parts_of_utils_load_on_first_use() -> None:
     code = (
         "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; "
-        "mlbench_core.utils.tracker; "
-        "assert 'torch' not in sys.modules; "
+        "mlbench_core.utils.tracker; assert 'torch' not in sys.modules; "
         "print(mlbench_core.utils.pytorch.topology.FCGraph.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -103,15 +101,14 @@ def test_without_its_framework_every_package_names_the_extra(
     ]
     assert example in packages
     code = (
-        f"import importlib, sys\nsys.modules[{framework!r}] = None\n"
-        f"for name in {packages!r}:\n"
-        "    try:\n        importlib.import_module(name)\n"
-        "    except ImportError as error:\n        print(error)"
+        f"import importlib, sys\nsys.modules[{framework!r}] = None\nfor name in "
+        f"{packages!r}:\n    try:\n        importlib.import_module(name)\n    except "
+        "ImportError as error:\n        print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     line = (
-        f"this needs the package '{framework}', which is not installed: pip install "
-        f"'mlbench-core[{framework}]'"
+        f"this needs the package '{framework}', which is not "
+        f"installed: pip install 'mlbench-core[{framework}]'"
     )
     assert done.stdout.splitlines() == [line] * len(packages), done.stderr
 

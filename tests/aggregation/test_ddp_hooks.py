@@ -109,8 +109,8 @@ def test_wrong_arguments_are_named(results: Results) -> None:
         "TypeError: ddp_model must be a DistributedDataParallel, not Network: "
     )
     assert errors["other group"].startswith(
-        "ValueError: process_group of the aggregation must have the workers [0, 1] of "
-        "ddp_model, not [0]: "
+        "ValueError: process_group of the aggregation must have "
+        "the workers [0, 1] of ddp_model, not [0]: "
     )
     assert "not 'module.last.weight'" in errors["other names"]
     assert errors["sparse"].startswith(

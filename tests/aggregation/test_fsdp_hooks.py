@@ -85,8 +85,8 @@ def test_every_module_sends_its_shard(results: Results) -> None:
         (
             "Dion",
             (
-                "ValueError: aggregation must work on flat tensors, not on matrices as "
-                "DionAggregation does"
+                "ValueError: aggregation must work on flat tensors, "
+                "not on matrices as DionAggregation does"
             ),
         ),
         ("other names", "the names in the state must be those of parameters"),

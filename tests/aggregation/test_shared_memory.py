@@ -79,9 +79,9 @@ def test_messages_of_other_sizes_are_refused(results: Results) -> None:
     for rank, result in enumerate(results):
         other = 1 if rank == 0 else 0
         assert result["other_sizes"] == (
-            f"worker {other} sends a message of {16 + 4 * other} bytes of float32 where this "
-            "worker sends one of "
-            f"{16 + 4 * rank} bytes of float32: all workers need the same model and settings"
+            f"worker {other} sends a message of {16 + 4 * other} bytes of float32 "
+            f"where this worker sends one of {16 + 4 * rank} bytes of float32: all "
+            "workers need the same model and settings"
         )
 
 

@@ -51,8 +51,8 @@ def test_charts_ask_the_master_when_the_folder_has_no_results(
     folder = tmp_path / "new"
     error = call("charts", str(folder), code=1).stderr
     assert error == (
-        f"mlbench: {folder} does not exist: name a folder with results, or make it to draw the "
-        "runs of the master into it\n"
+        f"mlbench: {folder} does not exist: name a folder with results, or make "
+        "it to draw the runs of the master into it\n"
     )
     assert not drawn
     folder.mkdir()

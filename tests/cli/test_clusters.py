@@ -71,9 +71,8 @@ def test_kind_from_create_to_delete(
         "kind create cluster --name my-2 --config - --wait 300s --image kindest/node:v1.33.1",
         "kind load docker-image mlbench/master:1 me/own:1 --name my-2",
         "kubectl --context kind-my-2 apply --filename -",
-        f"helm upgrade --install mlbench {chart[1]} --kube-context kind-my-2 --namespace "
-        "mlbench --values - "
-        "--set persistence.size=1Gi",
+        f"helm upgrade --install mlbench {chart[1]} --kube-context kind-my-2 "
+        "--namespace mlbench --values - --set persistence.size=1Gi",
         (
             "kubectl --context kind-my-2 --namespace mlbench rollout status "
             "deployment/mlbench-master --timeout 300s"
@@ -200,8 +199,8 @@ def test_missing_programs_are_named_with_their_source(
     programs.fail("docker-info", "Cannot connect to the Docker daemon")
     error = call(*KIND, *chart, code=1).stderr
     assert (
-        "kind needs a container engine that runs, but 'docker info' failed: Cannot connect to "
-        "the Docker"
+        "kind needs a container engine that runs, but 'docker "
+        "info' failed: Cannot connect to the Docker"
     ) in error
     programs.remove("kind", "helm", "docker", "sky")
     error = call(*KIND, *chart, code=1).stderr
@@ -460,8 +459,8 @@ def test_a_cloud_from_create_to_delete(
     )
     result = call(*AWS, input="n\n", code=1)
     assert (
-        "The cloud charges this price until the cluster is deleted, which happens about 65 "
-        "minutes after"
+        "The cloud charges this price until the cluster is "
+        "deleted, which happens about 65 minutes after"
     ) in result.stderr
     path = user_folder("clusters", "my-2.yaml")
     assert programs.calls() == [f"sky launch --dryrun --yes --cluster my-2 {path}"]

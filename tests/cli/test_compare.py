@@ -125,8 +125,8 @@ def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(
     write_run(folder / "late", workers=1, algorithm="sgd", seed=4, finish=False)
     shown = call("compare", str(folder))
     assert (
-        "early has the state 'unfinished' and did not reach its goal (2 epochs, 20.0 s of "
-        "training): left out"
+        "early has the state 'unfinished' and did not reach its "
+        "goal (2 epochs, 20.0 s of training): left out"
     ) in shown.stderr
     assert f"late: {folder / 'late'} has no result.json: the run did not end" in shown.stderr
     assert shown.stdout.splitlines()[2].split()[:4] == ["sgd", "1", "3", "3"]
@@ -251,8 +251,8 @@ def dirty(division: str) -> dict[str, Any]:
         (
             [dirty("closed")],
             (
-                "fail: run-0: the source is commit abababababab with the local difference "
-                "cdcdcdcdcdcd: the"
+                "fail: run-0: the source is commit abababababab with "
+                "the local difference cdcdcdcdcdcd: the"
             ),
         ),
         (

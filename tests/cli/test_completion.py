@@ -83,8 +83,8 @@ def test_bash_completes_the_name_of_a_run(fake: FakeMaster, call: Call, tmp_path
     program.chmod(0o755)
     script = call("completion", "bash").stdout
     ask = (
-        f"COMP_WORDS=(mlbench logs d); COMP_CWORD=2; _mlbench_completion {program}; echo "
-        f"${{COMPREPLY[@]}}"
+        "COMP_WORDS=(mlbench logs d); COMP_CWORD=2; "
+        f"_mlbench_completion {program}; echo ${{COMPREPLY[@]}}"
     )
     done = subprocess.run(
         ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20

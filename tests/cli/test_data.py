@@ -198,8 +198,7 @@ def test_missing_and_damaged_files_are_found(whole: Path, call: Call) -> None:
     ]
     assert result.stderr == (
         "mlbench: 5 of 5 files of mnist are missing or damaged: delete damaged ones; 'mlbench "
-        "data fetch mnist' "
-        "downloads missing ones\n"
+        "data fetch mnist' downloads missing ones\n"
     )
     found = json.loads(
         call("data", "verify", "mnist", "--json", "--data", str(whole), code=1).stdout
@@ -319,8 +318,8 @@ def test_a_download_is_not_mixed_with_other_text(call: Call, tmp_path: Path) -> 
     (tmp_path / "train.txt").write_text("mine\n")
     stderr = call("data", "fetch", "wikitext2", "--data", str(tmp_path), code=1).stderr
     assert (
-        "has other text of wikitext2, so valid, test cannot be downloaded into it: move that "
-        "text away"
+        "has other text of wikitext2, so valid, test cannot "
+        "be downloaded into it: move that text away"
     ) in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.txt"]
 
@@ -336,8 +335,7 @@ def test_without_a_network_a_download_fails_in_one_line(
     stderr = call("data", "fetch", "a9a", "--data", str(folder), code=1).stderr
     assert stderr == (
         f"mlbench: could not download {served.url}/a9a: no route to host (tried 5 times); on a "
-        "machine without a "
-        f"network, copy the file to {folder}/a9a\n"
+        f"machine without a network, copy the file to {folder}/a9a\n"
     )
     assert list(folder.iterdir()) == []
     shutil.copytree(served.folder, folder, dirs_exist_ok=True)

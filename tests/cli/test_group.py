@@ -33,10 +33,9 @@ HEAVY = (
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_load_click_only(option: str) -> None:
     code = (
-        "import sys, mlbench_cli as cli\n"
-        f"sys.argv = ['mlbench', '{option}']\n"
-        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        f"loaded = [m for m in {HEAVY!r} if m in sys.modules]\nassert not loaded, loaded"
+        f"import sys, mlbench_cli as cli\nsys.argv = ['mlbench', '{option}']\ntry:\n    "
+        "cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\nloaded = [m for m in "
+        f"{HEAVY!r} if m in sys.modules]\nassert not loaded, loaded"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -72,10 +71,8 @@ def test_commands_need_the_base_requirements_only() -> None:
     blocked = sorted(set(_modules_of_packages()) - _modules_of_base_requirements())
     assert {"torch", "pydantic", "typing_extensions", "matplotlib"} <= set(blocked)
     code = (
-        "import sys\n"
-        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
-        "from mlbench_cli.cli import COMMANDS, cli_group\n"
-        "for name in COMMANDS:\n    assert cli_group.get_command(None, name)"
+        f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\nfrom mlbench_cli.cli import "
+        "COMMANDS, cli_group\nfor name in COMMANDS:\n    assert cli_group.get_command(None, name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

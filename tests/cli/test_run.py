@@ -540,8 +540,8 @@ def test_name_in_use_starts_nothing_unless_replaced(fake: FakeMaster, call: Call
     fake.add("demo-2")
     error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
     assert error == (
-        "mlbench: run demo-2 exists already: choose another NAME, or give --replace to delete "
-        "it first\n"
+        "mlbench: run demo-2 exists already: choose another "
+        "NAME, or give --replace to delete it first\n"
     )
     assert fake.requests == []
     call("run", "demo", "1", "2", "--task", "1a", "--replace")
@@ -702,8 +702,8 @@ def test_wait_fails_if_metrics_are_missing(
         "run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1
     ).stderr
     assert error.endswith(
-        "mlbench: results of run x-1 are incomplete: metrics are missing: 3 that a worker "
-        "could not keep\n"
+        "mlbench: results of run x-1 are incomplete: metrics are "
+        "missing: 3 that a worker could not keep\n"
     )
 
 

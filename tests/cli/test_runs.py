@@ -265,8 +265,8 @@ def test_refused_connection(call: Call) -> None:
         port = free.getsockname()[1]
     error = call("status", "--dashboard-url", f"127.0.0.1:{port}", code=1).stderr
     assert error == (
-        f"mlbench: cannot reach the master at http://127.0.0.1:{port}: connection refused; "
-        "is it running?\n"
+        f"mlbench: cannot reach the master at http://127.0.0.1:{port}: "
+        "connection refused; is it running?\n"
     )
 
 

@@ -85,8 +85,7 @@ def test_a_run_is_one_of_its_call(tmp_path: Path, own_home: Path) -> None:
     (tmp_path / "second" / "values.txt").write_text("here")
     (tmp_path / "second" / "show.py").write_text(
         "import os\nprint(*(os.environ.get(name) for name in ('NCCL_ALGO', 'HF_TOKEN', "
-        "'CHOSEN')))\n"
-        "print(open('values.txt').read(), os.getcwd())\n"
+        "'CHOSEN')))\nprint(open('values.txt').read(), os.getcwd())\n"
     )
     first = {**os.environ, "NCCL_ALGO": "Ring", "HF_TOKEN": "of-the-first"}
     assert (

@@ -294,8 +294,8 @@ def test_rows_that_cannot_be_deleted_are_not_sent_again(
     [path] = tmp_path.glob("*.sqlite3")
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute(
-            "CREATE TRIGGER full BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'disk is "
-            "full'); END"
+            "CREATE TRIGGER full BEFORE DELETE ON metrics BEGIN "
+            "SELECT RAISE(FAIL, 'disk is full'); END"
         )
     master.start()
     assert client.flush(10)
@@ -719,8 +719,8 @@ def test_a_missing_token_is_named(
     client = connect()
     assert isinstance(client.post_metric(1, "m", 1).exception(10), MasterNotFoundError)
     assert (
-        "it answers 401 Unauthorized: set MLBENCH_TOKEN to the token that the master was "
-        "started with"
+        "it answers 401 Unauthorized: set MLBENCH_TOKEN to "
+        "the token that the master was started with"
     ) in caplog.text
 
 

@@ -359,8 +359,8 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     )
     assert columns(drawn)["runs"] == [2, 2]
     assert (
-        "Line: mean over the runs; band: minimum to maximum. Mean and band end with the "
-        "shortest run"
+        "Line: mean over the runs; band: minimum to "
+        "maximum. Mean and band end with the shortest run"
     ) in drawn.caption
     budget = {"metric": METRIC, "threshold": None, "minimize": None, "budget_s": 60.0}
     runs_with_budget = [
@@ -550,15 +550,12 @@ def test_draw_all_writes_what_it_can_and_says_what_is_missing(tmp_path: Path) ->
 )
 def test_the_backend_of_a_notebook_does_not_matter(backend: str, tmp_path: Path) -> None:
     program = (
-        "import os, sys\n"
-        "from mlbench_core.results import figures\n"
-        "with figures.style():\n"
-        "    drawn = figures.canvas.new_figure(2, 2)\n"
-        "    drawn.subplots().plot([1, 2])\n"
-        "figures.save(figures.Drawing('a', drawn, ''), __import__('pathlib').Path(sys.argv[1]))\n"
-        "import matplotlib\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "print(os.environ['MPLBACKEND'], matplotlib.rcParams._get('backend'))\n"
+        "import os, sys\nfrom mlbench_core.results import figures\nwith "
+        "figures.style():\n    drawn = figures.canvas.new_figure(2, 2)\n    "
+        "drawn.subplots().plot([1, 2])\nfigures.save(figures.Drawing('a', drawn, "
+        "''), __import__('pathlib').Path(sys.argv[1]))\nimport matplotlib\nassert "
+        "'matplotlib.pyplot' not in sys.modules\nprint(os.environ['MPLBACKEND'], "
+        "matplotlib.rcParams._get('backend'))\n"
     )
     environment = {**os.environ, "MPLBACKEND": backend}
     command = [sys.executable, "-c", program, str(tmp_path)]

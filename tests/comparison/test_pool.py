@@ -190,7 +190,7 @@ def test_runs_that_cannot_be_compared_are_named() -> None:
         "bad has the state 'failed': left out",
         "b has no recorded number of workers: left out",
         (
-            "early has the state 'unfinished' and did not reach its goal (2 epochs, 20.0 s of "
-            "training): left out"
+            "early has the state 'unfinished' and did not reach its goal "
+            "(2 epochs, 20.0 s of training): left out"
         ),
     ]

@@ -358,9 +358,8 @@ def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validat
     with start(tmp_path) as run, pytest.raises(ConfigurationError) as caught:
         training.train(run)
     assert str(caught.value) == (
-        "metric of the goal must be a statistic that this run records, not "
-        "'val_global_prec@1': use one of train_loss, "
-        "val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
+        "metric of the goal must be a statistic that this run records, not 'val_global_prec@1': "
+        "use one of train_loss, val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
     )
     assert training.losses == [2.0]
 

@@ -358,10 +358,9 @@ def test_arguments_of_a_training_are_checked(
 
 def test_a_task_ends_without_a_last_look_at_every_object(tmp_path: Path) -> None:
     code = (
-        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
-        "from mlbench_core.controlflow.task_arguments import task_main\n"
-        "task_main(lambda **others: print(gc.get_freeze_count()), argv=['--hosts', 'a', "
-        "'--rank', '0'])"
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\nfrom "
+        "mlbench_core.controlflow.task_arguments import task_main\ntask_main(lambda **others: "
+        "print(gc.get_freeze_count()), argv=['--hosts', 'a', '--rank', '0'])"
     )
     env = {**os.environ, "MLBENCH_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

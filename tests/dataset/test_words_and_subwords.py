@@ -174,8 +174,8 @@ def test_ids_and_batches_are_the_same_in_every_process(tmp_path: Path) -> None:
     """Python's and the trainer's hashes differ from process to process."""
     here = digest_of_all(str(tmp_path / "here"))
     script = (
-        "import sys; from tests.dataset.test_words_and_subwords import digest_of_all as "
-        "f; print(f(sys.argv[1]))"
+        "import sys; from tests.dataset.test_words_and_subwords import "
+        "digest_of_all as f; print(f(sys.argv[1]))"
     )
     there = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "there")],

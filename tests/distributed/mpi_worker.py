@@ -569,8 +569,8 @@ def lost_workers_know_their_way() -> None:
         lost_workers.explained(RuntimeError("connection closed"))
     )  # all say that they have noticed
     assert error == (
-        "communication failed, although all workers answer: was the network interrupted?; "
-        "the backend says: "
+        "communication failed, although all workers answer: was "
+        "the network interrupted?; the backend says: "
     ) + ("connection closed")
     assert len(lost_workers._known.records) == size()
     dist.barrier()

@@ -160,13 +160,11 @@ assert group() is None
 def test_a_world_over_nccl_warns_of_nothing() -> None:
     """Torch warns on standard error if it must guess the GPU of a collective operation."""
     script = (
-        "import torch, torch.distributed as dist\n"
-        "from mlbench_core.distributed.pytorch import initialize_backends\n"
-        "with initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, "
-        "size, graph):\n"
-        "    x = torch.ones(3, device=graph.current_device)\n"
-        "    dist.all_reduce(x)\n"
-        "    print(dist.get_backend(), x.tolist())\n"
+        "import torch, torch.distributed as dist\nfrom "
+        "mlbench_core.distributed.pytorch import initialize_backends\nwith "
+        "initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, "
+        "size, graph):\n    x = torch.ones(3, device=graph.current_device)\n    "
+        "dist.all_reduce(x)\n    print(dist.get_backend(), x.tolist())\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
@@ -209,9 +207,8 @@ def test_workers_that_take_each_others_cores_are_warned(caplog: pytest.LogCaptur
         for rank in range(4):
             initialize._warn_of_threads(HostsEnvironment("a,b,b,b", rank, {}))
     assert [record.getMessage() for record in caplog.records] == [
-        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow "
-        "each other down: set "
-        "OMP_NUM_THREADS=5 for each"
+        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow each "
+        "other down: set OMP_NUM_THREADS=5 for each"
     ]
 
 

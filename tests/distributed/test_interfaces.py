@@ -66,8 +66,8 @@ def test_workers_of_one_machine_stay_on_its_loopback_interface(address: str) -> 
 @pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
 def test_another_hosts_address_leads_out_of_the_right_interface() -> None:
     code = (
-        "from mlbench_core.distributed.interfaces import interface_towards as f; "
-        "print(f('10.77.0.2'))"
+        "from mlbench_core.distributed.interfaces import "
+        "interface_towards as f; print(f('10.77.0.2'))"
     )
     with EmulatedNetwork(2) as network:
         process = network.popen(

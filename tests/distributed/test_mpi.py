@@ -288,8 +288,8 @@ def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -
     jobs.close(drain=True)
     (message,) = messages
     assert (
-        "MPI: all_reduce: timed out, all workers came but the data did not get through within "
-        "0.01 s"
+        "MPI: all_reduce: timed out, all workers came but "
+        "the data did not get through within 0.01 s"
     ) in message
 
 

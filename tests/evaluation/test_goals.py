@@ -11,8 +11,8 @@ import pytest
 from mlbench_core.evaluation import goals
 
 TIMES = (
-    ", Compute: 1.000 seconds, Communication: 1.000 seconds, Metrics: 1.000 seconds, "
-    "Preprocess: 1.000 seconds"
+    ", Compute: 1.000 seconds, Communication: 1.000 seconds, "
+    "Metrics: 1.000 seconds, Preprocess: 1.000 seconds"
 )
 
 

@@ -84,8 +84,8 @@ def database(tmp_path: Path) -> Path:
             + ["DROP TABLE master_lease", "DROP TABLE alembic_version"]
             + ["CREATE TABLE django_migrations (id INTEGER)"],
             (
-                "it belongs to another program, with the tables django_migrations; give an empty "
-                "database"
+                "it belongs to another program, with the tables "
+                "django_migrations; give an empty database"
             ),
         ),
     ],
@@ -123,8 +123,8 @@ def test_an_upgrade_is_one_line_of_the_master(
         Store(f"sqlite:///{path}").close()
     assert caplog.messages == [
         (
-            "an older version wrote the database; its tables are brought from 0003 to "
-            f"{migrations.HEAD}"
+            "an older version wrote the database; its tables "
+            f"are brought from 0003 to {migrations.HEAD}"
         )
     ]
 
@@ -150,8 +150,8 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
     upgrade_until_killed(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as connection:
         names = (
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE "
-            "'sqlite%' ORDER BY name"
+            "SELECT name FROM sqlite_master WHERE type = 'table' "
+            "AND name NOT LIKE 'sqlite%' ORDER BY name"
         )
         assert connection.execute(names).fetchall() == [("metrics",), ("runs",)]
     store = Store(f"sqlite:///{path}")
@@ -169,8 +169,8 @@ def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
 
 def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Path) -> None:
     code = (
-        "import sys; from mlbench_master.database.store import Store; [Store(url).close() "
-        "for url in sys.argv[1:]]; "
+        "import sys; from mlbench_master.database.store import Store; "
+        "[Store(url).close() for url in sys.argv[1:]]; "
     )
     code += "assert 'sqlalchemy' in sys.modules and 'alembic' not in sys.modules"
     urls = [f"sqlite:///{path}" for path in (database, database.with_name("new.db"))]

@@ -90,11 +90,9 @@ def test_the_end_of_a_run_is_recorded_when_there_is_room_again(
     engine = LocalEngine(small_disk)
     script = tmp_path / "script.py"
     script.write_text(
-        "import pathlib, sys, time\n"
-        "pathlib.Path('../status.json.part').unlink()\n"
-        "print('deleted', flush=True)\n"
-        "while not pathlib.Path(sys.argv[1]).exists():\n"
-        "    time.sleep(0.01)\n"
+        "import pathlib, sys, "
+        "time\npathlib.Path('../status.json.part').unlink()\nprint('deleted', flush=True)\nwhile "
+        "not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.01)\n"
     )
     job = engine.start(
         Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'}", num_workers=1)
@@ -143,11 +141,9 @@ def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -
 def test_binary_output_does_not_grow_the_log(tmp_path: Path) -> None:
     script = tmp_path / "binary.py"
     script.write_text(
-        "import os, random\n"
-        "out = random.Random(1)\n"
-        "with os.fdopen(1, 'wb') as file:\n"
-        "    file.write(out.randbytes(2_000_000) + b'\\xff' * 2_000_000 + b'\\n' + "
-        "bytes(1_000_000) + b'\\nend\\n')\n"
+        "import os, random\nout = random.Random(1)\nwith os.fdopen(1, 'wb') as "
+        "file:\n    file.write(out.randbytes(2_000_000) + b'\\xff' * 2_000_000 + "
+        "b'\\n' + bytes(1_000_000) + b'\\nend\\n')\n"
     )
     engine = LocalEngine(tmp_path / "runs")
     job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=1))

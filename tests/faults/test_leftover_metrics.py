@@ -270,8 +270,8 @@ ENDLESS = (
         ),
         (
             (
-                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE "
-                "TABLE more (a)"
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line "
+                "TEXT) WITHOUT ROWID; CREATE TABLE more (a)"
             ),
             "other tables",
         ),
@@ -283,8 +283,8 @@ ENDLESS = (
         ),
         (
             (
-                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) "
-                "WITHOUT ROWID"
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT "
+                "AS (hex(zeroblob(1e8)))) WITHOUT ROWID"
             ),
             "other tables",
         ),

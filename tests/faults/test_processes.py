@@ -210,8 +210,8 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
     for name, statement in DAMAGE.items():
         script = tmp_path / f"{name}.py"
         script.write_text(
-            f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\n"
-            "time.sleep(1)\n"
+            f"import pathlib, shutil, time\n{statement}\nprint('damaged', "
+            "flush=True)\ntime.sleep(1)\n"
         )
         runs[name] = start(name, str(script))
     other = start("other", "sleep 2")

@@ -65,8 +65,8 @@ def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Pat
     ):
         error = mlbench(*arguments, code=1).stderr
         assert (
-            f"the master at {record.url} (process {record.pid}) does not answer: its process "
-            "is stopped"
+            f"the master at {record.url} (process {record.pid}) "
+            "does not answer: its process is stopped"
         ) in error
         assert "no master is running" not in error
     logs = mlbench("logs", "a-1", "--rank", "0")

@@ -19,8 +19,8 @@ def test_data(*parts: str) -> Path:
     path = root.joinpath(*parts)
     if not path.exists():
         pytest.skip(
-            f"real data is not here: {path} (set MLBENCH_TEST_DATA to the folder that holds "
-            f"{parts[0]}/)"
+            f"real data is not here: {path} (set MLBENCH_TEST_DATA "
+            f"to the folder that holds {parts[0]}/)"
         )
     return path
 

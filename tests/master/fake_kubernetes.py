@@ -74,10 +74,10 @@ class FakeKubernetes:
     def write_config(self, path: Path) -> Path:
         """A kubeconfig for this server."""
         path.write_text(
-            f"apiVersion: v1\nkind: Config\ncurrent-context: c\n"
-            f"clusters: [{{name: c, cluster: {{server: '{self.url}'}}}}]\n"
-            f"users: [{{name: u, user: {{token: t}}}}]\n"
-            f"contexts: [{{name: c, context: {{cluster: c, user: u, namespace: {NAMESPACE}}}}}]\n"
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: "
+            f"[{{name: c, cluster: {{server: '{self.url}'}}}}]\nusers: "
+            f"[{{name: u, user: {{token: t}}}}]\ncontexts: "
+            f"[{{name: c, context: {{cluster: c, user: u, namespace: {NAMESPACE}}}}}]\n"
         )
         return path
 

@@ -192,8 +192,8 @@ def scancel(arguments: list[str]) -> None:
 def scontrol(arguments: list[str]) -> None:
     for number in (1, 2):
         print(
-            f"NodeName=f{number} Arch=x86_64 CPUTot=2 NodeAddr=127.0.0.{number} "
-            f"NodeHostName=f{number} Port=1"
+            f"NodeName=f{number} Arch=x86_64 CPUTot=2 "
+            f"NodeAddr=127.0.0.{number} NodeHostName=f{number} Port=1"
         )
 
 

@@ -52,16 +52,13 @@ _VERSION_1 = (
     "1, 1.5, 1000, '', "
     "'gloo', true, 'true', false, false)",
     "INSERT INTO metrics (owner, client_id, name, date, value, cumulative, metadata) VALUES "
-    "('run:1', 'a', 'loss', 1, "
-    "'0.5', false, '')",
+    "('run:1', 'a', 'loss', 1, '0.5', false, '')",
 )
 _VERSION_2 = (
     "CREATE TABLE schema_version (version INTEGER NOT NULL, PRIMARY KEY (version))",
     "CREATE TABLE master_lease (id INTEGER NOT NULL, holder VARCHAR(32) NOT NULL, beat BIGINT "
-    "NOT NULL, "
-    "host VARCHAR(255) NOT NULL, place VARCHAR(255) NOT NULL, pid BIGINT NOT NULL, started "
-    "VARCHAR(255) NOT NULL, "
-    "PRIMARY KEY (id))",
+    "NOT NULL, host VARCHAR(255) NOT NULL, place VARCHAR(255) NOT NULL, pid BIGINT NOT NULL, "
+    "started VARCHAR(255) NOT NULL, PRIMARY KEY (id))",
     "INSERT INTO schema_version VALUES ({version})",
 )
 

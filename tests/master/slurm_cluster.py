@@ -72,8 +72,8 @@ class Cluster:
         ports = _free_ports(len(self.nodes) + 1)
         nodes = "\n".join(
             (
-                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 "
-                "RealMemory=1000"
+                f"NodeName={name} NodeHostname={host} "
+                f"NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
             )
             for name, port in zip(self.nodes, ports[1:], strict=True)
         )

@@ -350,11 +350,9 @@ def test_an_own_image_is_refused_by_an_engine_without_containers(client: Any) ->
     refused = client.post("/api/runs/", json={**body, **OWN_IMAGE})
     assert refused.status_code == 400
     assert refused.json()["message"] == (
-        "custom_image_name: must be left out, not 'me/mine:1': the engine idle starts "
-        "processes, not containers; "
-        "choose an engine that starts containers, or leave out the image to run the command "
-        "with the Python and the "
-        "packages of the master"
+        "custom_image_name: must be left out, not 'me/mine:1': the engine idle starts processes, "
+        "not containers; choose an engine that starts containers, or leave out the image to run "
+        "the command with the Python and the packages of the master"
     )
     plain = {"image_name": "custom_image", "custom_image_command": "main.py {rank}"}
     assert client.post("/api/runs/", json={**body, **plain}).json()["command"] == "main.py {rank}"
@@ -405,8 +403,8 @@ def test_an_engine_with_containers_gets_an_image_and_the_command_in_it(
         (
             (),
             (
-                "gpu_enabled: must be false, not true: the engine idle found no GPU on this "
-                "machine; leave it out"
+                "gpu_enabled: must be false, not true: the engine idle "
+                "found no GPU on this machine; leave it out"
             ),
         ),
         (

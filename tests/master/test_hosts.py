@@ -140,18 +140,16 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
     client: TestClient, engine: HostsEngine, fake: Path, tmp_path: Path
 ) -> None:
     names = (
-        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS "
-        "MLBENCH_RUN_ID MLBENCH_TOKEN"
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR "
+        "OMP_NUM_THREADS MLBENCH_RUN_ID MLBENCH_TOKEN"
     )
     command = script(
         tmp_path,
-        "import os, pathlib, sys, time\n"
-        f"print('args', sys.argv[1:], *(os.environ[name] for name in '{names}'.split()))\n"
-        "print('to stderr', os.environ['MASTER_PORT'], file=sys.stderr)\n"
-        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep').mkdir(exist_ok=True)\n"
-        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', "
-        "os.environ['RANK']).write_text('result')\n"
-        "time.sleep(0.4)\n",
+        "import os, pathlib, sys, time\nprint('args', sys.argv[1:], *(os.environ[name] for name "
+        f"in '{names}'.split()))\nprint('to stderr', os.environ['MASTER_PORT'], "
+        "file=sys.stderr)\npathlib.Path(os.environ['MLBENCH_OUTPUT'], "
+        "'deep').mkdir(exist_ok=True)\npathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', "
+        "os.environ['RANK']).write_text('result')\ntime.sleep(0.4)\n",
     )
     run = create(
         client, f"python {command} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3
@@ -191,9 +189,8 @@ def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequenc
     gone = tmp_path / "gone"
     command = script(
         tmp_path,
-        "import os, pathlib, sys, time\nprint('begun', flush=True)\n"
-        f"while os.environ['RANK'] == '0' and not pathlib.Path({str(gone)!r}).exists(): "
-        "time.sleep(0.01)\n"
+        "import os, pathlib, sys, time\nprint('begun', flush=True)\nwhile os.environ['RANK'] == "
+        f"'0' and not pathlib.Path({str(gone)!r}).exists(): time.sleep(0.01)\n"
         # It fails at about the same time as the other one, as Gloo does.
         "if os.environ['RANK'] == '0': raise RuntimeError('Connection closed by peer')\n"
         f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()\n{ending}\n",
@@ -253,8 +250,8 @@ MARK = hosts_ssh.MARK.decode().strip()
          "or name another Python with --python"),
         ((f"cat > /dev/null; echo; echo '{MARK}'; echo '{{\"version\": \"3.0\", \"now\": 1, "
          f"\"runs\": {{}}}}'"),
-         f"host a has MLBench 3.0, and the master has {__version__}: install the same version "
-         "there, or name another "
+         f"host a has MLBench 3.0, and the master has {__version__}: install "
+         "the same version there, or name another "
          "Python with --python"),
         (f"cat > /dev/null; echo; echo '{MARK}'; echo '{{}}'", "host a gave a damaged answer: "),
         ("exit 0", "host a cannot run MLBench: exit status 0: it gave no reason"),
@@ -280,8 +277,8 @@ def test_a_script_that_a_host_does_not_have_is_named(
     command = script(tmp_path, ENDLESS)
     (fake / "a.after").write_text(f"rm -f {command}")
     assert end_of(engine, engine.start(job(command, options=("--host", "a:2")))).reason == (
-        f"host a: {command} does not exist: use a file system that all hosts share, or the "
-        "same path"
+        f"host a: {command} does not exist: use a file "
+        "system that all hosts share, or the same path"
     )
 
 
@@ -445,8 +442,8 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
     monkeypatch.setenv("HF_TOKEN", "of-the-master")
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "show.py").write_text(
-        "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), "
-        "os.environ['MINE'])\n"
+        "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], "
+        "os.environ.get('HF_TOKEN'), os.environ['MINE'])\n"
     )
     call = {
         "cwd": str(tmp_path / "user"),
@@ -548,8 +545,8 @@ def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_tempora
         (
             "node1:4",
             (
-                "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not "
-                "'node1:4'"
+                "line 3: a name with colons must be an IPv6 "
+                "address such as [2001:db8::5], not 'node1:4'"
             ),
         ),
         (

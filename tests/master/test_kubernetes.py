@@ -247,8 +247,8 @@ KILLED = {"exitCode": 143, "finishedAt": at(1)}
         pytest.param(
             exits(KILLED, {"exitCode": 137, "reason": "OOMKilled", "finishedAt": at(1)}),
             (
-                "worker 1 used more memory than it had (OOMKilled): give a larger --memory in the "
-                "engine options"
+                "worker 1 used more memory than it had (OOMKilled): give a "
+                "larger --memory in the engine options"
             ),
             -9,
             id="memory",

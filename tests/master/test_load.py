@@ -78,8 +78,8 @@ def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.Mo
     child = BUSY.replace("60", "0.3")
     parent = (
         "import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', "
-        f"{child!r}]\n"
-        "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
+        f"{child!r}]\nfor _ in range(2): subprocess.run(child, "
+        "stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
     # One second between two samples, so that their sum is the time of the CPU, however busy the

@@ -141,19 +141,13 @@ def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(
     """A worker that fails because another one is gone ends a moment later."""
     script = tmp_path / "domino.py"
     script.write_text(
-        "import os, pathlib, sys, time, psutil\n"
-        "print('[worker1]:failed (exitcode: 7) local_rank: 0 (pid: 1)', flush=True)\n"
-        "pid = pathlib.Path('pid')\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    pathlib.Path('part').write_text(str(os.getpid()))\n"
-        "    pathlib.Path('part').rename(pid)\n"
-        "    os._exit(3)\n"
-        "while not pid.exists(): time.sleep(0.01)\n"
-        "while psutil.pid_exists(int(pid.read_text())) and "
-        "psutil.Process(int(pid.read_text())).status() != 'zombie':\n"
-        "    time.sleep(0.001)\n"
-        "time.sleep(0.04)\n"
-        "os._exit(1)\n"
+        "import os, pathlib, sys, time, psutil\nprint('[worker1]:failed (exitcode: 7) local_rank: "
+        "0 (pid: 1)', flush=True)\npid = pathlib.Path('pid')\nif os.environ['RANK'] == '1':\n    "
+        "pathlib.Path('part').write_text(str(os.getpid()))\n    "
+        "pathlib.Path('part').rename(pid)\n    os._exit(3)\nwhile not pid.exists(): "
+        "time.sleep(0.01)\nwhile psutil.pid_exists(int(pid.read_text())) and "
+        "psutil.Process(int(pid.read_text())).status() != 'zombie':\n    "
+        "time.sleep(0.001)\ntime.sleep(0.04)\nos._exit(1)\n"
     )
     run = create(client, f"{script}")
     done = wait_state(client, run["id"], "finished", "failed")
@@ -218,11 +212,9 @@ def test_the_reason_says_which_rank_failed_and_how(
 ) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
-        "import ctypes, os, sys, time, traceback\n"
-        "if os.environ['RANK'] != '1': time.sleep(100)\n"
-        "try:\n    raise OSError('before')\nexcept OSError as error:\n"
-        "    print('  File \"not an error\"')\n    print('ValueError: of stdout')\n"
-        f"    {ending}\n"
+        "import ctypes, os, sys, time, traceback\nif os.environ['RANK'] != '1': "
+        "time.sleep(100)\ntry:\n    raise OSError('before')\nexcept OSError as error:\n    "
+        f"print('  File \"not an error\"')\n    print('ValueError: of stdout')\n    {ending}\n"
     )
     engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
@@ -264,15 +256,11 @@ def test_the_reason_is_that_of_the_worker_that_failed_by_itself(tmp_path: Path) 
     """It has closed its connections, but another worker ends before it."""
     script = tmp_path / "fails.py"
     script.write_text(
-        "import os, pathlib, sys, time\n"
-        "rank = os.environ['RANK']\n"
-        "if rank == '0':\n"
-        "    raise ConnectionResetError('Connection reset by peer')\n"
+        "import os, pathlib, sys, time\nrank = os.environ['RANK']\nif rank == '0':\n    raise "
+        "ConnectionResetError('Connection reset by peer')\n"
         'sys.stderr.write(\'Traceback (most recent call last):\\n  File "a.py", line '
-        "1\\nValueError: no data\\n')\n"
-        "sys.stderr.flush()\n"
-        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
-        "os._exit(1)\n"
+        "1\\nValueError: no data\\n')\nsys.stderr.flush()\nwhile not "
+        f"pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\nos._exit(1)\n"
     )
     engine = LocalEngine(tmp_path / "runs", grace_s=20)
     job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
@@ -291,8 +279,8 @@ def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
     )
     lines = "".join(f"[rank1]: {line}\n" for line in trace.splitlines())
     script.write_text(
-        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\n"
-        "os._exit(1)\n"
+        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 "
+        "c10d.cpp:1] Warning: late\\n')\nos._exit(1)\n"
     )
     engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     job = engine.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
@@ -305,8 +293,8 @@ def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_pat
     example."""
     own = tmp_path / "own.py"
     own.write_text(
-        "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), "
-        "os.environ['MASTER_ADDR'])"
+        "import os, sys\nprint('args', sys.argv[1:], "
+        "os.environ.get('WORLD_SIZE'), os.environ['MASTER_ADDR'])"
     )
     body = {
         "name": "own",
@@ -340,10 +328,9 @@ def test_a_command_that_does_not_exist_says_so(client: TestClient) -> None:
 def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Path) -> None:
     stubborn = tmp_path / "stubborn.py"  # ignores SIGTERM, and has a child in a session of its own
     stubborn.write_text(
-        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], "
-        "start_new_session=True)\n"
-        "print('ready', flush=True)\ntime.sleep(100)\n"
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, "
+        "signal.SIG_IGN)\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(100)'], start_new_session=True)\nprint('ready', flush=True)\ntime.sleep(100)\n"
     )
     first = create(client, f"python {stubborn}", workers=1, name="first")
     client.post("/api/metrics/", json={"run_id": first["id"], "name": "loss @ 0", "value": 1})
@@ -433,9 +420,7 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(
         "import pathlib, time\n"
         'pathlib.Path(\'../status.json\').write_text(\'{"returncode": 0, "reason": "", '
         '"finished_at": 0}\')\n'
-        "time.sleep(0.5)\n"
-        "pathlib.Path('../status.json').unlink()\n"
-        "pathlib.Path('../status.json').mkdir()\n"
+        "time.sleep(0.5)\npathlib.Path('../status.json').unlink()\npathlib.Path('../status.json').mkdir()\n"
     )
     second = create(client, f"{garbage}", workers=1, name="second")
     failed = wait_state(client, second["id"], "finished", "failed")
@@ -640,10 +625,8 @@ def test_a_run_starts_in_its_folder_with_the_environment_of_its_call(
     (folder / "lib").mkdir(parents=True)
     (folder / "lib" / "mine.py").write_text("value = 'mine'\n")
     (folder / "show.py").write_text(
-        "import os, mine\n"
-        "print(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), "
-        "os.environ['W_TOKEN'], '\u640d')\n"
-        "print(os.getcwd())\n"
+        "import os, mine\nprint(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), "
+        "os.environ['W_TOKEN'], '\u640d')\nprint(os.getcwd())\n"
     )
     caller = {
         "cwd": str(folder),
@@ -736,8 +719,8 @@ def test_a_task_needs_no_folder_of_its_call(client: TestClient) -> None:
     assert answer.status_code == 201
     assert answer.json()["job_metadata"]["notes"] == [
         (
-            "note: the workers start in the folder of the run, because the master's machine has no "
-            "/no/such/folder"
+            "note: the workers start in the folder of the run, because the "
+            "master's machine has no /no/such/folder"
         )
     ]
     client.post(f"/api/runs/{answer.json()['id']}/stop/")

@@ -175,8 +175,8 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
     run_sql(url, *old_tables(1, "postgresql"))
     upgrade_until_killed(url)
     names = (
-        "SELECT table_name FROM information_schema.tables WHERE table_schema = "
-        "current_schema ORDER BY 1"
+        "SELECT table_name FROM information_schema.tables "
+        "WHERE table_schema = current_schema ORDER BY 1"
     )
     assert run_sql(url, names) == [("metrics",), ("runs",)]
     store = Store(url)

@@ -35,8 +35,8 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         # Only the fields of the chosen program are there.
         page("document.querySelector('[name=kind][value=command]').click()")
         assert page(
-            "[...document.querySelectorAll('#start .for-task, #start .for-script')].every((f) "
-            "=> !f.offsetParent)"
+            "[...document.querySelectorAll('#start .for-task, #start "
+            ".for-script')].every((f) => !f.offsetParent)"
         )
         for name, value in (
             ("name", "demo"),

@@ -145,11 +145,11 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, tmp_path: Path)
         "OMP_NUM_THREADS MLBENCH_RUN_ID"
     )
     script.write_text(
-        "import os, pathlib, sys\n"
-        f"print('args', sys.argv[1:], *(os.environ[name] for name in '{names}'.split()))\n"
-        "print('to stderr', os.environ['RANK'], file=sys.stderr)\n"
-        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], os.environ['RANK']).write_text('result')\n"
-        "print('progress 1\\rprogress 2\\nx' + 'y' * 20_000, end='')\n"
+        "import os, pathlib, sys\nprint('args', sys.argv[1:], *(os.environ[name] "
+        f"for name in '{names}'.split()))\nprint('to stderr', os.environ['RANK'], "
+        "file=sys.stderr)\npathlib.Path(os.environ['MLBENCH_OUTPUT'], "
+        "os.environ['RANK']).write_text('result')\nprint('progress 1\\rprogress "
+        "2\\nx' + 'y' * 20_000, end='')\n"
     )
     run = create(
         client, f"python {script} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3
@@ -202,8 +202,8 @@ def test_the_reason_says_which_rank_failed_and_how(
     script = tmp_path / "fails.py"
     sleep = 100 if reason else 0
     script.write_text(
-        f"import os, sys, time\nif os.environ['RANK'] != '1': time.sleep({sleep}); sys.exit()\n"
-        f"{ending}\n"
+        "import os, sys, time\nif os.environ['RANK'] != '1': "
+        f"time.sleep({sleep}); sys.exit()\n{ending}\n"
     )
     job_id = engine.start(job(str(script)))
     status = end_of(engine, job_id)
@@ -316,9 +316,8 @@ def test_a_controller_that_does_not_answer_is_a_problem_that_passes(
         lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason")
     )
     assert reason == (
-        "Slurm refused or does not answer: squeue: slurm_load_jobs error: Unable to contact "
-        "slurm controller "
-        "(connect failure)"
+        "Slurm refused or does not answer: squeue: slurm_load_jobs error: Unable to "
+        "contact slurm controller (connect failure)"
     )
     answer = client.post(f"/api/runs/{run['id']}/stop/")
     assert (answer.status_code, answer.json()["message"]) == (503, reason)
@@ -349,9 +348,8 @@ def test_the_next_master_goes_on_with_a_job(
 ) -> None:
     script = tmp_path / "talks.py"
     script.write_text(
-        "import pathlib, sys, time\nprint('before', flush=True)\n"
-        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
-        "print('after')\n"
+        "import pathlib, sys, time\nprint('before', flush=True)\nwhile not "
+        f"pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\nprint('after')\n"
     )
     job_id = engine.start(job(str(script), num_workers=1))
     wait_for(
@@ -512,8 +510,8 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
     queued.start(job("true", num_cpus=1.5, gpu_enabled=True, options=("--time=10", "-p", "gpu")))
     (call,) = controller.called("sbatch")
     start = (
-        "sbatch --parsable --cpus-per-task=2 --gpus-per-task=1 --time=10 -p gpu --ntasks=2 "
-        "--job-name=mlbench-a "
+        "sbatch --parsable --cpus-per-task=2 --gpus-per-task=1 --time=10 "
+        "-p gpu --ntasks=2 --job-name=mlbench-a "
     )
     assert call.startswith(start) and call.endswith(" --no-requeue job.sh")
     queued.start(job("true", run_id=2, gpu_enabled=True, options=("--gres=gpu:4",)))
@@ -709,8 +707,8 @@ def test_other_packages_add_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[mlbench.engines]\nours = mlbench_master.engines.local.engine:LocalEngine\n"
-        "wrong = pathlib:Path\n"
+        "[mlbench.engines]\nours = "
+        "mlbench_master.engines.local.engine:LocalEngine\nwrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert engine_names() == (*ENGINES, "ours", "wrong")

@@ -260,8 +260,8 @@ def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
         (
             ("resnet19", 1, "fp32"),
             (
-                "model must be one of resnet20, .*resnet110, resnet18, .*resnet18_imagenet, not "
-                "'resnet19'"
+                "model must be one of resnet20, .*resnet110, "
+                "resnet18, .*resnet18_imagenet, not 'resnet19'"
             ),
         ),
         (("resnet20_imagenet", 1, "fp32"), "model must be .*, not 'resnet20_imagenet'"),

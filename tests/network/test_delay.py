@@ -154,13 +154,9 @@ def test_one_link_is_slower_than_the_others() -> None:
 @pytest.mark.parametrize("rights", ["user"], indirect=True)
 def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
     code = (
-        "import os\n"
-        "from mlbench_core.network.emulated import EmulatedNetwork\n"
-        "os.geteuid = lambda: 1000\n"
-        "with EmulatedNetwork(2, network='1gbit,5ms') as network:\n"
-        "    network.popen(0, ['sleep', '600'])\n"
-        "    print('ready', flush=True)\n"
-        "    input()\n"
+        "import os\nfrom mlbench_core.network.emulated import EmulatedNetwork\nos.geteuid = "
+        "lambda: 1000\nwith EmulatedNetwork(2, network='1gbit,5ms') as network:\n    "
+        "network.popen(0, ['sleep', '600'])\n    print('ready', flush=True)\n    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], **TEXT) as owner:
         assert line(owner) == "ready"

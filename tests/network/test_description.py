@@ -48,8 +48,8 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
         (
             "20ms",
             (
-                "link '20ms' must have a bandwidth: write for example '100mbit,20ms' or "
-                "'unlimited,20ms'"
+                "link '20ms' must have a bandwidth: write for "
+                "example '100mbit,20ms' or 'unlimited,20ms'"
             ),
         ),
         ("100mbit,20", "part '20' must be a bandwidth"),
@@ -127,8 +127,8 @@ def test_the_file_on_the_page_is_the_text_with_the_same_values(tmp_path: Path) -
         ),
         (
             (
-                "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = '1gbit'\n[between]\n"
-                "bandwidth = '1gbit'"
+                "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = "
+                "'1gbit'\n[between]\nbandwidth = '1gbit'"
             ),
             "hosts_per_rack must be a whole number, not True",
         ),

@@ -196,11 +196,9 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.Mo
 @needs_namespaces
 def test_cleanup_removes_what_a_killed_process_left(network: EmulatedNetwork) -> None:
     code = (
-        "from mlbench_core.network.emulated import EmulatedNetwork\n"
-        "with EmulatedNetwork(network='1gbit,5ms') as network:\n"
-        "    child = network.popen(0, ['sleep', '600'])\n"
-        "    print(network.namespace(0), child.pid, flush=True)\n"
-        "    input()\n"
+        "from mlbench_core.network.emulated import EmulatedNetwork\nwith "
+        "EmulatedNetwork(network='1gbit,5ms') as network:\n    child = network.popen(0, ['sleep', "
+        "'600'])\n    print(network.namespace(0), child.pid, flush=True)\n    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], **TEXT) as owner:
         name, pid = line(owner).split()
@@ -293,8 +291,8 @@ def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         EmulatedNetwork().__enter__()
     monkeypatch.setattr(which, lambda name, **_: name if name in ("ip", "tc", "unshare") else None)
     assert EmulatedNetwork.why_not() == (
-        "network namespaces need root or a user namespace, and nsenter not found: install the "
-        "package util-linux"
+        "network namespaces need root or a user namespace, and nsenter "
+        "not found: install the package util-linux"
     )
 
 

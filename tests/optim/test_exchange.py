@@ -145,8 +145,8 @@ def test_a_preset_wants_its_own_kind_of_aggregation(name: str) -> None:
             "power",
             {"rank": 3},
             (
-                "rank must be left out or 2, not 3, because the aggregation decides on it: write "
-                "rank=3"
+                "rank must be left out or 2, not 3, because the "
+                "aggregation decides on it: write rank=3"
             ),
         ),
         (

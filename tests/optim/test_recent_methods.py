@@ -766,16 +766,16 @@ class TestDelayedAverages:
             (
                 {"delay": 1, "aggregation": DiLoCoAggregation()},
                 TypeError,
-                "aggregation must be an AllReduceAggregation if there is a delay, not "
-                "DiLoCoAggregation: leave out "
+                "aggregation must be an AllReduceAggregation if there is a "
+                "delay, not DiLoCoAggregation: leave out "
                 r"delay, or for DiLoCo, use StreamingDiLoCoAggregation\(delay=",
             ),
             (
                 {"delay": 1, "aggregation": AllReduceAggregation(shared_memory=True)},
                 ValueError,
                 (
-                    "shared_memory must be False if there is a delay, not True, because no message "
-                    "moves"
+                    "shared_memory must be False if there is a "
+                    "delay, not True, because no message moves"
                 ),
             ),
         ):

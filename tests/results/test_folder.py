@@ -143,8 +143,8 @@ def test_a_goal_that_was_reached_before_is_found(tmp_path: Path) -> None:
     finish_folder(folder)
     assert verify_folder(folder) == [
         (
-            "the goal was reached at step 10 in epoch 1 with 95.0, but the result says at step 30 "
-            "in epoch 3 with 90.0"
+            "the goal was reached at step 10 in epoch 1 with 95.0, but the "
+            "result says at step 30 in epoch 3 with 90.0"
         )
     ]
 
@@ -413,8 +413,8 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
         (
             {"epoch": 0},
             (
-                "the goal was reached at step 30 in epoch 3 with 90.0, but the result says at step "
-                "30 in epoch 1 with 90.0"
+                "the goal was reached at step 30 in epoch 3 with 90.0, but the "
+                "result says at step 30 in epoch 1 with 90.0"
             ),
         ),
     ],

@@ -119,8 +119,8 @@ def test_half_requests_do_not_keep_others_out(tmp_path: Path) -> None:
 
 def test_an_address_has_a_bounded_number_of_connections(tmp_path: Path) -> None:
     setup = (
-        "import mlbench_master.connections as c; c.MAX_PER_ADDRESS = 4; c.is_loopback = "
-        "lambda address: False"
+        "import mlbench_master.connections as c; c.MAX_PER_ADDRESS "
+        "= 4; c.is_loopback = lambda address: False"
     )
     with server(tmp_path / "data", "--token", "sesame", setup=setup) as (base, _):
         with sockets(base, 3, HALF_A_HEADER) as slow:

@@ -54,13 +54,13 @@ POISON = [
     "UPDATE metrics SET name = CAST(x'ff' AS TEXT), cumulative = 'perhaps' WHERE value = '2'",
     "UPDATE runs SET job_metadata = '{not JSON' WHERE name = 'bad'",
     (
-        "UPDATE runs SET job_metadata = '[1]', created_at = 'today', finished_at = 1e300 WHERE "
-        "name = 'bad'"
+        "UPDATE runs SET job_metadata = '[1]', created_at = "
+        "'today', finished_at = 1e300 WHERE name = 'bad'"
     ),
     "UPDATE runs SET job_metadata = CAST(x'ff' AS TEXT), num_workers = 'many' WHERE name = 'bad'",
     (
-        "UPDATE runs SET state = 'exploded', goal_result = x'ff', command = x'ff', num_cpus = "
-        "9e999 WHERE name = 'bad'"
+        "UPDATE runs SET state = 'exploded', goal_result = x'ff', command = "
+        "x'ff', num_cpus = 9e999 WHERE name = 'bad'"
     ),
 ]
 

@@ -40,8 +40,8 @@ def numbers(page: Page, word: str = "line") -> list[int]:
 def choose(page: Page, name: str, value: str) -> None:
     field = f"document.querySelector('#log-filter [name={name}]')"
     page(
-        f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('input', "
-        f"{{bubbles: true}}))"
+        f"{field}.value = {json.dumps(value)}; "
+        f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))"
     )
 
 
@@ -80,8 +80,8 @@ def check_harmless_lines(page: Page) -> None:
     assert tags == "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
     assert turned == "red \ufffdturned\ufffd " + "x" * 10_000
     assert page(
-        "window.evil === undefined && document.querySelector('#log-lines img, #log-lines "
-        "script') === null"
+        "window.evil === undefined && document.querySelector('#log-lines "
+        "img, #log-lines script') === null"
     )
     # The long line wraps in its box.
     assert number_is(page, "scrollWidth - document.getElementById('log').clientWidth") == 0
@@ -130,8 +130,8 @@ def check_following(page: Page) -> None:
     time.sleep(1.5)  # the worker writes dozens of lines
     # The reader still sees the same line, and none arrives.
     line = (
-        "[...document.querySelectorAll('#log .text')].find((e) => e.textContent === 'line "
-        f"{before}')"
+        "[...document.querySelectorAll('#log .text')].find((e) "
+        f"=> e.textContent === 'line {before}')"
     )
     top = "document.getElementById('log').getBoundingClientRect().top"
     assert abs(page(f"{line}.getBoundingClientRect().top - {top}")) < 80

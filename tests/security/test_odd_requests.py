@@ -54,8 +54,8 @@ def test_a_body_with_two_lengths_is_refused(tmp_path: Path) -> None:
             with socket.create_connection((host, int(port)), 10) as connection:
                 smuggled = "GET /api/runs/ HTTP/1.1\r\nHost: a\r\n\r\n"
                 connection.sendall(
-                    f"POST /api/metrics/ HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: "
-                    "application/json\r\n"
+                    "POST /api/metrics/ HTTP/1.1\r\nHost: "
+                    f"{host}:{port}\r\nContent-Type: application/json\r\n"
                     f"{lengths}\r\n\r\n2\r\n[]\r\n0\r\n\r\n{smuggled}".encode()
                 )
                 answer = b""

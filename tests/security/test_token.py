@@ -56,18 +56,17 @@ def test_programs_of_the_same_user_and_workers_find_the_token(tmp_path: Path) ->
     # As a script of version 3.0: it knows only the address.
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys\nfrom mlbench_core.api import ApiClient\n"
-        "with ApiClient(in_cluster=False, url=sys.argv[1]) as client:\n"
-        "    answer = client.post_metric(sys.argv[2], sys.argv[3], 1).result()\n"
-        "    assert answer.status_code == 201, answer.text\n"
+        "import os, sys\nfrom mlbench_core.api import ApiClient\nwith ApiClient(in_cluster=False, "
+        "url=sys.argv[1]) as client:\n    answer = client.post_metric(sys.argv[2], sys.argv[3], "
+        "1).result()\n    assert answer.status_code == 201, answer.text\n"
     )
     with server(tmp_path / "data", token=()) as (base, _):
         place = base.removeprefix("http://")
         # Without the record in the user's folder, a worker has only the variables that the master
         # gives it.
         by_worker = (
-            f"env MLBENCH_HOME={tmp_path / 'other'} {sys.executable} {script} {place} "
-            f"{{run_id}} worker"
+            f"env MLBENCH_HOME={tmp_path / 'other'} "
+            f"{sys.executable} {script} {place} {{run_id}} worker"
         )
         assert mlbench("run", "r", "1", "--command", by_worker).returncode == 0
         by_name = place.replace("127.0.0.1", "localhost")

@@ -116,8 +116,8 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     )
     text = " ".join(summary(found))
     assert (
-        "More workers had a lower median on fast. No algorithm with more workers had a lower "
-        "median on slow."
+        "More workers had a lower median on fast. No algorithm "
+        "with more workers had a lower median on slow."
     ) in text
     late = outcome(
         lone,
@@ -134,8 +134,8 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     none = outcome(cell("centralized_sgd", "slow", 2, None, None))
     assert per_network(none, "slow") == [
         (
-            "With 2 workers: no algorithm reached the goal in more than half of its runs (not "
-            "within 2 min)."
+            "With 2 workers: no algorithm reached the goal in more "
+            "than half of its runs (not within 2 min)."
         )
     ]
 
@@ -310,10 +310,9 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
         }
     assert content["facts"]["Time of all runs"].endswith(" h")
     assert content["facts"]["Runs"] == (
-        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a network and a "
-        "number of workers are "
-        "judged up to the least training time at which one of them was stopped, and a run that "
-        "reached the goal later "
+        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a "
+        "network and a number of workers are judged up to the least training time "
+        "at which one of them was stopped, and a run that reached the goal later "
         "counts as missed: 60 s (mobile-lte, 2 workers)"
     )
     markdown = (written / "index.md").read_text(encoding="utf-8")

@@ -240,17 +240,15 @@ def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(
 ) -> None:
     folder, begun = tmp_path / "out", tmp_path / "begun"
     second = (
-        f"import pathlib, time; p = pathlib.Path({str(begun)!r}); p.exists() or "
-        "(p.touch(), time.sleep(30))"
+        f"import pathlib, time; p = pathlib.Path({str(begun)!r}); "
+        "p.exists() or (p.touch(), time.sleep(30))"
     )
     steps = [python("first", "print(1)"), python("second", second, limit_s=4)]
     driver = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tools', '.']; import "
-        "measure_gpu as m\n"
-        f"m.probe = lambda: {MACHINE!r}\n"
-        "steps = [m.Step(*parts) for parts in "
-        f"{[(s.name, s.title, s.limit_s, s.command) for s in steps]!r}]\n"
-        f"m.run_all(steps, steps, Path({str(folder)!r}), False)"
+        f"measure_gpu as m\nm.probe = lambda: {MACHINE!r}\nsteps = [m.Step(*parts) for parts "
+        f"in {[(s.name, s.title, s.limit_s, s.command) for s in steps]!r}]\nm.run_all(steps, "
+        f"steps, Path({str(folder)!r}), False)"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 60

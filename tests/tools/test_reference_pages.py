@@ -124,8 +124,8 @@ def test_the_page_on_the_api_has_every_request_and_the_fields_of_each() -> None:
         "| `arguments` | list (text) or text | Further arguments of the task's script. |  |" in text
     )
     assert (
-        "| `limit` | whole number, 0 to 5,000 | Maximum number of lines; with 0 they are only "
-        "counted. | `5000` |"
+        "| `limit` | whole number, 0 to 5,000 | Maximum number of "
+        "lines; with 0 they are only counted. | `5000` |"
     ) in text
 
 

@@ -51,9 +51,8 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
     # In a process of its own, because wandb starts a service, which completes the file when the
     # process ends.
     code = (
-        "from mlbench_core.tracking.sinks import WandbSink\n"
-        "from tests.tracking.test_sinks import run\n"
-        f"run(WandbSink('project', mode='offline', dir={str(tmp_path)!r}, name='my run'))"
+        "from mlbench_core.tracking.sinks import WandbSink\nfrom tests.tracking.test_sinks import "
+        f"run\nrun(WandbSink('project', mode='offline', dir={str(tmp_path)!r}, name='my run'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -156,8 +155,8 @@ def test_services_learn_how_a_run_ended(
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "KILLED", 255),
         (
             (
-                "child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, signal.SIGTERM); "
-                "os.wait()"
+                "child = os.fork()\nif not child: "
+                "time.sleep(60)\nos.kill(child, signal.SIGTERM); os.wait()"
             ),
             "FINISHED",
             0,
@@ -421,8 +420,8 @@ def test_packages_bring_sinks_but_replace_none() -> None:
         (
             "",
             (
-                "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', 'other', 'plain', "
-                "'tensorboard', 'wandb'"
+                "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', "
+                "'other', 'plain', 'tensorboard', 'wandb'"
             ),
         ),
         ("json:x", "NAME:ARGUMENT, not 'json:x'"),
