@@ -1,5 +1,4 @@
-"""Time Task 0's all-reduce against a bare loop of torch.distributed, over Gloo, and over MPI
-against Gloo.
+"""Time Task 0's all-reduce against a bare loop of torch.distributed, and MPI against Gloo.
 
 All variants run in the same worker processes, each with its own process group. They differ in the
 code that measures, not in the operation, so Task 0 should report the times of the bare loop.

@@ -1,7 +1,7 @@
-"""Time DistributedDataParallel's training steps with this library's hooks and with torch's, and
-compare their accuracy.
+"""Time steps of DistributedDataParallel with this library's hooks and with torch's.
 
-Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is left out.
+The accuracy of the trained networks is compared, too. Torch's hook of PowerSGD needs one bucket on
+Gloo. Its bf16 hook needs NCCL, so it is left out.
 
 The large networks show the speed. The network for digits starts again in every block, so its
 accuracy on images that no worker trained on can be compared. Its column "resume" is the largest

@@ -1,5 +1,4 @@
-"""Time the training batches of a folder of JPEG images: decode, random crop to 224x224, mirror,
-normalize.
+"""Time the training batches of JPEG images: decode, crop at random to 224x224, mirror, normalize.
 
 The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is
 ``JpegBatches``, from the same files and from a tar file of them. All have the same number of loader

@@ -1,8 +1,7 @@
-"""Time the loading of a linear model's training rows, in epsilon's shape: 2,000 float32 features,
-40,000 rows.
+"""Time the loading of a linear model's training rows.
 
-Every variant draws the same number of shuffled rows, in batches of 128, from the page cache, in one
-process:
+They have epsilon's shape: 2,000 float32 features, 40,000 rows. Every variant draws the same number
+of shuffled rows, in batches of 128, from the page cache, in one process:
 
 * one LMDB value per row, read row by row through ``Dataset.__getitem__`` and torch's collate, as
   version 3.0 did. This file has its own copy of that. Version 3.0 pickled the rows; here a row is

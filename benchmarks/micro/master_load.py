@@ -1,5 +1,4 @@
-"""Put a load on the master: posts of many clients, event streams, a long list of runs, and clients
-that are slow.
+"""Put a load on the master: many posts, event streams, a long list of runs, and slow clients.
 
     python benchmarks/micro/master_load.py [--save]
 

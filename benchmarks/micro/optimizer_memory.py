@@ -1,12 +1,11 @@
-"""Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes
-per parameter.
+"""Measure the memory that distributed optimizers need beyond their wrapped optimizers.
 
-Each variant has its own worker processes. The backward pass gives fixed gradients, because
-activations would hide the optimizer's intermediate results. A worker counts the memory of its
-process: the peak while the optimizer is made and takes some steps, and the memory that is kept
-after them. The state of the wrapped optimizer (momentum and the moments of Adam) is subtracted from
-both. Freed memory is returned at once here. Within ``initialize_backends``, a process keeps its
-peak.
+The unit is bytes per parameter. Each variant has its own worker processes. The backward pass gives
+fixed gradients, because activations would hide the optimizer's intermediate results. A worker
+counts the memory of its process: the peak while the optimizer is made and takes some steps, and the
+memory that is kept after them. The state of the wrapped optimizer (momentum and the moments of
+Adam) is subtracted from both. Freed memory is returned at once here. Within
+``initialize_backends``, a process keeps its peak.
 
     python benchmarks/micro/optimizer_memory.py [--models mlp resnet18] [--workers 2] [--save]
 """

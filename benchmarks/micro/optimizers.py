@@ -1,11 +1,11 @@
-"""Time the training steps of every distributed optimizer, against torch's DistributedDataParallel
-and no communication.
+"""Time the training steps of every distributed optimizer.
 
-By default all variants share the same worker processes. If they need more memory than there is,
-they are split into several launches, each with both references. With ``--apart`` each variant has
-separate worker processes, as in a training run, and so does not use memory that other variants
-freed. As in ``initialize_backends``, freed memory is kept, except by the variants whose name ends
-with ``_returned``.
+The peers are torch's DistributedDataParallel and no communication. By default all variants share
+the same worker processes. If they need more memory than there is, they are split into several
+launches, each with both references. With ``--apart`` each variant has separate worker processes, as
+in a training run, and so does not use memory that other variants freed. As in
+``initialize_backends``, freed memory is kept, except by the variants whose name ends with
+``_returned``.
 
 Exposed communication is the time that the optimizer reports to the Tracker. Variants without a
 tracker have the time beyond a step without communication. Bytes are those that one worker hands to

@@ -1,5 +1,4 @@
-"""Time the sum of gradients over Gloo and through shared memory, and count the processor time of a
-worker.
+"""Time the sum of gradients over Gloo and through shared memory.
 
 Each block sums messages of one size, all in flight at a time, after a barrier and with no other
 work. Their bytes together are those of ResNet-18's gradient, or of 256 messages if these are fewer.

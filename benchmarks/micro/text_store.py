@@ -1,5 +1,4 @@
-"""Time the reading of sentence pairs: the memory-mapped store of the translation data sets against
-text files.
+"""Time the reading of sentence pairs from the memory-mapped store and from text files.
 
 Every variant yields all pairs of a training text as batches of 128 in random order, as padded
 arrays of sub-word numbers, in one process, with the files in the page cache:

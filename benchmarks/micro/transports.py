@@ -1,5 +1,4 @@
-"""Time a training step by the way in which gradients travel on one machine: Gloo, MPI and shared
-memory.
+"""Time a training step whose gradients travel on one machine over Gloo, MPI or shared memory.
 
 All variants run in the same worker processes, which mpirun starts. The slowest worker's time
 counts. Processor time is that of all threads of a worker, as the mean over the workers; it depends

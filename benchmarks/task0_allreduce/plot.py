@@ -1,10 +1,10 @@
-"""Draw time against size from result files of Task 0: a line for each backend, device, type and
-number of workers.
+"""Draw time against size from result files of Task 0.
 
     python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
 
-Points are medians, and the band reaches from the fastest repetition to the 99th percentile. The
-dashed line is the fit t(n) = alpha + n / beta; the legend has its numbers."""
+There is a line for each backend, device, type and number of workers. Points are medians, and the
+band reaches from the fastest repetition to the 99th percentile. The dashed line is the fit t(n) =
+alpha + n / beta; the legend has its numbers."""
 
 from __future__ import annotations
 

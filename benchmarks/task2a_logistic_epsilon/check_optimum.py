@@ -5,8 +5,7 @@ norm of all weights, including the bias. scikit-learn does not penalize the inte
 of ones replaces it. scikit-learn weighs the data instead of the penalty, so C = 1 / (rows *
 2.5e-6).
 
-    python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER --workers 1 2 a9a
-    agaricus australian
+    python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER a9a australian
 """
 
 from __future__ import annotations
