@@ -129,8 +129,8 @@ class Workers:
                 process = self.network.popen(rank, command, variables, **options)
             else:
                 environment = {**os.environ, **variables}
-                command = [*(self.launcher or ()), *command]
-                process = subprocess.Popen(command, env=environment, **options)
+                full_command = [*(self.launcher or ()), *command]
+                process = subprocess.Popen(full_command, env=environment, **options)
             self.processes.append(process)
         for pipe in (self.processes[0].stdin, self.processes[0].stdout):
             assert pipe is not None
