@@ -48,10 +48,14 @@ def collection_page(
         commands: Commands that reproduce the runs.
         captions: Name of each figure, without suffix, to its caption.
     """
-    sizes = [len(group.records) for group in groups]
+    sizes = []
     dates = []
     for group in groups:
-        dates += [str(record.started_at)[:10] for record in group.records if record.started_at]
+        sizes.append(len(group.records))
+        for record in group.records:
+            if record.started_at:
+                # Dates in ISO 8601: the day without the time.
+                dates.append(str(record.started_at)[:10])
     lines = [
         f"# {escape(title)}",
         "",
@@ -60,8 +64,10 @@ def collection_page(
         "",
         f"- Date: {_span(dates)}",
     ]
-    lines += [f"- Machine: {escape(text)}" for text in _distinct(map(machine_text, groups))]
-    lines += [f"- Software: {escape(text)}" for text in _distinct(map(software_text, groups))]
+    for heading, text_of in (("Machine", machine_text), ("Software", software_text)):
+        # Groups of one machine share its line.
+        for text in _distinct(map(text_of, groups)):
+            lines.append(f"- {heading}: {escape(text)}")
     lines += [
         "",
         *_command_lines(commands),
@@ -146,7 +152,10 @@ def software_text(group: Group) -> str:
     """Return the versions of the software of a group in one line."""
     software = dict(group.software)
     commit, difference = software.pop("commit", None), software.pop("difference_sha256", None)
-    parts = [f"{name} {value}" for name, value in software.items() if value is not None]
+    parts = []
+    for name, value in software.items():
+        if value is not None:
+            parts.append(f"{name} {value}")
     if commit and difference:
         parts.append(f"commit {str(commit)[:12]} with the difference {str(difference)[:12]}")
     elif commit:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.arguments import check_finite_at_least_0, check_int, check_positive
-from mlbench_core.comparison.stats import student_cdf, student_quantile
+from mlbench_core.comparison.stats import known_values, student_cdf, student_quantile
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import replacing
 
@@ -324,8 +324,7 @@ def check_convergence(
     if len(runs) < LEAST_RUNS:
         return ConvergenceCheck("too few runs", **common)
     # The olympic mean leaves out one goal that was not reached. With two, the mean is infinite.
-    reached = [value for value in runs if value is not None]
-    mean = _trimmed_mean(reached + [math.inf] * missing)
+    mean = _trimmed_mean(known_values(runs) + [math.inf] * missing)
     smallest, largest = reference.limits(len(runs))
     verdict = "consistent"
     if mean < smallest - _TOLERANCE:
@@ -416,8 +415,12 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
         >>> deciding_options({"--batch-size": 32, "seed": 7, "channels-last": True})
         {'batch_size': 32}
     """
-    named = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
-    return {name: value for name, value in named.items() if name not in NEUTRAL_OPTIONS}
+    deciding = {}
+    for option, value in options.items():
+        name = option.lstrip("-").replace("-", "_")
+        if name not in NEUTRAL_OPTIONS:
+            deciding[name] = value
+    return deciding
 
 
 def _trimmed_mean(values: Iterable[float]) -> float:

@@ -138,7 +138,8 @@ def _load_folder(folder: Path) -> RunRecord:
         # Iterating finds the lines that cannot be read, as the last line of a killed run.
         for _ in lines:
             pass
-        remarks += [f"{folder}: {skipped} is left out" for skipped in lines.skipped]
+        for skipped in lines.skipped:
+            remarks.append(f"{folder}: {skipped} is left out")
     return RunRecord.from_result(result, folder, str(folder), tuple(remarks))
 
 
@@ -214,7 +215,9 @@ def _check_size(archive: zipfile.ZipFile, most_bytes: int, names: Iterable[str])
     Raises:
         ValueError: The named files have more bytes. No more than their stated sizes are ever read.
     """
-    total = sum(archive.getinfo(name).file_size for name in names)
+    total = 0
+    for name in names:
+        total += archive.getinfo(name).file_size
     if total > most_bytes:
         raise ValueError(
             f"it has {total:,} bytes when unpacked, and at most {most_bytes:,} are allowed"

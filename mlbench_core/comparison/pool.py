@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.comparison.record import UNKNOWN, RunRecord
+from mlbench_core.comparison.stats import known_values
 from mlbench_core.comparison.times import complete, is_miss
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
@@ -90,8 +91,7 @@ class Group:
             name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example
                 ``"total_s"``.
         """
-        values = map(operator.attrgetter(name), complete(self.records))
-        return [value for value in values if value is not None]
+        return known_values(map(operator.attrgetter(name), complete(self.records)))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,10 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     kept: list[RunRecord] = []
     remarks: list[str] = []
     records = list(records)
-    not_failed = {_key(record) for record in records if record.state != "failed"}
+    not_failed = set()
+    for record in records:
+        if record.state != "failed":
+            not_failed.add(_key(record))
     for record in records:
         failed = record.state == "failed"
         # A run that was killed after it reached its goal has a valid time to the goal.
@@ -221,10 +224,10 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
     repeats: dict[str, list[RunRecord]] = {}
     for record in records:
         repeats.setdefault(_key(record), []).append(record)
-    labels = _labels([_of_series(same[0]) for same in repeats.values()])
+    # Without the number of workers, so that the groups of a series have one label.
+    rows = [_of_series(same[0]) for same in repeats.values()]
     groups = []
-    # Labels do not name the number of workers, so the groups of a series have one label.
-    for label, same in zip(labels, repeats.values(), strict=True):
+    for label, same in zip(_labels(rows), repeats.values(), strict=True):
         kept, remarks = _one_of_each_seed(same)
         configuration = dict(same[0].configuration)
         configuration.pop("seed", None)
@@ -240,13 +243,16 @@ def _one_of_each_seed(records: Iterable[RunRecord]) -> tuple[list[RunRecord], li
     remarks = []
     # A failed run that was repeated with its seed counts no more than any other twin.
     for record in sorted(records, key=lambda record: record.state == "failed"):
-        twins = [other for other in kept if other.seed is not None and other.seed == record.seed]
-        if twins:
-            remarks.append(
-                f"{record.name} has the seed {record.seed} of {twins[0].name}: it counts once"
-            )
-        else:
+        twin: RunRecord | None = None
+        for other in kept:
+            if other.seed is not None and other.seed == record.seed:
+                twin = other
+        if twin is None:
             kept.append(record)
+        else:
+            remarks.append(
+                f"{record.name} has the seed {record.seed} of {twin.name}: it counts once"
+            )
     return kept, remarks
 
 
@@ -277,7 +283,10 @@ def _differences(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     differing = {}
     for name in sorted(dict.fromkeys(itertools.chain.from_iterable(rows)), key=_position):
         # The values need not be hashable, so their texts decide if they are equal.
-        values = {_text(row.get(name)): row.get(name) for row in rows}
+        values = {}
+        for row in rows:
+            value = row.get(name)
+            values[_text(value)] = value
         if len(values) > 1:
             differing[name] = list(values.values())
     return differing
@@ -316,7 +325,10 @@ def _key(record: RunRecord) -> str:
 
 
 def _of_series(record: RunRecord) -> dict[str, Any]:
-    return {key: value for key, value in _properties(record).items() if key not in _OF_THE_SIZE}
+    properties = _properties(record)
+    for name in _OF_THE_SIZE:
+        properties.pop(name, None)
+    return properties
 
 
 def _text(value: Any) -> str:
@@ -338,7 +350,7 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not chosen and rows:
         # One configuration alone is called by its algorithm or its program.
         names = ("algorithm", "task", "program", "series")
-        chosen = [name for name in names if name in rows[0]][:1]
+        chosen = list(filter(rows[0].__contains__, names))[:1]
     labels = []
     for row in rows:
         parts = [_part(name, row.get(name)) for name in chosen]
@@ -348,7 +360,11 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _distinct(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
     """Return the number of different rows if they had only these properties."""
-    return len({_text(list(map(row.get, names))) for row in rows})
+    different = set()
+    for row in rows:
+        values = list(map(row.get, names))
+        different.add(_text(values))
+    return len(different)
 
 
 def _numbered(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

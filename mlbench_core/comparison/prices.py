@@ -6,6 +6,7 @@ file, correct it, and give its path.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -252,7 +253,7 @@ def _read_machine(row: Any, where: str) -> Machine:
         raise ConfigurationError(
             f"{where} must be a table with the fields of a machine, not {row!r}"
         )
-    allowed = {field.name for field in fields(Machine)}
+    allowed = set(map(operator.attrgetter("name"), fields(Machine)))
     unknown = sorted(set(row) - allowed)
     if unknown:
         raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -167,7 +168,11 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
         words = command.split()
     # The program ends at the script, as in "python -u main.py"; without a script, it is the first
     # word.
-    start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
+    start = 0
+    for index, word in enumerate(words[:4]):
+        if word.endswith(".py"):
+            start = index
+            break
     items: list[tuple[str, str]] = []
     for word in words[start + 1 :]:
         if re.match(r"--?[A-Za-z]", word):
@@ -316,8 +321,9 @@ def _goal_in_text(result: str) -> dict[str, Any] | None:
     """
     # The times follow "reached".
     before, reached, _ = result.partition(" reached")
-    matches = (pattern.search(before) for pattern in _GOAL_IN_RESULT)
-    match = next(filter(None, matches), None)
+    match: re.Match[str] | None = None
+    for pattern in _GOAL_IN_RESULT:
+        match = match or pattern.search(before)
     if not reached or match is None:
         return None
     named = match.groupdict()
@@ -351,11 +357,14 @@ def _task_of(
         # "task1a", "resnet20", "cifar10": the words in the name of its folder.
         if words & ({*task.folder.split("_"), task.key} - {"small"}):
             return task.key
-    if len(fitting) == 2 and {task.metric for task in fitting} == {"Prec@1"}:
+    metrics_of_tasks = list(map(operator.attrgetter("metric"), fitting))
+    if metrics_of_tasks == ["Prec@1", "Prec@1"]:
         # Of the two, only the images have a fifth class, and only the logistic regression an F1
         # score.
-        has_fifth = any(name.endswith("Prec@5") for name in sent)
-        has_f1 = any(name.endswith("F1-Score") for name in sent)
+        has_fifth = has_f1 = False
+        for name in sent:
+            has_fifth = has_fifth or name.endswith("Prec@5")
+            has_f1 = has_f1 or name.endswith("F1-Score")
         if has_fifth == has_f1:
             return None
         return "1a" if has_fifth else "2a"
@@ -407,7 +416,9 @@ def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(times, dict):
         return times
     names = ("train", "compute", "communication", "metrics", "preprocess", "validation", "wall")
-    totals = {name: summary.get(f"{name}_s") for name in names}
+    totals = {}
+    for name in names:
+        totals[name] = summary.get(f"{name}_s")
     totals["exposed_communication"] = summary.get("communication_exposed_s")
     return totals
 
@@ -442,7 +453,10 @@ def _phases(
 
 
 def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
-    return known_numbers({step: _latest(metrics, f"{prefix}_{step} @ 0") for step in STEPS})
+    seconds = {}
+    for step in STEPS:
+        seconds[step] = _latest(metrics, f"{prefix}_{step} @ 0")
+    return known_numbers(seconds)
 
 
 def _time_to_goal(

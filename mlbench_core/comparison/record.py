@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,7 +266,8 @@ class RunRecord:
         bytes_on_wire = number(on_wire.get("all_workers"))
         bytes_sent = number((result.get("bytes_sent") or {}).get("all_workers"))
         collectives = result.get("collectives")
-        phases_s = known_numbers({phase: at.get(f"{phase}_s") for phase in PHASES})
+        named_s = {phase: at.get(f"{phase}_s") for phase in PHASES}
+        phases_s = known_numbers(named_s)
         if not at.get("communication_total_s"):
             counted_nothing = not (bytes_sent or collectives or on_wire)
             # An optimizer that does not report when it communicates leaves zeros.
@@ -372,7 +374,7 @@ def _earlier_wire_bytes(
     if not bytes_sent:
         return bytes_sent
     on_wire = total_wire_bytes(collectives or ())
-    handed_over = sum(each["bytes"] for each in collectives or ())
+    handed_over = sum(map(operator.itemgetter("bytes"), collectives or ()))
     if not handed_over or on_wire is None:
         return None
     # All workers have the same kinds of collectives, and about the same bytes.

@@ -124,9 +124,11 @@ def _check_phases(record: RunRecord, folder: Path) -> Finding:
     excesses = []
     for totals in totals_of.values():
         train_s = totals.get("train_s") or 0.0
-        total_s = sum(totals.get(f"{phase}_s") or 0.0 for phase in TRACKER_PHASES.values())
+        phases_s = []
+        for phase in TRACKER_PHASES.values():
+            phases_s.append(totals.get(f"{phase}_s") or 0.0)
         # A smaller sum is not wrong: the rest of the training time is the phase "other".
-        excess_s = max(total_s - train_s, 0.0)
+        excess_s = max(sum(phases_s) - train_s, 0.0)
         excesses.append(excess_s / train_s if train_s else 0.0)
     if not excesses:
         return Finding("cannot be checked", record.name, "the training time is not recorded")

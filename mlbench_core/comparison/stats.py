@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mlbench_core.arguments import check_number, check_positive
 
@@ -41,12 +42,22 @@ __all__ = [
     "welch_test",
 ]
 
+_T = TypeVar("_T")
 # Above this many degrees of freedom, a normal approximation is exact to 1e-13.
 _ALMOST_NORMAL = 1e6
 # From here on, the series for the beta function is exact to 1e-12, while the difference of two
 # lgamma loses digits.
 _LARGE_SHAPE = 20.0
 _SMALLEST = 1e-300
+
+
+def known_values(values: Iterable[_T | None]) -> list[_T]:
+    """Return the values that are not None, for statistics over the runs that measured something.
+
+    Args:
+        values: One value for each run; None if the run does not know it.
+    """
+    return [value for value in values if value is not None]
 
 
 def student_cdf(t: float, df: float) -> float:
@@ -544,8 +555,11 @@ def performance_score(
         raise ValueError(f"tau_max must be finite and above 1, not {tau_max}: AlgoPerf uses 4")
     scores = {}
     for name, row in _ratios(times).items():
-        area = math.fsum(max(0.0, tau_max - ratio) for ratio in row)
-        scores[name] = area / (tau_max - 1) / len(row)
+        areas = []
+        for ratio in row:
+            # A task above the upper limit, as one that was not solved, adds nothing.
+            areas.append(max(0.0, tau_max - ratio))
+        scores[name] = math.fsum(areas) / (tau_max - 1) / len(row)
     return scores
 
 
@@ -568,8 +582,13 @@ def _ratios(times: Mapping[str, Mapping[str, float | None]]) -> dict[str, list[f
         rows[name] = [by_task.get(task) or math.inf for task in tasks]
     # At most the largest float: the time of a task that nobody solved stays infinite if it is
     # divided by it, while inf / inf is nan.
-    best = [min(sys.float_info.max, *column) for column in zip(*rows.values(), strict=True)]
-    return {name: list(map(operator.truediv, row, best)) for name, row in rows.items()}
+    best = []
+    for column in zip(*rows.values(), strict=True):
+        best.append(min(sys.float_info.max, *column))
+    ratios = {}
+    for name, row in rows.items():
+        ratios[name] = list(map(operator.truediv, row, best))
+    return ratios
 
 
 def _numbers(name: str, values: Iterable[float]) -> list[float]:

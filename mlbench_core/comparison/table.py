@@ -37,6 +37,7 @@ from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import (
     describe,
     holm,
+    known_values,
     log_interval,
     performance_profile,
     performance_score,
@@ -134,8 +135,6 @@ COLUMNS = (
 )
 """All columns, in the order of the CSV file."""
 
-_KEYS = tuple(map(operator.attrgetter("key"), COLUMNS))
-
 _TESTS = (
     Column("a", "A"),
     Column("b", "B"),
@@ -191,8 +190,11 @@ class Comparison:
             tables.append((_TESTS, self.tests))
         if self.profile:
             columns = [Column("algorithm", "PERFORMANCE PROFILE"), Column("score", "SCORE", 2)]
-            columns += [Column(f"{ratio:g}", f"<= {ratio:g} x BEST", 2) for ratio in RATIOS]
-            rows = [{"algorithm": name, **shares} for name, shares in self.profile.items()]
+            for ratio in RATIOS:
+                columns.append(Column(f"{ratio:g}", f"<= {ratio:g} x BEST", 2))
+            rows: list[dict[str, Any]] = []
+            for name, shares in self.profile.items():
+                rows.append({"algorithm": name, **shares})
             tables.append((columns, rows))
         return tables
 
@@ -202,18 +204,23 @@ class Comparison:
         if self.differences:
             parts = itertools.starmap(_difference_text, self.differences.items())
             lines.append(f"The rows differ in {'; '.join(parts)}.")
-        goals = dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows)
+        goals: dict[str, None] = {}
+        has_miss = has_value = False
+        for row in self.rows:
+            goals[f"{row['workload']}: {row['goal']}"] = None
+            has_miss = has_miss or bool(row.get("missed"))
+            has_value = has_value or row.get("goal_value") is not None
         lines.append(
             f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the "
             "interval is that of the geometric mean."
         )
-        if any(row.get("missed") for row in self.rows):
+        if has_miss:
             lines.append(
                 "A row with a missed run has no mean. Its median counts a miss as longer than "
                 "every time. The cost per success is the training time of all runs, divided by "
                 "the number of those that reached the goal."
             )
-        if any(row.get("goal_value") is not None for row in self.rows):
+        if has_value:
             lines.append(
                 "VALUE is the mean of the best values after the training time, and VALUE SD "
                 "their deviation."
@@ -229,13 +236,7 @@ class Comparison:
 
     def as_csv(self) -> str:
         """Return all columns as CSV; a value that is unknown is empty."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_KEYS)
-        values_of = operator.itemgetter(*_KEYS)
-        for row in self.rows:
-            writer.writerow(map(safe_cell, values_of(row)))
-        return text.getvalue()
+        return csv_text(COLUMNS, self.rows)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON-ready values; a value that is unknown or not finite is None."""
@@ -253,12 +254,7 @@ class Comparison:
         """Return the tables for people and the notes as Markdown."""
         parts = []
         for columns, rows in self.tables():
-            lines = [[column.header for column in columns]]
-            # Numbers are aligned to the right.
-            lines.append(["---" if column.digits is None else "---:" for column in columns])
-            for row in rows:
-                lines.append([escape(cell(column, row)) for column in columns])
-            parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+            parts.append("\n".join(markdown_lines(columns, rows)))
         return "\n\n".join([*parts, *map(escape, self.notes())]) + "\n"
 
 
@@ -321,14 +317,17 @@ def compare_groups(
         rows += _rows(each, price)
     _add_ratios(rows, baseline)
     # In the order of the groups, whatever the order of the series.
-    order = {(group.label, group.workers): position for position, group in enumerate(groups)}
+    order: dict[tuple[str, int], int] = {}
+    for position, group in enumerate(groups):
+        order[group.label, group.workers] = position
     rows.sort(key=lambda row: order[row["label"], row["workers"]])
     all_remarks: list[str] = []
     for group in groups:
         all_remarks += group.remarks
     for group in groups:
         for record in group.records:
-            all_remarks += [f"{record.name}: {remark}" for remark in record.remarks]
+            for remark in record.remarks:
+                all_remarks.append(f"{record.name}: {remark}")
     all_remarks += remarks
     return Comparison(
         rows=tuple(rows),
@@ -406,7 +405,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
     seconds = describe(group.values("total_s"))
     low, high = log_interval(group.values("total_s")) or (None, None)
     cost_s = cost_per_success_s(group.records)
-    row: dict[str, Any] = dict.fromkeys(_KEYS)
+    row: dict[str, Any] = dict.fromkeys(map(operator.attrgetter("key"), COLUMNS))
     row |= {
         "label": group.label,
         "workers": group.workers,
@@ -429,7 +428,8 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "samples_per_s": _mean(group, "samples_per_s"),
         "best": _mean(group, "best"),
     }
-    if any(record.reached is not None for record in group.records):
+    # Without a goal, or if it is not known, the columns stay empty.
+    if known_values(map(operator.attrgetter("reached"), group.records)):
         row |= {"reached": len(group.reached), "missed": group.missed}
     if group.records[0].has_fixed_time:
         values = describe(group.values("goal_value"))
@@ -478,7 +478,7 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
                 a, b = b, a
         tests.append(_test(a, b))
     tested = [row for row in tests if row["p"] is not None]
-    adjusted = holm([row["p"] for row in tested])
+    adjusted = holm(list(map(operator.itemgetter("p"), tested)))
     for row, p_holm in zip(tested, adjusted, strict=True):
         row["p_holm"] = p_holm
         if p_holm >= 0.05:
@@ -550,6 +550,32 @@ def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
     for name, shares in performance_profile(times, RATIOS).items():
         profile[name] = {"score": scores[name], **dict(zip(columns, shares, strict=True))}
     return profile
+
+
+def csv_text(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table as CSV with the keys of its columns; a value that is unknown is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    keys = list(map(operator.attrgetter("key"), columns))
+    writer.writerow(keys)
+    values_of = operator.itemgetter(*keys)
+    for row in rows:
+        writer.writerow(map(safe_cell, values_of(row)))
+    return text.getvalue()
+
+
+def markdown_lines(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a table for people as lines of Markdown."""
+    headers: list[str] = []
+    rulers: list[str] = []
+    for column in columns:
+        headers.append(column.header)
+        # The colon aligns numbers on the right.
+        rulers.append("---" if column.digits is None else "---:")
+    table = [headers, rulers]
+    for row in rows:
+        table.append([escape(cell(column, row)) for column in columns])
+    return [f"| {' | '.join(cells)} |" for cells in table]
 
 
 def cell(column: Column, row: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import paired_test, welch_test
+from mlbench_core.comparison.stats import known_values, paired_test, welch_test
 
 __all__ = ["TimesTest", "compare_times", "complete", "cost_per_success_s", "is_miss", "median_s"]
 
@@ -57,7 +57,7 @@ def known_times_s(records: Iterable[RunRecord]) -> list[float]:
     Args:
         records: The runs.
     """
-    return [record.total_s for record in records if record.total_s is not None]
+    return known_values(map(operator.attrgetter("total_s"), records))
 
 
 def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:

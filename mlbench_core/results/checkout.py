@@ -129,7 +129,9 @@ def _git(folder: Path, command: str, *arguments: str) -> bytes:
         OSError: Git is not installed.
         subprocess.SubprocessError: The command failed or took too long.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    environment = dict(os.environ)
+    for name in _GIT_VARIABLES:
+        environment.pop(name, None)
     # Without optional locks, Git does not store the refreshed index, which another process may be
     # changing.
     environment.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", LC_ALL="C")

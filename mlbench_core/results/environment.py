@@ -161,7 +161,9 @@ def describe_environment(
         checkouts["program"] = describe_checkout(program, accept_new=True)
     checkouts["mlbench_core"] = describe_checkout(Path(__file__).parents[1] / "__init__.py")
     environment["checkouts"] = checkouts
-    recorded = {name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}
+    recorded = {}
+    for name in filter(_is_recorded, sorted(os.environ)):
+        recorded[name] = os.environ[name]
     return {
         **environment,
         "variables": mask_variables(recorded),

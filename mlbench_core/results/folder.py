@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,8 @@ def verify_folder(folder: Path) -> list[str]:
         problems.append(
             f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}"
         )
-    problems += [f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped]
+    for line in lines.skipped:
+        problems.append(f"{LINES} has a line that cannot be read: {line}")
     return problems
 
 
@@ -287,7 +288,9 @@ def lacking(result: Mapping[str, Any]) -> list[str]:
 
 def _as_before(computed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result as earlier versions wrote it: communication without a measurement is 0."""
-    before = {name: value for name, value in computed.items() if name not in _LATER_NUMBERS}
+    before = dict(computed)
+    for name in _LATER_NUMBERS:
+        before.pop(name, None)
     before["bytes_sent"] = {name: value or 0 for name, value in computed["bytes_sent"].items()}
     before["times"] = _with_zeros(computed["times"])
     if computed["goal"] is not None:
@@ -360,7 +363,7 @@ def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
     due = None
     for end in _ends_of_epochs(lines):
         if end["totals"].get("train_s", 0.0) >= budget_s:
-            due = next((line["step"] for line in stats if line["step"] >= end["step"]), None)
+            due = _first_step(stats, end["step"])
             break
     if not goal["reached"]:
         if due is None:
@@ -376,8 +379,10 @@ def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
         problems.append(
             f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s"
         )
-    until_goal = [line["value"] for line in stats if line["step"] <= goal["step"]]
-    values = [value for value in until_goal if value is not None]
+    values = []
+    for line in stats:
+        if line["step"] <= goal["step"] and line["value"] is not None:
+            values.append(line["value"])
     best = min(values, default=None) if goal["minimize"] else max(values, default=None)
     # Of a metric that is not its primary one, a tracker knows the latest value only.
     if goal["value"] not in (best, *values[-1:]):
@@ -386,6 +391,15 @@ def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
             f"{goal['value']}"
         )
     return problems
+
+
+def _first_step(stats: Iterable[Mapping[str, Any]], least: int) -> int | None:
+    """Return the first step of a statistic that is at least ``least``; None if there is none."""
+    for line in stats:
+        step: int = line["step"]
+        if step >= least:
+            return step
+    return None
 
 
 def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:

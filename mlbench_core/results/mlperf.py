@@ -101,7 +101,10 @@ def mlperf_lines(
         :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "cache_clear", "value": false, ...}
     """
     own = [line for line in lines if line["rank"] == 0]
-    last_start = max((index for index, line in enumerate(own) if _is_start(line)), default=0)
+    last_start = 0
+    for index, line in enumerate(own):
+        if _is_start(line):
+            last_start = index
     kept = []
     for index, line in enumerate(own):
         # The end of a part of the run that was resumed later is not the end of the run.
@@ -204,9 +207,10 @@ class _Log:
             options.setdefault("global_batch_size", batch * workers)
         parameters = {}
         for key, names in _OPTIONS.items():
-            value = next((options[name] for name in names if name in options), None)
-            if isinstance(value, (int, float)):
-                parameters[key] = value
+            # Tasks name the same parameter differently; the first name that was given counts.
+            named = list(filter(options.__contains__, names))
+            if named and isinstance(options[named[0]], (int, float)):
+                parameters[key] = options[named[0]]
         return parameters
 
     def start(self, lines: list[Mapping[str, Any]]) -> None:

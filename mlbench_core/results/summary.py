@@ -76,14 +76,18 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         if line["kind"] != "stat":
             workers.setdefault(line["rank"], _Worker()).add(dict(line))
     ranks = [workers[rank] for rank in sorted(workers)]
-    starts = [worker.start for worker in ranks if worker.start is not None]
+    starts: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
+    for worker in ranks:
+        if worker.start is not None:
+            starts.append(worker.start)
+        ends.append(worker.end or {})
     if not starts:
         raise ValueError("metrics.jsonl has no start record: the run never began")
     start, first = starts[0], ranks[0]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
     totals = list(map(operator.attrgetter("totals"), ranks))
-    ends = [worker.end or {} for worker in ranks]
     is_measured = _is_communication_measured(ranks, number)
     times = _slowest_and_first(totals, is_measured)
     train_s = times["slowest"]["train_s"]
@@ -115,7 +119,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "goal": _goal(ranks, configuration, is_measured),
         "times": times,
         "steps_s": _steps(totals),
-        "epochs": max(worker.epochs for worker in ranks),
+        "epochs": max(map(operator.attrgetter("epochs"), ranks)),
         "batches": max(_each(totals, "batches")),
         "samples": samples,
         "tokens": tokens,
@@ -190,8 +194,8 @@ def _wire_bytes(worker: _Worker) -> float | None:
 
 def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     """Return the sum over all workers, None if one is unknown, and the first worker's value."""
-    known = [value for value in values if value is not None]
-    total = sum(known) if len(known) == len(values) else None
+    counted = [value for value in values if value is not None]
+    total = sum(counted) if len(counted) == len(values) else None
     return {"all_workers": total, "rank_0": values[0]}
 
 
@@ -236,7 +240,9 @@ def _slowest_and_first(
     """Return the times of the slowest worker in each phase, and those of the first worker."""
     times = [_times(of_worker, is_measured) for of_worker in totals]
     names = dict.fromkeys(itertools.chain.from_iterable(times))
-    slowest = {name: max(_known(times, name), default=None) for name in names}
+    slowest = {}
+    for name in names:
+        slowest[name] = max(_known(times, name), default=None)
     return {"slowest": slowest, "rank_0": times[0]}
 
 
@@ -264,7 +270,7 @@ def _goal(
             **dict.fromkeys(("value", "text", "epochs", "step", "time_to_goal_s", "times")),
         }
     first = reached[0]
-    seconds = [line["time_to_goal_s"] for line in reached]
+    seconds = list(map(operator.itemgetter("time_to_goal_s"), reached))
     totals = [line.get("totals", {}) for line in reached]
     return {
         "metric": first.get("metric"),
@@ -315,7 +321,7 @@ def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
 
 
 def _bytes_of(collectives: Iterable[Mapping[str, Any]]) -> int:
-    return sum(entry["bytes"] for entry in collectives)
+    return sum(map(operator.itemgetter("bytes"), collectives))
 
 
 def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -36,7 +36,10 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     lines = read_lines(folder)
     ended = run["ended_at"]
     if not ended:
-        times = [line["time"] for line in lines if isinstance(line.get("time"), str)]
+        times = []
+        for line in lines:
+            if isinstance(line.get("time"), str):
+                times.append(line["time"])
         ended = max(times, default=None) or run["started_at"]
     parts = [run["id"], run["started_at"], *map(digest, lines.paths)]
     state = "finished"

@@ -58,7 +58,10 @@ def estimate(
     ended = [point for point in points if point.name in done]
     expected_s: float | None = None
     if ended:
-        expected_s = sum(_expected_s(point, ended, done) + OVERHEAD_S for point in pending)
+        seconds = []
+        for point in pending:
+            seconds.append(_expected_s(point, ended, done) + OVERHEAD_S)
+        expected_s = sum(seconds)
     # The limit counts training only, so a run takes longer than this: it has validations, too.
     longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
     return Estimate(len(pending), expected_s, longest_s)
@@ -69,10 +72,13 @@ def _expected_s(point: Point, ended: Sequence[Point], done: Mapping[str, Done]) 
     key = _likeness(point)
     # Each step ignores one more property: first the algorithm, then the network, then the workers.
     for ignored in range(len(key) + 1):
-        similar = [other for other in ended if _likeness(other)[ignored:] == key[ignored:]]
-        if similar:
+        seconds = []
+        for other in ended:
+            if _likeness(other)[ignored:] == key[ignored:]:
+                seconds.append(done[other.name].seconds)
+        if seconds:
             break
-    return statistics.fmean(done[other.name].seconds for other in similar)
+    return statistics.fmean(seconds)
 
 
 def _likeness(point: Point) -> tuple[str, str | None, int]:

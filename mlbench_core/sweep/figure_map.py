@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
         "Hatched: the second is within 10 %. "
         "Points are measured: the method with the least median.",
     ]
-    if any(point.second for point in found.points):
+    if any(map(operator.attrgetter("second"), found.points)):
         sentences.append("Two colors: the second is within 10 %, or no difference is shown.")
     sentences += [
         _shared_cores(groups[0]),
@@ -125,7 +126,10 @@ def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) 
 def _borders(centers: tuple[float, ...]) -> list[float]:
     """Return the borders of the cells with these centers, on a logarithmic axis."""
     factor = (centers[1] / centers[0]) ** 0.5
-    return [centers[0] / factor, *(center * factor for center in centers)]
+    borders = [centers[0] / factor]
+    for center in centers:
+        borders.append(center * factor)
+    return borders
 
 
 def _draw_points(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) -> None:
@@ -219,7 +223,10 @@ def _legend(colors: Mapping[str, canvas.Look], prediction: Map) -> tuple[list[An
             Patch(facecolor=color, edgecolor="white", linewidth=0, alpha=0.85, hatch=hatch)
         )
     # A cell without a second method has a clear color, but no ratio for which a label is needed.
-    shades = {_shade(cell.ratio) for cell in prediction.cells if cell.ratio is not None}
+    shades = set()
+    for cell in prediction.cells:
+        if cell.ratio is not None:
+            shades.add(_shade(cell.ratio))
     if "close" in shades:
         handles.append(Patch(facecolor="#EEEEEE", edgecolor="#444444", hatch="//////", linewidth=0))
         labels.append("second within 10 %")

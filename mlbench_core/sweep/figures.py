@@ -15,11 +15,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.figures.captions import caption
+from mlbench_core.comparison.figures.captions import caption, not_among
 from mlbench_core.comparison.figures.looks import method_looks
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import confidence_interval, log_interval
+from mlbench_core.comparison.stats import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
@@ -134,13 +134,16 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     """
     networks = _networks(outcome, network)
     cells = []
+    has_value = False
     for cell in outcome.cells:
         # A cell of which every run failed has nothing to draw.
         if cell.network in networks and cell.workers > 1 and cell.runs:
             cells.append(cell)
-    if not any(_values(quantity.value, cell.group.records) for cell in cells):
+            has_value = has_value or bool(known_values(map(quantity.value, cell.group.records)))
+    if not has_value:
         raise ConfigurationError(f"no run with more than one worker has a {quantity.title.lower()}")
-    names = sorted({cell.algorithm for cell in cells}, key=outcome.algorithms.index)
+    different = set(map(attrgetter("algorithm"), cells))
+    names = sorted(different, key=outcome.algorithms.index)
     height = 0.62 + _ROW_IN * len(names) * max(len(outcome.several), 1.4)
     figure, panels = _new_panels(network, len(networks), height)
     # All figures of a quantity have the same range, so that networks can be compared.
@@ -258,16 +261,11 @@ def _median(quantity: Quantity, cell: Cell | None) -> float | None:
     # Only a time has a median with misses, as a miss is longer than every time.
     if quantity.name != "time_to_goal" and not cell.complete:
         return None
-    values = _values(quantity.value, cell.group.records)
+    values = known_values(map(quantity.value, cell.group.records))
     if quantity.to_goal:
         values += [math.inf] * (cell.missed + cell.failed)
     median = statistics.median(values or [math.inf])
     return None if median == math.inf else median
-
-
-def _values(value: Callable[[RunRecord], float | None], runs: Iterable[RunRecord]) -> list[float]:
-    """Return the values of the runs that have one."""
-    return [each for each in map(value, runs) if each is not None]
 
 
 def _row(
@@ -275,10 +273,8 @@ def _row(
 ) -> None:
     """Draw the runs of a cell as dots, their median as a mark, and the interval as a line."""
     color, marker = look["color"], look["marker"]
-    hit = _values(quantity.value, cell.reached)
-    # By identity, because a record holds dictionaries and has no hash.
-    reached = set(map(id, cell.reached))
-    others = [run for run in cell.group.records if id(run) not in reached]
+    hit = known_values(map(quantity.value, cell.reached))
+    others = not_among(cell.group.records, cell.reached)
     late = list(filter(None, map(quantity.missed, others)))
     # Below the interval, on which they could not be seen.
     axes.scatter(hit, [y + 0.13] * len(hit), s=3.5, color=color, alpha=0.75, linewidths=0, zorder=3)
@@ -352,13 +348,14 @@ def _log_ticks(axis: Axis) -> None:
 
 def _runs_caption(cells: Iterable[Cell]) -> str:
     """Describe the runs without those that missed the goal, which the figure has itself."""
-    return caption([cell.group for cell in cells]).partition(" Missed the goal:")[0]
+    text = caption(list(map(attrgetter("group"), cells)))
+    return text.partition(" Missed the goal:")[0]
 
 
 def _rows_caption(quantity: Quantity, cells: Sequence[Cell]) -> str:
-    missed = any(cell.missed for cell in cells)
+    missed = any(map(attrgetter("missed"), cells))
     sentences = [_runs_caption(cells), "Mark and number: median; dots: single runs."]
-    if any(cell.interval_s for cell in cells):
+    if any(map(attrgetter("interval_s"), cells)):
         sentences.append(
             "Line: 95 % confidence interval of the mean, "
             "of times the geometric one, if all runs reached the goal."

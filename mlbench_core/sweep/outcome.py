@@ -111,7 +111,7 @@ class Cell:
     @property
     def times_s(self) -> list[float]:
         """Return the times to the goal of the runs that reached it."""
-        return [record.time_to_goal_s for record in self.reached if record.time_to_goal_s]
+        return list(filter(None, map(attrgetter("time_to_goal_s"), self.reached)))
 
     @property
     def median_s(self) -> float | None:
@@ -165,7 +165,9 @@ class Outcome:
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        index = {(cell.algorithm, cell.network, cell.workers): cell for cell in self.cells}
+        index = {}
+        for cell in self.cells:
+            index[cell.algorithm, cell.network, cell.workers] = cell
         # The class is frozen.
         object.__setattr__(self, "_index", index)
 
@@ -318,7 +320,11 @@ def sent_per_worker(record: RunRecord) -> float | None:
         # The run went on after its goal, so only its raw lines have the number.
         metric = str((record.goal or {}).get("metric"))
         step = record.steps_to_goal or 0
-        sent = next((point.bytes for point in record.curve(metric) if point.step >= step), None)
+        sent = None
+        for point in record.curve(metric):
+            if point.step >= step:
+                sent = point.bytes
+                break
     return None if sent is None else sent / record.workers
 
 
@@ -370,10 +376,11 @@ def gather(
                 lost += 1
         # The settings of a run are those of the first one that has them: a run that was stopped may
         # have none.
-        settings = next(
-            (record.configuration for record in ended if record.configuration.get("goal")), {}
-        )
-        configuration: dict[str, Any] = dict(settings)
+        configuration: dict[str, Any] = {}
+        for record in ended:
+            if record.configuration.get("goal"):
+                configuration = dict(record.configuration)
+                break
         configuration.pop("seed", None)
         if ended or lost:
             group = Group(algorithm, workers, configuration, tuple(ended))

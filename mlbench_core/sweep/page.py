@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from mlbench_core.comparison.load import load
 from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.table import cell, escape
+from mlbench_core.comparison.table import escape, markdown_lines
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
@@ -232,7 +233,8 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     goals: list[str] = []
     dates: list[str] = []
     total_s = 0.0
-    for record in itertools.chain.from_iterable(group.records for group in groups):
+    records_of_groups = map(operator.attrgetter("records"), groups)
+    for record in itertools.chain.from_iterable(records_of_groups):
         total_s += _seconds(folder / RUNS / record.name)
         if record.goal:
             goals.append(record.goal_text)
@@ -240,13 +242,14 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
             dates.append(str(record.started_at)[:10])
     # Dates in ISO 8601 are in the order of their texts.
     ends = [min(dates), max(dates)] if dates else []
+    networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
     hours = ""
     if total_s:
         hours = f"{total_s / 3600:.1f} h"
     facts = {
         "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(goals)),
-        "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
+        "Networks": "; ".join(networks),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": " to ".join(dict.fromkeys(ends)),
@@ -257,7 +260,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
 
 
 def _runs_text(outcome: Outcome, left_out: int) -> str:
-    missed = sum(cell.missed for cell in outcome.cells)
+    missed = sum(map(operator.attrgetter("missed"), outcome.cells))
     text = f"{outcome.ended} of {outcome.planned} planned; {plural(missed, 'run')} missed the goal"
     if outcome.limit_s is not None:
         text += f", limit {duration(outcome.limit_s)}"
@@ -322,16 +325,7 @@ def _markdown(
     for name, caption in captions.items():
         lines += [f"![{name.replace('_', ' ')}]({name}.png)", ""]
         lines += [f"{escape(caption)} ([SVG]({name}.svg))", ""]
-    columns = known_columns(rows)
-    headers: list[str] = []
-    rulers: list[str] = []
-    for column in columns:
-        headers.append(column.header)
-        # The colon aligns numbers on the right.
-        rulers.append("---" if column.digits is None else "---:")
-    lines += ["", "## Table", "", _table_line(headers), _table_line(rulers)]
-    for row in rows:
-        lines.append(_table_line(escape(cell(column, row)) for column in columns))
+    lines += ["", "## Table", "", *markdown_lines(known_columns(rows), rows)]
     lines += [
         "",
         "[table.csv](table.csv) and [results.json](results.json) "
@@ -343,7 +337,3 @@ def _markdown(
 
 def _list(sentences: Iterable[str]) -> list[str]:
     return [f"- {escape(sentence)}" for sentence in sentences]
-
-
-def _table_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

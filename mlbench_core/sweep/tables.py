@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
@@ -11,7 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.table import Column, safe_cell
+from mlbench_core.comparison.stats import known_values
+from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 
 __all__ = ["COLUMNS", "as_csv", "known_columns", "table_rows"]
@@ -116,7 +115,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
+    numbers = known_values(values)
     return statistics.median(numbers) if numbers else None
 
 
@@ -137,10 +136,4 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     """Return all columns as CSV; a value that is unknown is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    keys = [column.key for column in COLUMNS]
-    writer.writerow(keys)
-    for row in rows:
-        writer.writerow(safe_cell(row[key]) for key in keys)
-    return text.getvalue()
+    return csv_text(COLUMNS, rows)

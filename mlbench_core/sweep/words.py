@@ -86,7 +86,11 @@ def map_sentence(found: Map) -> str:
         f"{found.range_text}: {listed(shares)}. "
         f"On {close / len(found.cells):.0%} of it, the second is within 10 %."
     )
-    agrees = [point.agrees for point in found.points if point.measured is not None]
+    agrees = []
+    for point in found.points:
+        # On a network without a median, there is no measured winner to compare with.
+        if point.measured is not None:
+            agrees.append(point.agrees)
     if not agrees:
         return text
     same, networks = agrees.count(True), plural(len(agrees), "network")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
-from mlbench_core.comparison.figures.numbers import Estimate, mean, mean_time
+from mlbench_core.comparison.figures.numbers import Estimate, has_interval, mean, mean_time
 from mlbench_core.comparison.pool import Group, series
 from mlbench_core.comparison.times import cost_per_success_s, known_times_s
 from mlbench_core.errors import ConfigurationError
@@ -76,7 +76,7 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     text = phase_bars(axes, groups, canvas.COLUMN_IN) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     header = ["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s"]
-    header += [f"{phase}_s" for phase in PHASES]
+    header += _in_seconds(PHASES)
     rows: list[list[Any]] = [[*header, "communication_hidden_s"]]
     for group in groups:
         total, phases = _total(group), _phases(group)
@@ -112,11 +112,16 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     notes = [caption(groups), "Mean over the runs, whole training.", *_mark_notes(groups)]
     text = " ".join(notes) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
-    rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
+    rows: list[list[Any]] = [["setup", "workers", "runs", *_in_seconds(STEPS)]]
     for group in groups:
         seconds = map(_steps(group).get, STEPS)
         rows.append([group.label, group.workers, len(group.records), *seconds])
     return canvas.Drawing("time_all_phases", figure, text, rows)
+
+
+def _in_seconds(names: Iterable[str]) -> list[str]:
+    """Return the columns of a CSV file, whose names end with the unit."""
+    return [f"{name}_s" for name in names]
 
 
 def panel_height(groups: Sequence[Group]) -> float:
@@ -157,11 +162,13 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     totals = list(map(_total, ordered))
     cut = _intervals(axes, y, totals)
     canvas.title(axes, "Training time by phase", groups)
-    if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
-        sentences.append(
-            "Each phase is that of its slowest worker, so the bars can exceed the totals."
-        )
-    if any(total.low is not None for total in totals):
+    for group in groups:
+        if sum(_phases(group).values()) > 1.001 * _total(group).value:
+            sentences.append(
+                "Each phase is that of its slowest worker, so the bars can exceed the totals."
+            )
+            break
+    if has_interval(totals):
         sentences.append(error_bars(cut))
     return " ".join([*sentences, *_mark_notes(groups)])
 
@@ -302,7 +309,7 @@ def _stack(
 
 def _intervals(axes: Axes, y: Sequence[float], totals: Sequence[Estimate]) -> bool:
     """Draw the totals' intervals and write the totals; return True if an interval is cut."""
-    values = [total.value for total in totals]
+    values = list(map(operator.attrgetter("value"), totals))
     limit = _LONGEST_INTERVAL * max(values)
     ends, cut = [], False
     for position, total in zip(y, totals, strict=True):

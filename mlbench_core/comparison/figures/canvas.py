@@ -281,6 +281,8 @@ def save(drawing: Drawing, folder: Path) -> list[Path]:
             replacing(path) as temporary,
             temporary.open("w", newline="", encoding="utf-8") as file,
         ):
-            csv.writer(file).writerows(map(safe_cell, row) for row in drawing.rows)
+            writer = csv.writer(file)
+            for row in drawing.rows:
+                writer.writerow(map(safe_cell, row))
         written.append(path)
     return written

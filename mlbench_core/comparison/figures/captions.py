@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlbench_core.comparison.pool import Group, plural
 from mlbench_core.run_terms import goal_text
 
 __all__ = ["INTERVAL", "caption", "name_of", "not_drawn", "shared_goal", "subtitle"]
+
+_T = TypeVar("_T")
 
 INTERVAL = "Error bars: 95 % confidence interval of the geometric mean (Student's t)"
 """Description of the error bars of a mean time."""
@@ -32,13 +34,17 @@ def caption(groups: Sequence[Group]) -> str:
         >>> caption(pool(runs))
         'Task 1a. No goal recorded. Machine not recorded. n = 2 runs.'
     """
-    counts = {len(group.records) for group in groups}
+    counts = set()
+    lost = []
+    for group in groups:
+        counts.add(len(group.records))
+        if group.missed:
+            lost.append(_with_misses(group))
     noun = "run" if counts == {1} else "runs"
     runs = f"n = {_range(counts)} {noun}"
     if len(groups) > 1:
         runs += " of each configuration"
     sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
-    lost = [_with_misses(group) for group in groups if group.missed]
     if lost:
         sentences.append(f"Missed the goal: {', '.join(lost)}")
     return ". ".join(sentences) + "."
@@ -101,11 +107,19 @@ def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
         groups: All groups.
         shown: Those in the figure.
     """
-    shown_ids = set(map(id, shown))
-    names = [_with_misses(group) for group in groups if id(group) not in shown_ids]
+    names = list(map(_with_misses, not_among(groups, shown)))
     if not names:
         return ""
     return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
+
+
+def not_among(items: Iterable[_T], others: Iterable[_T]) -> list[_T]:
+    """Return the groups, cells or runs that are not among some others.
+
+    They are compared by identity, because they hold dictionaries and have no hash.
+    """
+    ids = set(map(id, others))
+    return [item for item in items if id(item) not in ids]
 
 
 def _configurations(groups: Sequence[Group]) -> list[Mapping[str, Any]]:
@@ -163,13 +177,15 @@ def _goal(groups: Sequence[Group]) -> str:
 
 
 def _machine(groups: Sequence[Group]) -> str:
-    machines = [group.records[0].machine for group in groups]
+    machines = [group.machine for group in groups]
     if not any(machines):
         return "Machine not recorded"
     cpu, gpu = _shared(machines, "cpu"), _shared(machines, "gpu")
     cores = _shared(machines, "cores")
-    gpus = {machine.get("gpus") or 0 for machine in machines}
-    hosts = {machine.get("hosts") or 1 for machine in machines}
+    gpus, hosts = set(), set()
+    for machine in machines:
+        gpus.add(machine.get("gpus") or 0)
+        hosts.add(machine.get("hosts") or 1)
     if not cpu and not gpu:
         return "Several machines"
     parts = [str(cpu or "several processors")]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.figures.captions import caption, name_of, shared_goal
+from mlbench_core.comparison.figures.captions import (
+    caption,
+    name_of,
+    not_among,
+    shared_goal,
+)
 from mlbench_core.comparison.figures.looks import method_looks
 from mlbench_core.comparison.figures.numbers import Band, band
 from mlbench_core.comparison.pool import Group, plural, workload
@@ -90,8 +96,9 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
     figure, text = _draw(groups, bands, goal, AGAINST[against])
     rows: list[list[Any]] = [["setup", "workers", "runs", against, "mean", "minimum", "maximum"]]
     for group, averaged in bands:
-        columns = zip(averaged.x, averaged.mean, averaged.low, averaged.high, strict=True)
-        rows += [[group.label, group.workers, len(averaged.ends), *column] for column in columns]
+        setup = (group.label, group.workers, len(averaged.ends))
+        for point in zip(averaged.x, averaged.mean, averaged.low, averaged.high, strict=True):
+            rows.append([*setup, *point])
     return canvas.Drawing(f"learning_curves_{against}", figure, text, rows)
 
 
@@ -122,7 +129,10 @@ def _draw(
 
     If the runs did not end together, each panel has another one below it, which counts the runs.
     """
-    workers = sorted({group.workers for group, _ in bands})
+    bands_of: dict[int, list[tuple[Group, Band]]] = {}
+    for group, averaged in bands:
+        bands_of.setdefault(group.workers, []).append((group, averaged))
+    workers = sorted(bands_of)
     uneven = any(averaged.tails for _, averaged in bands)
     panel_in = 1.9 if uneven else 1.6
     figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
@@ -132,8 +142,7 @@ def _draw(
     entries: dict[str, Any] = {}
     goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):
-        same = [pair for pair in bands if pair[0].workers == number]
-        for group, averaged in same:
+        for group, averaged in bands_of[number]:
             line = _curve(axes, averaged, looks[group.label])
             entries.setdefault(group.label, line)
         # The goal of a fixed training time has no threshold.
@@ -146,10 +155,11 @@ def _draw(
             count = plural(number, "worker")
             axes.annotate(count, (1, 0), (-3, 3), "axes fraction", "offset points", **note)
         if uneven:
-            _count(counts[index], same, looks)
+            _count(counts[index], bands_of[number], looks)
     if goal_line is not None:
         entries["goal"] = goal_line
-    _label(curves + counts, axis, max(averaged.ends[-1] for _, averaged in bands))
+    largest = max(averaged.ends[-1] for _, averaged in bands)
+    _label(curves + counts, axis, largest)
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
     text = _caption(groups, bands, axis)
@@ -161,7 +171,9 @@ def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
     """Write the numbers and the label of the horizontal axis, bytes in a readable unit."""
     unit, size = "", 1.0
     if axis is AGAINST["bytes"]:
-        unit, size = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
+        # The largest unit in which the end of the axis is at least 1, or else bytes.
+        fitting = [pair for pair in _UNITS if largest >= pair[1]]
+        unit, size = (*fitting, _UNITS[-1])[0]
     for axes in panels:
         axes.locator_params(axis="x", integer=axis.shared, nbins=6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
@@ -224,8 +236,8 @@ def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis:
             "Mean and band end with the shortest run. Thin lines are longer runs, and the "
             "narrow panel counts the runs that remain."
         )
-    drawn = {id(group) for group, _ in bands}
-    missing = [name_of(group) for group in groups if id(group) not in drawn]
+    drawn = map(operator.itemgetter(0), bands)
+    missing = list(map(name_of, not_among(groups, drawn)))
     if missing:
         reason = "there are no raw lines"
         if axis is AGAINST["bytes"]:

@@ -20,7 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlbench_core.comparison.stats import confidence_interval, log_interval, student_quantile
+from mlbench_core.comparison.stats import (
+    confidence_interval,
+    known_values,
+    log_interval,
+    student_quantile,
+)
 from mlbench_core.comparison.times import complete
 
 if TYPE_CHECKING:
@@ -58,6 +63,11 @@ class Estimate:
     runs: int = 1
 
 
+def has_interval(estimates: Iterable[Estimate]) -> bool:
+    """Return True if one of some estimates has an interval, which the caption then explains."""
+    return any(estimate.low is not None for estimate in estimates)
+
+
 def mean(values: Iterable[float | None]) -> Estimate | None:
     """Average the known values, with the 95 % confidence interval by Student's t distribution.
 
@@ -71,7 +81,7 @@ def mean(values: Iterable[float | None]) -> Estimate | None:
         >>> mean([8.0, None]), mean([])
         (Estimate(value=8.0, low=None, high=None, runs=1), None)
     """
-    numbers = [value for value in values if value is not None]
+    numbers = known_values(values)
     if not numbers:
         return None
     interval = confidence_interval(numbers) if len(numbers) > 1 else None
@@ -288,7 +298,8 @@ def _grid(curves: Sequence[Sequence[tuple[float, float]]], places: int) -> tuple
         return ()
     inside: set[tuple[float, ...]] = set()
     for curve in curves:
-        inside.add(tuple(x for x, _ in curve if start <= x <= end))
+        in_range = [x for x, _ in curve if start <= x <= end]
+        inside.add(tuple(in_range))
     if len(inside) == 1:
         return inside.pop()
     if start == end:

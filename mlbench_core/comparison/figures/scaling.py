@@ -19,6 +19,7 @@ from mlbench_core.comparison.figures.numbers import (
     speed_up,
 )
 from mlbench_core.comparison.pool import Group, Series, plural, series
+from mlbench_core.comparison.stats import known_values
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -79,15 +80,20 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported that it waited for communication.
     """
+    # By identity, because a group holds dictionaries and has no hash.
     percent_of: dict[int, Estimate] = {}
+    reported = []
+    heights = []
     for group in groups:
         share = communication_share(group)
         if share is not None:
-            percent_of[id(group)] = scaled(share, 100.0)
-    heights = [estimate.value for estimate in percent_of.values()]
+            estimate = scaled(share, 100.0)
+            percent_of[id(group)] = estimate
+            reported.append(group)
+            heights.append(estimate.value)
     if not any(heights):
         raise ConfigurationError("no run waited for communication or reported it")
-    every = series([group for group in groups if id(group) in percent_of])
+    every = series(reported)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.2)
     axes = figure.subplots()
     percent = []
@@ -105,8 +111,8 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
         ["setup", "workers", "share_percent", "share_low_percent", "share_high_percent"]
     ]
     for one, values in zip(every, percent, strict=True):
-        pairs = zip(one.groups, values, strict=True)
-        rows += [[one.label, group.workers, *_cells(value)] for group, value in pairs]
+        for group, value in zip(one.groups, values, strict=True):
+            rows.append([one.label, group.workers, *_cells(value)])
     return canvas.Drawing("communication_share", figure, text, rows)
 
 
@@ -248,13 +254,13 @@ def _groups_of(every: Iterable[Series]) -> list[Group]:
 
 def _workers_of(every: Iterable[Series]) -> list[int]:
     """Return the different numbers of workers of all groups, in ascending order."""
-    return sorted({group.workers for group in _groups_of(every)})
+    return sorted(set(map(operator.attrgetter("workers"), _groups_of(every))))
 
 
 def _values(rows: Iterable[Estimates]) -> list[float]:
     """Return the values of the estimates in all rows, without those that are missing."""
-    estimates = itertools.chain.from_iterable(rows)
-    return [estimate.value for estimate in estimates if estimate is not None]
+    estimates = known_values(itertools.chain.from_iterable(rows))
+    return list(map(operator.attrgetter("value"), estimates))
 
 
 def _ends(rows: Iterable[Estimates]) -> list[float]:
@@ -299,17 +305,18 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step
-        x, estimates = [], []
+        x, y, estimates = [], [], []
         for group, value in zip(one.groups, values, strict=True):
             if value is None:
                 continue
+            y.append(value.value)
             estimates.append(value)
             if axes.get_xscale() == "log":
                 x.append(group.workers * (high / low) ** shift)
             else:
                 x.append(group.workers + (high - low) * shift)
         if estimates:
-            y, lengths = [value.value for value in estimates], _errors(estimates)
+            lengths = _errors(estimates)
             axes.errorbar(x, y, yerr=lengths, label=one.label, elinewidth=0.7, **look)
 
 
@@ -334,4 +341,4 @@ def _limit(axes: Axes, rows: Sequence[Estimates], bottom: float, top: float) -> 
     # A longer interval than half of the axis, as of two runs, would make the values unreadable.
     top = max(top, min(max(ends, default=top) * 1.05, 1.5 * top))
     axes.set_ylim(bottom, top)
-    return any(end < bottom or end > top for end in ends)
+    return bool(ends) and (min(ends) < bottom or max(ends) > top)

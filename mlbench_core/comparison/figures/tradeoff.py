@@ -10,7 +10,12 @@ from typing import Any
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn, shared_goal
 from mlbench_core.comparison.figures.looks import method_looks
-from mlbench_core.comparison.figures.numbers import Estimate, mean_time, pareto_front
+from mlbench_core.comparison.figures.numbers import (
+    Estimate,
+    has_interval,
+    mean_time,
+    pareto_front,
+)
 from mlbench_core.comparison.pool import Group, series, workload
 from mlbench_core.comparison.stats import performance_profile
 from mlbench_core.comparison.table import times_to_goal
@@ -40,13 +45,16 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
     if shared_goal(groups) is None or len(set(map(workload, groups))) > 1:
         raise ConfigurationError("the runs have no task and goal in common")
     points: list[tuple[Group, Estimate, float]] = []
+    costs = []
     for group in groups:
         time = mean_time(group.values("time_to_goal_s"))
         if time is not None:
-            points.append((group, time, group.workers * time.value / 3600 * price_per_hour))
+            price = group.workers * time.value / 3600 * price_per_hour
+            points.append((group, time, price))
+            costs.append((price, time.value))
     if not points:
         raise ConfigurationError("no run reached its goal")
-    front = pareto_front((price, time.value) for _, time, price in points)
+    front = pareto_front(costs)
     figure, text = _draw_prices(groups, points, front)
     header = ["setup", "workers", "runs", "missed", "price"]
     rows: list[list[Any]] = [[*header, "time_to_goal_s", "low_s", "high_s", "front"]]
@@ -68,7 +76,7 @@ def _draw_prices(
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     drawn, times, prices = zip(*points, strict=True)
     looks = method_looks(map(operator.attrgetter("label"), series(drawn)))
-    limit = 1.5 * max(time.value for time in times)
+    limit = 1.5 * max(map(operator.attrgetter("value"), times))
     width = max(prices) - min(prices)
     named: set[str] = set()
     cut = False
@@ -85,12 +93,12 @@ def _draw_prices(
         named.add(group.label)
         look |= {"linestyle": "none", "elinewidth": 0.7, "label": label}
         axes.errorbar([price], [time.value], yerr=errors, **look)
-        # The number is on the left if another point is close on the right.
-        left = any(
-            0 < other - price < 0.06 * width and abs(at.value - time.value) < 0.1 * limit
-            for _, at, other in points
-        )
-        offset, side = ((-4, 2), "right") if left else ((4, 2), "left")
+        offset, side = (4, 2), "left"
+        for _, other_time, other_price in points:
+            is_right = 0 < other_price - price < 0.06 * width
+            # The number is on the left if another point is close on the right.
+            if is_right and abs(other_time.value - time.value) < 0.1 * limit:
+                offset, side = (-4, 2), "right"
         note: canvas.Look = {"textcoords": "offset points", "size": 5.5, "ha": side}
         axes.annotate(str(group.workers), (price, time.value), offset, **note)
     axes.margins(x=0.12, y=0.08)
@@ -105,7 +113,7 @@ def _draw_prices(
         f"{caption(groups)} Numbers at the points: workers. Price: workers x time to goal x price "
         "of an hour."
     )
-    if any(time.low is not None for time in times):
+    if has_interval(times):
         text += f" {error_bars(cut)}"
     text += not_drawn(groups, drawn)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
