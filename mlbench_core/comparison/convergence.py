@@ -61,6 +61,7 @@ LEAST_RUNS = 3
 
 NEUTRAL_OPTIONS = frozenset(
     (
+        # Places, how numbers are sent, and when a run ends.
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
         *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout"),
         "validation_only",
@@ -151,6 +152,8 @@ class Reference:
         """
         # An even distribution over an interval of this length has this standard deviation.
         rounding = self.resolution / math.sqrt(12)
+        # Without this limit, a reference whose seeds all need the same number of epochs would
+        # refuse every smaller mean.
         return max(statistics.pstdev(self.values.values()), rounding)
 
     def limits(self, runs: int) -> tuple[float, float]:

@@ -131,6 +131,7 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
         # A run that was killed after it reached its goal has a valid time to the goal.
         killed_at_goal = record.state == "unfinished" and record.reached
         ended = killed_at_goal or record.state in ("finished", UNKNOWN)
+        # All repeats that were started are reported, also those that failed.
         if failed and record.workers is not None and _key(record) in not_failed:
             kept.append(record)
             if not record.reached:
@@ -201,6 +202,8 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
         if "goal" not in record.configuration:
             continue
         other = first.setdefault(workload(record), record)
+        # A lower threshold is not a cheaper version of the same result: an algorithm can be first
+        # at 70 % accuracy and never reach 80 %.
         if other.goal_text != record.goal_text:
             raise ConfigurationError(
                 f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and "
@@ -223,6 +226,7 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
     """
     repeats: dict[str, list[RunRecord]] = {}
     for record in records:
+        # Everything except the seed must be equal, also the commit and its local difference.
         repeats.setdefault(_key(record), []).append(record)
     # Without the number of workers, so that the groups of a series have one label.
     rows = [_of_series(same[0]) for same in repeats.values()]
@@ -244,6 +248,7 @@ def _one_of_each_seed(records: Iterable[RunRecord]) -> tuple[list[RunRecord], li
     # A failed run that was repeated with its seed counts no more than any other twin.
     for record in sorted(records, key=lambda record: record.state == "failed"):
         twin: RunRecord | None = None
+        # The same run may have been measured twice, and would look like a sample without variation.
         for other in kept:
             if other.seed is not None and other.seed == record.seed:
                 twin = other
@@ -400,6 +405,7 @@ def _part(name: str, value: Any) -> str:
         return f"{name.replace('_', ' ')} {str(value)[:12]}"
     if name == "threads" and isinstance(value, int | float):
         return plural(value, "thread")
+    # In the open division, the hyper-parameters that are not the task's own.
     if name == "changed":
         if not value or not isinstance(value, list):
             return ""

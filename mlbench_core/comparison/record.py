@@ -167,6 +167,7 @@ class RunRecord:
             return self.time_to_goal_s
         if self.train_s is not None:
             return self.train_s
+        # A run of version 3.0 may have only the times of its steps, which add up to the phases.
         return sum(self.phases_s.values()) or None
 
     @property
@@ -204,6 +205,7 @@ class RunRecord:
         trained = _totals_by_step(lines, "train_s").get(0)
         points = []
         for line in statistics(lines, name):
+            # A value that is not finite is null in the raw lines.
             value, step = number(line.get("value")), int(line["step"])
             if value is None:
                 continue
@@ -247,6 +249,7 @@ class RunRecord:
             remarks: Notes for people.
         """
         run, goal = result.get("run") or {}, result.get("goal") or {}
+        # All workers wait for the slowest one.
         times = _slowest(result.get("times"))
         reached = goal.get("reached")
         # The parts of the goal that count only if it was reached.
@@ -278,6 +281,7 @@ class RunRecord:
             elif counted_nothing and configuration.get("workers") != 1:
                 exposed_s = hidden_s = bytes_sent = None
                 phases_s.pop("communication", None)
+        # Results of earlier versions have no bytes on the wire, but some have the collectives.
         if not on_wire:
             bytes_on_wire = _earlier_wire_bytes(bytes_sent, collectives)
         if exposed_s is None and bytes_sent is None and (configuration.get("workers") or 1) > 1:

@@ -18,6 +18,7 @@ from mlbench_core.run_terms import TRACKER_PHASES
 
 __all__ = ["LEAST_REPEATS", "Finding", "check_rules"]
 
+# Two repeats are almost useless, and five give a much narrower interval than three.
 LEAST_REPEATS = 5
 """Runs of one configuration that a submission needs."""
 
@@ -73,6 +74,7 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
         # below.
         reason = f"the run has the state '{record.state}' and is reported with it"
         yield Finding("ok", record.name, reason)
+    # Who invents all raw lines consistently is not found: that needs a repeat of the run.
     problems = verify_folder(record.folder)
     if problems:
         yield Finding("fail", record.name, f"it cannot be verified: {'; '.join(problems)}")
@@ -91,6 +93,7 @@ def _check_division(record: RunRecord) -> Finding:
     if division not in ("closed", "open"):
         return Finding("cannot be checked", record.name, "the division is not recorded")
     if division == "open":
+        # A script of the user is always in the open division, without a list of changes.
         reason = f"open division, changed: {changed or 'the program itself'}"
         return Finding("ok", record.name, reason)
     if changed:
@@ -109,8 +112,10 @@ def _check_source(record: RunRecord) -> Finding:
         return Finding("ok", record.name, source)
     source += f" with the local difference {str(difference)[:12]}"
     if record.configuration.get("division") == "open":
+        # The difference must be published with the result, which its folder cannot show.
         reason = f"{source}: publish the difference with the result"
         return Finding("cannot be checked", record.name, reason)
+    # In the closed division, the code is that of a commit that is named.
     return Finding("fail", record.name, f"{source}: the closed division allows no difference")
 
 
@@ -155,6 +160,7 @@ def _check_group(group: Group) -> Iterable[Finding]:
         missed = [record.name for record in group.records if record.reached is False]
         if missed:
             reason += f", not {', '.join(missed)}"
+        # A repeat that misses the goal is counted and named, but is not refused.
         yield _judged(bool(group.reached), subject, reason)
     yield _check_epochs(group, subject)
 
@@ -177,6 +183,7 @@ def _check_epochs(group: Group, subject: str) -> Finding:
         f"{check.mean:.2f} {check.unit} to the goal, the reference allows "
         f"{check.smallest:.2f} to {check.largest:.2f}"
     )
+    # A run that needs fewer epochs than the reference has probably changed the problem.
     if check.verdict == "fast":
         return Finding("fail", subject, f"suspiciously fast: {numbers}")
     # A slow run has no advantage, so the rules accept it.

@@ -106,30 +106,39 @@ COLUMNS = (
     Column("workload", "TASK", table="data"),
     Column("goal", "GOAL", table="data"),
     Column("runs", "N", 0),
+    # Empty if the runs have no goal.
     Column("reached", "REACHED", 0),
     Column("missed", "MISSED", 0),
+    # Only of a goal with a fixed training time, whose times are equal by definition.
     Column("goal_value", "VALUE", 2),
     Column("goal_value_standard_deviation", "VALUE SD", 2),
+    # A row with a miss has none of these except the median and the cost per success.
     Column("mean_s", "MEAN (s)", 2),
     Column("standard_deviation_s", "SD (s)", 2),
     Column("median_s", "MEDIAN (s)", 2),
     Column("interval_low_s", "95 % FROM (s)", 2),
     Column("interval_high_s", "TO (s)", 2),
+    # As MLPerf scores repeats: without the fastest and the slowest one.
     Column("olympic_mean_s", "OLYMPIC (s)", 2),
     Column("cost_per_success_s", "COST PER SUCCESS (s)", 2),
+    # The time to the goal is the product of these two. The first hardly depends on the machine, and
+    # the second hardly on the seed.
     Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
     Column("seconds_per_epoch_s", "EPOCH (s)", 3),
     Column("train_s", "TRAINING (s)", 2, "scaling"),
     Column("times_as_fast", "x BASELINE", 2, "scaling"),
     Column("speedup", "SPEED-UP", 2, "scaling"),
+    # If it differs from the speed-up, the network limits the scaling.
     Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
     Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling", _NOT_MEASURED),
     Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling", _NOT_MEASURED),
     Column("bytes_on_wire_mb", "ON THE WIRE (MB)", 2, "scaling", _NOT_MEASURED),
+    # Workers handed these to collectives, which put those of the column before on the wire.
     Column("bytes_sent_mb", "HANDED OVER (MB)", 2, "scaling", _NOT_MEASURED),
     Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
     Column("best", "BEST", 2, "scaling"),
+    # The price of the cost per success; without misses, it is that of the mean.
     Column("price", "PRICE", 4, "scaling"),
     Column("price_index", "PRICE INDEX", 2, "scaling"),
 )
@@ -145,6 +154,7 @@ _TESTS = (
     Column("ratio_high", "TO", 2),
     Column("effect", "EFFECT (g)", 2),
     Column("p", "P", 4),
+    # Without a correction, of 20 pairs that are equal, one would be called different.
     Column("p_holm", "P (HOLM)", 4),
     Column("verdict", "IS A FASTER?"),
 )
@@ -465,6 +475,7 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
     tests = []
     several = len(set(map(operator.attrgetter("label"), groups))) > 1
     for a, b in itertools.combinations(groups, 2):
+        # Times of separate workloads allow no conclusion, nor do fixed training times.
         if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
             continue
         # Groups of one series are compared only if there is nothing else to compare: their
@@ -478,10 +489,13 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
                 a, b = b, a
         tests.append(_test(a, b))
     tested = [row for row in tests if row["p"] is not None]
+    # Over all pairs of the table: the probability of any wrong "yes" in it stays below 5 %.
     adjusted = holm(list(map(operator.itemgetter("p"), tested)))
     for row, p_holm in zip(tested, adjusted, strict=True):
         row["p_holm"] = p_holm
         if p_holm >= 0.05:
+            # This does not mean that they are equally fast: the interval has the ratios that the
+            # data does not exclude.
             row["verdict"] = "no difference shown"
         elif row["ratio"] < 1:
             row["verdict"] = "yes"

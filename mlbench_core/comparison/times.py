@@ -37,6 +37,7 @@ def is_miss(record: RunRecord) -> bool:
     Args:
         record: The run.
     """
+    # A run that failed after it reached its goal has a valid time to the goal.
     return record.reached is False or (record.state == "failed" and not record.reached)
 
 
@@ -133,9 +134,11 @@ def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest |
     """
     logarithms = []
     for records in (a, b):
+        # A group with a miss has no test, so complete() returns none of its runs.
         times = [record.total_s or 0.0 for record in complete(records)]
         if len(times) < 2 or min(times) <= 0:
             return None
+        # With logarithms, a difference is a factor, which is the same on a fast and a slow machine.
         logarithms.append(list(map(math.log, times)))
     first, second = logarithms
     seed_of = operator.attrgetter("seed")

@@ -135,6 +135,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
     texts = _texts(result, environment, lines)
     for name, text in texts.items():
         _write(folder / name, text)
+    # So that a change of any other file of the folder is noticed.
     result["files"] = {}
     for name in FILES:
         path = folder / name
@@ -150,6 +151,7 @@ def _join(folder: Path) -> None:
     sources = read_lines(folder).paths
     if sources in ([], [folder / LINES]):
         return
+    # Every worker writes its own file during the run, and at the end rank 0 joins them.
     with replacing(folder / LINES) as temporary, temporary.open("wb") as joined:
         for path in sources:
             with path.open("rb") as part:
@@ -186,6 +188,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT
     if path.exists():
         return dict(check_result(_read_json(path), str(path)))
+    # All workers were killed: the raw lines have the totals up to the last epoch that ended.
     environment = read_environment(folder)
     try:
         result = summarize(read_lines(folder), environment)

@@ -92,6 +92,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     times = _slowest_and_first(totals, is_measured)
     train_s = times["slowest"]["train_s"]
     samples, tokens = sum(_each(totals, "samples")), sum(_each(totals, "tokens"))
+    # Unknown, not 0, if several workers trained and nothing measured their communication.
     sent_bytes: list[float | None] = [None] * len(ranks)
     wire_bytes: list[float | None] = [None] * len(ranks)
     exchanges = None
@@ -204,6 +205,7 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
 
     Those of the communication are None if it was not measured.
     """
+    # Validation, checkpoints and the preparation of data are outside of it.
     train_s = totals.get("train_s", 0.0)
     phases: dict[str, Any] = {}
     for phase, tracked in TRACKER_PHASES.items():
@@ -217,6 +219,7 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
         exposed_s = totals.get("communication_exposed_s", 0.0)
         communication["communication_total_s"] = total_s
         communication["communication_exposed_s"] = exposed_s
+        # It ran at the same time as computation, so it adds nothing to the training time.
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
     else:
         phases["communication_s"] = None
@@ -284,6 +287,7 @@ def _goal(
         # The goal is reached inside its epoch, so this epoch counts.
         "epochs": int(first.get("epoch") or 0) + 1,
         "step": first.get("step"),
+        # The result of a run is the training time of its slowest worker.
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
         "times": _slowest_and_first(totals, is_measured),
     }
@@ -296,6 +300,7 @@ def _budget(goal: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return quantiles of the seconds of a batch, over the batches of all workers."""
+    # The sketches of all workers are added, so the quantiles are those over all their batches.
     merged: dict[int, int] = {}
     zeros = 0
     for end in ends:

@@ -36,6 +36,7 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     lines = read_lines(folder)
     ended = run["ended_at"]
     if not ended:
+        # A run whose workers were killed has no end: the time of its last line counts.
         times = []
         for line in lines:
             if isinstance(line.get("time"), str):

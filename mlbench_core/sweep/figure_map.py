@@ -25,6 +25,7 @@ __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
 _CLEAR = 2.0
+# The lighter the color, the closer the second-fastest method.
 _SHADES = {"close": 0.22, "middle": 0.5, "clear": 0.85}
 _PT_PER_DECADE = 42
 # Left, right, bottom and top of a label or point, in decades.
@@ -142,6 +143,7 @@ def _draw_points(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look])
         else:
             look.update(marker="o", markerfacecolor="white")
         if point.second:
+            # The second is within 10 %, or the difference from it is not significant.
             look.update(fillstyle="left", markerfacecoloralt=colors[point.second]["color"])
         x, y = point.bandwidth, point.round_trip_s
         axes.plot([x], [y], linestyle="none", zorder=5, clip_on=False, **look)

@@ -240,6 +240,8 @@ class SweepFolder:
         if point is None:
             (self.path / _CURRENT).unlink(missing_ok=True)
             return
+        # If the command is killed, the run continues at the master, and the next start takes it
+        # over.
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         _write(
             self.path / _CURRENT,

@@ -373,6 +373,7 @@ def gather(
             if name in judged:
                 ended.append(judged[name])
             if name in failed:
+                # It counts as a miss, but there is no record of it.
                 lost += 1
         # The settings of a run are those of the first one that has them: a run that was stopped may
         # have none.
@@ -429,6 +430,7 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     """Return a run as if it had been stopped at a training time."""
     if not _is_late(record, limit_s):
         return record
+    # A goal that was reached later counts as missed, with the training up to the limit.
     train_s = record.train_s
     if limit_s is not None and train_s is not None:
         train_s = min(train_s, limit_s)

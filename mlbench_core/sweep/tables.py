@@ -25,12 +25,16 @@ COLUMNS = (
     Column("missed", "Missed", 0),
     Column("failed", "Failed", 0),
     Column("median_s", "Median (s)", 2),
+    # Missing if a run missed the goal.
     Column("interval_low_s", "95 % from (s)", 2),
     Column("interval_high_s", "to (s)", 2),
+    # Known with misses, too: the training time of all runs for each success.
     Column("cost_per_success_s", "Cost per success (s)", 2),
+    # The ratio of the medians; its interval is that of the ratio of the geometric means.
     Column("times_as_fast", "Times as fast", 2),
     Column("times_low", "95 % from", 2),
     Column("times_high", "to", 2),
+    # Until the goal, on average over the workers.
     Column("sent_mb", "On the wire, by a worker (MB)", 3),
     Column("exchanges", "Exchanges", 0),
     Column("epochs_to_goal", "Epochs to goal", 1),

@@ -167,6 +167,7 @@ def _winners(outcome: Outcome) -> list[str]:
             continue
         winner = row[0]
         wins.setdefault(winner.algorithm, []).append(winner)
+        # By a test with Holm's correction, paired by seed if both have the same seeds.
         if len(row) > 1 and differ(winner, row[1], row):
             clear[winner.algorithm] += 1
     sentences = []
@@ -193,6 +194,7 @@ def _places(cells: Sequence[Cell]) -> str:
 
 def _against_one_worker(outcome: Outcome) -> list[str]:
     """Compare the networks with the fastest algorithm on one worker."""
+    # One worker has no network, so it is compared with all of them.
     alone = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
     if not alone or not outcome.several:
         return []

@@ -39,6 +39,7 @@ def caption(groups: Sequence[Group]) -> str:
     for group in groups:
         counts.add(len(group.records))
         if group.missed:
+            # All repeats are reported, also those that missed the goal.
             lost.append(_with_misses(group))
     noun = "run" if counts == {1} else "runs"
     runs = f"n = {_range(counts)} {noun}"

@@ -35,6 +35,7 @@ __all__ = [
 
 Estimates = Sequence[Estimate | None]
 
+# Both ends are positive, and the interval is not symmetric.
 _RATIO_INTERVAL = (
     "Error bars: 95 % confidence interval of the ratio of means (delta method on its logarithm)"
 )

@@ -47,6 +47,7 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
     points: list[tuple[Group, Estimate, float]] = []
     costs = []
     for group in groups:
+        # A group with a miss has no mean time.
         time = mean_time(group.values("time_to_goal_s"))
         if time is not None:
             price = group.workers * time.value / 3600 * price_per_hour
