@@ -403,7 +403,10 @@ def _totals_by_step(
             step = int(line.get("step") or totals.get("batches") or 0)
             # Every total begins with 0 at step 0.
             by_rank.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals[name])
-    return {rank: sorted(by_step.items()) for rank, by_step in by_rank.items()}
+    ordered = {}
+    for rank, by_step in by_rank.items():
+        ordered[rank] = sorted(by_step.items())
+    return ordered
 
 
 def _at(step: int, totals: list[tuple[int, float]]) -> float:

@@ -379,8 +379,11 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     for group in groups:
         if group.workers in seconds and base in seconds:
             scale[group.workers] = _scaling(group, seconds, base, price)
-    # Groups of equal workers on different numbers of hosts share one entry.
-    return [_times(group, price) | scale.get(group.workers, {}) for group in groups]
+    rows = []
+    for group in groups:
+        # Groups of equal workers on different numbers of hosts share one entry.
+        rows.append(_times(group, price) | scale.get(group.workers, {}))
+    return rows
 
 
 def _scaling(

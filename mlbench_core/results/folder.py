@@ -20,7 +20,13 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest, replacing
-from mlbench_core.results.lines import RawLines, ends_line, read_lines, statistics
+from mlbench_core.results.lines import (
+    RawLines,
+    before_start,
+    ends_line,
+    read_lines,
+    statistics,
+)
 from mlbench_core.results.mlperf import mlperf_lines
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import summarize
@@ -412,7 +418,7 @@ def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:
         if line["rank"] != 0:
             continue
         if line["kind"] == "start":
-            ends = [end for end in ends if end["step"] <= line.get("step", 0)]
+            ends = before_start(ends, line)
         elif line["kind"] == "epoch":
             ends.append(dict(line))
     return ends

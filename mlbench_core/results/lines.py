@@ -319,6 +319,17 @@ def read_lines(folder: Path) -> RawLines:
     return RawLines([path for path in (whole, *in_order) if path.is_file()])
 
 
+def before_start(lines: Iterable[dict[str, Any]], start: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines up to the step at which a run continues; it repeats the later ones.
+
+    Args:
+        lines: Earlier lines of the worker.
+        start: Its line ``start``.
+    """
+    first_step = start.get("step", 0)
+    return [line for line in lines if line["step"] <= first_step]
+
+
 def statistics(
     lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0
 ) -> list[dict[str, Any]]:
@@ -337,7 +348,7 @@ def statistics(
         if line["rank"] != rank:
             continue
         if line["kind"] == "start" and line.get("resumed"):
-            kept = [earlier for earlier in kept if earlier["step"] <= line.get("step", 0)]
+            kept = before_start(kept, line)
         elif line["kind"] == "stat" and line.get("name") == name:
             kept.append(dict(line))
     return kept

@@ -113,10 +113,11 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
-    second = next((cell for cell in others if cell.median_s is not None), None)
     text = f"{', '.join(parts)}."
-    if second is None:
+    # Cells without a median are the last of a row.
+    if not others or others[0].median_s is None:
         return f"{text} No other algorithm reached the goal in more than half of its runs."
+    second = others[0]
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
     test = _TESTS[differ(first, second, row)]
@@ -195,11 +196,10 @@ def _places(cells: Sequence[Cell]) -> str:
 def _against_one_worker(outcome: Outcome) -> list[str]:
     """Compare the networks with the fastest algorithm on one worker."""
     # One worker has no network, so it is compared with all of them.
-    alone = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
-    if not alone or not outcome.several:
+    alone = outcome.row(None, 1)
+    least = alone[0].median_s if alone else None
+    if least is None or not outcome.several:
         return []
-    least = alone[0].median_s
-    assert least is not None, "filtered above"
     gain: list[str] = []
     loss: list[str] = []
     for network in outcome.networks:

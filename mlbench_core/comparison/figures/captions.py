@@ -170,8 +170,10 @@ def _goal(groups: Sequence[Group]) -> str:
     goal = _shared(configurations, "goal")
     if goal:
         return f"Goal: {goal_text(goal)}"
-    if any(configuration.get("goal") for configuration in configurations):
-        return "Several goals"
+    for configuration in configurations:
+        if configuration.get("goal"):
+            return "Several goals"
+    # A run without a result folder may have a goal that is not known.
     if all("goal" in configuration for configuration in configurations):
         return "No goal"
     return "No goal recorded"

@@ -130,10 +130,12 @@ def _draw(
     If the runs did not end together, each panel has another one below it, which counts the runs.
     """
     bands_of: dict[int, list[tuple[Group, Band]]] = {}
+    uneven, largest = False, 0.0
     for group, averaged in bands:
         bands_of.setdefault(group.workers, []).append((group, averaged))
+        uneven = uneven or bool(averaged.tails)
+        largest = max(largest, averaged.ends[-1])
     workers = sorted(bands_of)
-    uneven = any(averaged.tails for _, averaged in bands)
     panel_in = 1.9 if uneven else 1.6
     figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)
@@ -158,7 +160,6 @@ def _draw(
             _count(counts[index], bands_of[number], looks)
     if goal_line is not None:
         entries["goal"] = goal_line
-    largest = max(averaged.ends[-1] for _, averaged in bands)
     _label(curves + counts, axis, largest)
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
@@ -229,9 +230,13 @@ def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, can
 
 def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis: Axis) -> str:
     sentences = [caption(groups)]
-    if any(len(averaged.ends) > 1 for _, averaged in bands):
+    has_repeats = has_tails = False
+    for _, averaged in bands:
+        has_repeats = has_repeats or len(averaged.ends) > 1
+        has_tails = has_tails or bool(averaged.tails)
+    if has_repeats:
         sentences.append("Line: mean over the runs; band: minimum to maximum.")
-    if any(averaged.tails for _, averaged in bands):
+    if has_tails:
         sentences.append(
             "Mean and band end with the shortest run. Thin lines are longer runs, and the "
             "narrow panel counts the runs that remain."

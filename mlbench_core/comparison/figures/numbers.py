@@ -267,11 +267,11 @@ def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> B
     curves = list(filter(None, curves))
     if not curves:
         return None
-    grid = _grid(curves, places)
+    ends = sorted(curve[-1][0] for curve in curves)
+    grid = _grid(curves, ends[0], places)
     columns = []
     for x in grid:
         columns.append([_value_at(curve, x) for curve in curves])
-    ends = sorted(curve[-1][0] for curve in curves)
     tails: list[tuple[tuple[float, float], ...]] = []
     for curve in curves:
         tail = [(x, y) for x, y in curve if x > ends[0]]
@@ -290,10 +290,17 @@ def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> B
     )
 
 
-def _grid(curves: Sequence[Sequence[tuple[float, float]]], places: int) -> tuple[float, ...]:
-    """Return the x of curves in the range that all of them cover, or a grid of that range."""
+def _grid(
+    curves: Sequence[Sequence[tuple[float, float]]], end: float, places: int
+) -> tuple[float, ...]:
+    """Return the x of curves in the range that all of them cover, or a grid of that range.
+
+    Args:
+        curves: The curves.
+        end: End of the shortest one.
+        places: Number of places of the grid.
+    """
     start = max(curve[0][0] for curve in curves)
-    end = min(curve[-1][0] for curve in curves)
     if start > end:
         return ()
     inside: set[tuple[float, ...]] = set()

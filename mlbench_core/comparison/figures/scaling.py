@@ -170,12 +170,14 @@ def scaling_series(groups: Sequence[Group]) -> list[Series]:
         ConfigurationError: No series has times of several numbers of workers.
     """
     every = []
+    has_several = False
     for one in series(groups):
         timed = [group for group in one.groups if group.values("total_s")]
         # Without the time of the fewest workers, a series has no reference.
         if timed and timed[0] is one.groups[0]:
             every.append(Series(one.label, tuple(timed)))
-    if all(len(one.groups) < 2 for one in every):
+            has_several = has_several or len(timed) > 1
+    if not has_several:
         raise ConfigurationError("no configuration was run with several numbers of workers")
     return every
 
