@@ -119,6 +119,7 @@ class Pricing:
                 "and source in a copy of the table, and the path of the copy to --prices."
             )
         else:
+            # A result with prices names the price of an hour and its date.
             price = f"{self.per_hour:g} {self.machine.currency} an hour"
             remark = f"Price: one {name} for each worker, {kind}, {price} on {self.machine.date}."
         return [remark]

@@ -173,6 +173,7 @@ class RunRecord:
     @property
     def without_communication_s(self) -> float | None:
         """Return :attr:`total_s` without the exposed communication."""
+        # Training continues during hidden communication, so only the exposed part counts.
         communication = self.communication_exposed_s
         if communication is None:
             communication = self.phases_s.get("communication")

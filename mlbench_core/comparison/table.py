@@ -127,12 +127,15 @@ COLUMNS = (
     Column("seconds_per_epoch_s", "EPOCH (s)", 3),
     Column("train_s", "TRAINING (s)", 2, "scaling"),
     Column("times_as_fast", "x BASELINE", 2, "scaling"),
+    # The time of the fewest workers divided by this time.
     Column("speedup", "SPEED-UP", 2, "scaling"),
     # If it differs from the speed-up, the network limits the scaling.
     Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
+    # Exposed time includes waiting for a slower worker.
     Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling", _NOT_MEASURED),
     Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling", _NOT_MEASURED),
+    # Bytes and samples are sums over all workers, and every time is that of the slowest one.
     Column("bytes_on_wire_mb", "ON THE WIRE (MB)", 2, "scaling", _NOT_MEASURED),
     # Workers handed these to collectives, which put those of the column before on the wire.
     Column("bytes_sent_mb", "HANDED OVER (MB)", 2, "scaling", _NOT_MEASURED),
@@ -140,6 +143,7 @@ COLUMNS = (
     Column("best", "BEST", 2, "scaling"),
     # The price of the cost per success; without misses, it is that of the mean.
     Column("price", "PRICE", 4, "scaling"),
+    # Below 1, more workers pay for themselves.
     Column("price_index", "PRICE INDEX", 2, "scaling"),
 )
 """All columns, in the order of the CSV file."""

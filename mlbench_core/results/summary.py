@@ -228,6 +228,7 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
     if "communication_cpu_s" in totals:
         communication["communication_cpu_s"] = totals["communication_cpu_s"]
     return {
+        # From before the first epoch, with validation and checkpoints.
         "wall_s": totals.get("wall_s", 0.0),
         "train_s": train_s,
         "validation_s": totals.get("validation_s", 0.0),

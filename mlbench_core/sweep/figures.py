@@ -275,6 +275,7 @@ def _row(
     color, marker = look["color"], look["marker"]
     hit = known_values(map(quantity.value, cell.reached))
     others = not_among(cell.group.records, cell.reached)
+    # A run that missed its goal has no time to it, so its training time is drawn.
     late = list(filter(None, map(quantity.missed, others)))
     # Below the interval, on which they could not be seen.
     axes.scatter(hit, [y + 0.13] * len(hit), s=3.5, color=color, alpha=0.75, linewidths=0, zorder=3)

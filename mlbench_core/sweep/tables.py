@@ -24,6 +24,7 @@ COLUMNS = (
     Column("reached", "Reached", 0),
     Column("missed", "Missed", 0),
     Column("failed", "Failed", 0),
+    # A missed run counts as longer than all others.
     Column("median_s", "Median (s)", 2),
     # Missing if a run missed the goal.
     Column("interval_low_s", "95 % from (s)", 2),

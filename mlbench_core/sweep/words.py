@@ -99,6 +99,7 @@ def map_sentence(found: Map) -> str:
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     first, *others = row
+    # Half of its runs or more missed the goal, and no other algorithm has a median.
     if first.median_s is None:
         late = outcome.not_within(first.network, first.workers)
         return f"no algorithm reached the goal in more than half of its runs ({late})."

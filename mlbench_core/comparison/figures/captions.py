@@ -111,6 +111,7 @@ def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
     names = list(map(_with_misses, not_among(groups, shown)))
     if not names:
         return ""
+    # A mean over the other runs would make a group look better for its misses.
     return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
 
 
