@@ -120,7 +120,8 @@ def test_a_full_disk_fails_only_a_command_that_is_nothing_without_its_output(sai
             done = subprocess.run([*MLBENCH, *command], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
         return done.returncode, done.stderr
 
-    assert full("status") == (1, "mlbench: the output cannot be written: No space left on device\n")
+    for command in ("status", "--help", "--version", "run --help"):
+        assert full(*command.split()) == (1, "mlbench: the output cannot be written: No space left on device\n")
     assert full("run", "new", "1", "--task", "1a")[0] == 0
 
 
