@@ -22,12 +22,12 @@ from mlbench_core.results.table import compare_runs
 from mlbench_core.tracking.summary import TrackerSummary
 from mlbench_core.tracking.tracker import Tracker
 from mlbench_master.phases import is_measured, total_phases
+from tests.helpers.earlier_runs import earlier_runs
 from tests.results.helpers import write_run
 
 NUMBERS = ("communication_exposed_s", "communication_hidden_s", "bytes_on_wire", "bytes_sent", "exchanges")
 COMMUNICATION = ("communication_s", "communication_total_s", "communication_exposed_s", "communication_hidden_s")
 LATER = ("communication_wire_bytes", "communication_measured", "exchanges")
-OLD_RUNS = Path(__file__).resolve().parents[2] / "docs" / "results" / "digits" / "runs"
 
 
 def without_communication(folder: Path, *, workers: int = 2, old: bool = False) -> Path:
@@ -131,7 +131,7 @@ def test_the_summary_of_a_script_says_so_too() -> None:
 
 
 def test_folders_of_an_earlier_version_are_right_and_say_what_they_lack() -> None:
-    folder = OLD_RUNS / "power-sgd-2-r1"
+    folder = earlier_runs() / "power-sgd-2-r1"
     assert verify_folder(folder) == []
     assert lacking(read_result(folder)) == ["bytes_on_wire", "exchanges"]
     shown = CliRunner().invoke(cli_group, ["results", "verify", str(folder)])
