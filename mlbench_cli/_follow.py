@@ -165,5 +165,5 @@ def _show_log(client: RunSource, item: Mapping[str, Any]) -> None:
     remark(f"--- the last lines of {name} (all lines: {log})")
     # The lines of the workers usually show the cause.
     shown = (workers or others)[-LOG_LINES_SHOWN:]
-    for line in [*shown, *verdict]:
-        remark(log_line(line))
+    for shown_line in [*shown, *verdict]:
+        remark(log_line(shown_line))

@@ -142,15 +142,28 @@ class LazyGroup(click.Group):
         # Not the group's own method, which would import the module of every command.
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the arguments.
+
+        ``--help`` and ``--version`` end here, and fail if their text is lost.
+        """
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.exceptions.Exit:
+            _check_output()
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand and turn expected errors into one line and exit status 1."""
         try:
             result = super().invoke(ctx)
-            lost = lost_output()
-            # Other commands have done nothing if their output is lost.
-            if lost is not None and ctx.invoked_subcommand not in _DOING:
-                raise MLBenchError(f"the output cannot be written: {lost.strerror}")
+            # These commands have done something, even if their output is lost.
+            if ctx.invoked_subcommand not in _DOING:
+                _check_output()
             return result
+        except click.exceptions.Exit:  # the help of a subcommand
+            _check_output()
+            raise
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
         # In "mlbench logs NAME | head", head may end first. click then ends the command without a
@@ -162,6 +175,12 @@ class LazyGroup(click.Group):
             if error.filename:
                 message += f": {error.filename}"
             raise CommandFailed(message) from error
+
+
+def _check_output() -> None:
+    lost = lost_output()
+    if lost is not None:
+        raise CommandFailed(f"the output cannot be written: {lost.strerror}")
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

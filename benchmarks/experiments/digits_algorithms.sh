@@ -4,7 +4,7 @@
 #
 #     benchmarks/experiments/digits_algorithms.sh
 #
-# It makes the page docs/results/digits again, with the result folders of all runs.
+# It makes the page docs/results/digits again, with the result folders of all runs in runs.tar.xz.
 set -eu
 cd "$(dirname "$0")/../.."
 page=docs/results/digits
@@ -21,6 +21,12 @@ for run in "$folder"/*/*/; do
     mv "$run" "$page/runs/"
 done
 rm -rf "$folder"
-mlbench results verify "$page/runs"
-mlbench results collect "$page/runs" --output "$page" --title "Four algorithms on handwritten digits" \
+cd "$page"
+mlbench results verify runs
+mlbench results collect runs --output . --title "Four algorithms on handwritten digits" \
     --command "benchmarks/experiments/digits_algorithms.sh"
+tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cJf runs.tar.xz runs
+rm -r runs
+# The links led into the folder that is packed now.
+sed -i -E 's|\[([^]]+)\]\(runs/[^)]*\)|\1|' index.md
+printf '\n[runs.tar.xz](runs.tar.xz) has the result folder of each run.\n' >> index.md

@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from tests.browser.conftest import Watched
+from tests.helpers.earlier_runs import earlier_runs
 from tests.master.helpers import server, wait_for
 
 HEADERS = {"Authorization": "Bearer sesame"}
 TRAINS = Path(__file__).with_name("trains.py")
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "digits" / "runs"
 # Width, theme: a phone in the dark and a large screen in the light, and the other way round.
 SCREENS = ((360, "dark"), (1600, "light"), (360, "light"), (1600, "dark"))
 # What makes a page scroll sideways; a wide table scrolls inside its box, which does not.
@@ -87,7 +87,7 @@ def test_dates_are_in_the_zone_of_the_browser(playwright_browser: Any, base: str
 
 
 def command(name: str, epochs: int) -> str:
-    return f"{sys.executable} {TRAINS} {RESULTS / name} {epochs}"
+    return f"{sys.executable} {TRAINS} {earlier_runs() / name} {epochs}"
 
 
 def state_of(base: str, name: str) -> str:

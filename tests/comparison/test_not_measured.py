@@ -23,6 +23,7 @@ from mlbench_core.results.schema import check_result
 from mlbench_core.tracking.summary import TrackerSummary
 from mlbench_core.tracking.tracker import Tracker
 from mlbench_master.runs.phases import is_measured, total_phases
+from tests.helpers.earlier_runs import earlier_runs
 from tests.results.helpers import write_run
 
 NUMBERS = (
@@ -39,7 +40,6 @@ COMMUNICATION = (
     "communication_hidden_s",
 )
 LATER = ("communication_wire_bytes", "communication_measured", "exchanges")
-OLD_RUNS = Path(__file__).resolve().parents[2] / "docs" / "results" / "digits" / "runs"
 
 
 def without_communication(folder: Path, *, workers: int = 2, old: bool = False) -> Path:
@@ -174,7 +174,7 @@ def test_the_summary_of_a_script_says_so_too() -> None:
 
 
 def test_folders_of_an_earlier_version_are_right_and_say_what_they_lack() -> None:
-    folder = OLD_RUNS / "power-sgd-2-r1"
+    folder = earlier_runs() / "power-sgd-2-r1"
     assert verify_folder(folder) == []
     assert lacking(read_result(folder)) == ["bytes_on_wire", "exchanges"]
     shown = CliRunner().invoke(cli_group, ["results", "verify", str(folder)])

@@ -13,8 +13,9 @@ from typing import Any
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.network.description import Network
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from tests.helpers.earlier_runs import earlier_runs
 
-REAL = Path(__file__).parents[2] / "docs" / "results" / "digits" / "runs" / "centralized-sgd-2-r1"
+REAL = earlier_runs() / "centralized-sgd-2-r1"
 # Megabytes of a worker and messages in a step, and the number of steps with which an algorithm
 # reaches the goal.
 KINDS = {

@@ -541,7 +541,8 @@ class FP16Optimizer(OptimizerWrapper):
         """Gather the model's gradients in the flat float32 one, unscale them, return their norm."""
         if self.fp32_params.grad is None:
             self.fp32_params.grad = torch.empty_like(self.fp32_params)
-        sources, targets = [], []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for part, parameter in zip(
             self._parts(self.fp32_params.grad), self._weights.values(), strict=True
         ):
@@ -554,9 +555,9 @@ class FP16Optimizer(OptimizerWrapper):
         if sources:
             torch_private.foreach_copy_(targets, sources)
         gradients = [self.fp32_params.grad]
-        for parameter in self._extra().values():
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
+        for extra in self._extra().values():
+            if extra.grad is not None:
+                gradients.append(extra.grad)
         torch_private.foreach_div_(gradients, divisor)
         return nn.utils.get_total_norm(gradients)
 

@@ -142,7 +142,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     if rows < 1 or world_size % rows:
         raise ValueError(f"rows must be a divisor of world_size {world_size}, not {rows}")
     columns = world_size // rows
-    edges = set()
+    edges: set[tuple[int, int]] = set()
     for rank in range(world_size):
         row, column = divmod(rank, columns)
         right = row * columns + (column + 1) % columns

@@ -553,13 +553,12 @@ def show_text_progress(name: str, texts: Sequence[Path]) -> Iterator[Advance]:
     Yields:
         The argument ``advance`` of :func:`convert`.
     """
-    total: int | None = 0
-    for path in texts:
-        # The size of the decompressed text is not known before its end.
-        if not path.is_file() or path.suffix in COMPRESSIONS[1:]:
-            total = None
-            break
-        total += path.stat().st_size
+
+    def size_is_known(path: Path) -> bool:
+        # The size of a decompressed text is not known before its end.
+        return path.is_file() and path.suffix not in COMPRESSIONS[1:]
+
+    total = sum(path.stat().st_size for path in texts) if all(map(size_is_known, texts)) else None
     with show_progress(name, total, of_bytes=True) as advance:
         yield advance
 
