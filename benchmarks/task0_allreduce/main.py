@@ -14,7 +14,6 @@ import logging
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from latency import element_counts
@@ -27,8 +26,7 @@ from measure_collectives import (
     measure,
     why_not,
 )
-from rich.console import Console
-from rich.table import Table
+from show_report import show
 
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.controlflow.pytorch.run_results import task_results
@@ -41,8 +39,6 @@ logger = logging.getLogger("mlbench.task0")
 # The description of the task fixes these sizes, so that results can be compared.
 SIZES, LARGEST = 80, 10**8
 LIGHT_SIZES, LIGHT_LARGEST = 13, 10**6
-# Rows of each type in the printed table; the files have all.
-ROWS_SHOWN = 9
 
 
 def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, str]) -> list[int]:
@@ -123,43 +119,6 @@ def measure_all(
         if rank == 0:
             logger.info("%s", measurement)
     return report
-
-
-def show(report: LatencyReport) -> None:
-    """Print a few sizes of each type, the fits, left-out and shortened measurements."""
-    table = Table(title=report.title)
-    table.add_column("type")
-    for title in (
-        "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions",
-    ):  # fmt: skip
-        table.add_column(title, justify="right")
-    for dtype in report.dtypes:
-        measurements = report.of(dtype)
-        # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
-        rows = np.linspace(0, len(measurements) - 1, min(ROWS_SHOWN, len(measurements)))
-        for i in np.unique(rows.astype(int)):
-            m, times = measurements[i], measurements[i].statistics
-            table.add_row(
-                dtype, f"{m.elements:,}",
-                f"{1e6 * times.mean_s:.1f}", f"{1e6 * times.p50_s:.1f}",
-                f"{1e6 * times.p99_s:.1f}",
-                f"{m.algorithm_bandwidth / 1e9:.4g}", f"{m.bus_bandwidth / 1e9:.4g}",
-                str(m.repetitions),
-            )  # fmt: skip
-        table.add_section()
-    console = Console(width=100, highlight=False)
-    console.print(table)
-    for dtype, fit in report.fits().items():
-        console.print(f"{dtype}: {fit}; deviation {100 * fit.relative_error:.0f} %")
-    for request, reason in report.left_out.items():
-        console.print(f"left out: {request}: {reason}", markup=False)
-    fewer = report.incomplete()
-    if fewer:
-        least = min(m.repetitions for m in fewer)
-        console.print(
-            f"{len(fewer)} of {len(report.measurements)} had fewer repetitions, {least} or "
-            "more: --time-limit"
-        )
 
 
 def main(

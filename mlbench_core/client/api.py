@@ -186,8 +186,8 @@ class ApiClient:
         """Return all metrics of all pods and runs.
 
         Returns:
-            Future of ``{"pod_metrics": {pod: {metric: [...]}}, "run_metrics": {run: {metric:
-            [...]}}}``.
+            Future of a dictionary with the keys ``"pod_metrics"`` and ``"run_metrics"``. Their
+            values are ``{pod: {metric: [...]}}`` and ``{run: {metric: [...]}}``.
         """
         return self._get("metrics/")
 

@@ -550,7 +550,7 @@ def test_draw_all_writes_what_it_can_and_says_what_is_missing(tmp_path: Path) ->
 )
 def test_the_backend_of_a_notebook_does_not_matter(backend: str, tmp_path: Path) -> None:
     program = (
-        "import os, sys\nfrom mlbench_core.results import figures\nwith "
+        "import os, sys\nfrom mlbench_core.comparison import figures\nwith "
         "figures.style():\n    drawn = figures.canvas.new_figure(2, 2)\n    "
         "drawn.subplots().plot([1, 2])\nfigures.save(figures.Drawing('a', drawn, "
         "''), __import__('pathlib').Path(sys.argv[1]))\nimport matplotlib\nassert "
