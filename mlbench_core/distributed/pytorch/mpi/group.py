@@ -230,7 +230,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             target, memory = Buffer(output, fill=False), Buffer(source).memory
             call = partial(self._transfers.all_gather, target.memory, memory)
             jobs.append((call, [target]))
-        opts = _options(opts, dist.AllgatherOptions)
+        opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
         return self._collective(name, [*jobs, *then], result, opts)
 
     def gather(
