@@ -559,6 +559,11 @@ def _repetition(operation: Collective, runs: int) -> float:
     dist.barrier(group=operation.group, device_ids=device_ids)
     if operation.device.type == "cuda":
         return _cuda_seconds(operation, runs)
+    return _host_seconds(operation, runs)
+
+
+def _host_seconds(operation: Collective, runs: int) -> float:
+    """Return the process's time from before the first run to after the last."""
     run = operation.run
     start = time.perf_counter()
     for _ in range(runs):

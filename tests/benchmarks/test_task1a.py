@@ -174,7 +174,7 @@ def main() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         yield task1a_workers.load_script()
-        for name in ("main", "variants", "ddp"):
+        for name in ("main", "variants"):
             patch.delitem(sys.modules, name)
 
 
