@@ -122,7 +122,7 @@ class Compression(ABC):
         """Return the values that change from call to call; an empty dictionary if none do."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore the result of :meth:`state_dict`."""
 
 

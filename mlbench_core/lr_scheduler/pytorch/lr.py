@@ -371,7 +371,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
             )
         self._warm_up()
 
-    def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, metrics: SupportsFloat, epoch: int | None = None
+    ) -> None:
         """End an epoch: advance the warm-up, or reduce the rates if the metric has not improved.
 
         Args:

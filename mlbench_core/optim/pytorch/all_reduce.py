@@ -78,8 +78,12 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         aggregation: Aggregation | None = None,
     ) -> None:
         check_denominator_and_clipping(average_world, average_custom, grad_clip)
-        overlaps = isinstance(aggregation, AllReduceAggregation) and aggregation.overlap
-        if average_custom and overlaps and aggregation.comm_dtype == torch.float16:  # type: ignore[union-attr]
+        if (
+            average_custom
+            and isinstance(aggregation, AllReduceAggregation)
+            and aggregation.overlap
+            and aggregation.comm_dtype == torch.float16
+        ):
             raise ValueError(
                 "comm_dtype must not be torch.float16 with overlap and "
                 "average_custom, because sums are sent before step() gets the denom "

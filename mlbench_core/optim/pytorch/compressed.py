@@ -87,7 +87,9 @@ class CompressedOptimizer(Optimizer):
         Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None
+    ) -> Any:
         """Exchange directions or steps and take one step.
 
         Args:

@@ -424,7 +424,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self.optimizer = optimizer
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None
+    ) -> Any:
         """Aggregate and take one step.
 
         Args:

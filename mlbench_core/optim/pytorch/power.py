@@ -90,7 +90,13 @@ class PowerSGD(GenericCentralizedOptimizer):
     ) -> None:
         make = make_sgd("PowerSGD", lr, momentum, dampening, weight_decay, nesterov)
         if aggregation is None:
-            aggregation = PowerAggregation(model, use_cuda, reuse_query, world_size, rank)  # type: ignore[arg-type]
+            aggregation = PowerAggregation(
+                model,  # type: ignore[arg-type]
+                use_cuda,
+                reuse_query,
+                world_size,
+                rank,
+            )
         else:
             settings: dict[str, Any] = {"reuse_query": reuse_query or None}
             # The defaults of 1 come from version 3.0, and count as left out.
@@ -104,7 +110,9 @@ class PowerSGD(GenericCentralizedOptimizer):
             self.agg_mode = AVG_CUSTOM
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None
+    ) -> Any:
         """Aggregate the gradients and take one step.
 
         Args:

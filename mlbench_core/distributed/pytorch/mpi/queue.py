@@ -158,7 +158,9 @@ class Work(dist.Work):
 
     # Called by torch and its users
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:  # type: ignore[override]
+    def wait(  # type: ignore[override]
+        self, timeout: datetime.timedelta = datetime.timedelta(0)
+    ) -> bool:
         """Wait until the operation is done.
 
         Args:

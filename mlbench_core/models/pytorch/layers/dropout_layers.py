@@ -235,15 +235,21 @@ class _PackForCudnn(torch.autograd.Function):
     """Copy weights into one new buffer; the gradient of a copy is that of its weight."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         # Create new tensors on the same memory: flattening moves them into the buffer and leaves
         # the parameters alone.
-        parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
+        parts = []
+        for weight in weights:
+            parts.append(weight.new_empty(0).set_(weight.detach()))  # type: ignore[call-overload]
         with torch.cuda.device_of(parts[0]):
             torch_private.pack_for_cudnn(module, parts)
         return tuple(parts)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         # The copies have the values of the weights, so the gradients are the same.
         return (None, *gradients)

@@ -47,7 +47,7 @@ class TransformerConfig:
             right, the decoder needs no padding mask, because a word never sees the positions after
             it.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
-            :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
+            :class:`.MultiheadAttention`.
         attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see the same class.
 
     Raises:

@@ -142,7 +142,7 @@ class MultiheadAttention(nn.Module):
                 cache it covers the cached positions too. A query that sees only padding gets zeros
                 before the output projection.
             incremental_state: A dict that is empty before the first step, or an
-                :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
+                :class:`.IncrementalState`.
             need_weights: If True, return the weights, which requires the plain formula.
             static_kv: If True, key and value are those of the first call.
 
