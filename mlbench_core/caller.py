@@ -1,8 +1,8 @@
-"""The origin of a call that starts runs: its folder and the variables that a run takes from it.
+"""Describe the call that starts a run: its folder, and the variables that the run takes from it.
 
-A master serves many calls, and each of them may come from another folder with another environment.
-So a call sends its own to the master, and the workers of its runs do not inherit those of the call
-that happened to start the master.
+A master serves many calls, and each call may come from another folder with another environment. So
+each call sends its own folder and variables to the master. The workers of its runs do not inherit
+the folder and variables of the call that started the master.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PREFIXES = (
     # services and their clients
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_",
 )  # fmt: skip
-"""Beginnings of the names of variables that a run takes from the call that starts it."""
+"""Prefixes of the environment variables that a run takes from the call that starts it."""
 
 VARIABLES = frozenset(
     {
@@ -62,10 +62,9 @@ VARIABLES = frozenset(
         "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE",
     }
 )  # fmt: skip
-"""Further variables that a run takes from the call that starts it."""
+"""Other environment variables that a run takes from the call that starts it."""
 
-# They describe the terminal of the call. The output of workers goes to a log, whose lines are
-# UTF-8.
+# These variables are for the terminal of the call. The output of workers goes to a log in UTF-8.
 _OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
 
 _OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -75,9 +74,9 @@ _OF_MASTER = re.compile(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
-"""Variable of the workers: names of the variables that the user chose, separated by spaces."""
+"""Variable of the workers that lists the variables the user chose, separated by spaces."""
 
-# Without its first entry, the folder of the call, as with the option -P of Python 3.11.
+# Like the option -P of Python 3.11, remove the first entry of sys.path: the folder of the call.
 _SAFE = (
     "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), "
     "run_name='__main__', alter_sys=True)"
@@ -95,10 +94,10 @@ def is_carried(name: str) -> bool:
 
 
 def check_variable(name: str) -> str:
-    """Return the name of a variable that a user may give to the workers of a run.
+    """Return ``name`` if a user may set this variable for the workers of a run.
 
     Raises:
-        ValueError: It is not a name, or the variable is one that MLBench sets for each worker.
+        ValueError: ``name`` is not a valid name, or MLBench sets this variable for each worker.
 
     Example:
         >>> check_variable("NCCL_ALGO")
@@ -141,13 +140,13 @@ def call_folder(given: Path | None = None) -> str:
 
 
 def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that a run takes from a call, of those of this process.
+    """Return the environment variables that a run takes from a call.
 
-    The ``python`` of the workers is the one that runs the call, unless another environment of
-    Python is active.
+    In the returned ``PATH``, ``python`` is the Python of this process, unless another virtual or
+    Conda environment is active.
 
     Args:
-        variables: The environment of the call; by default that of this process.
+        variables: The environment of the call; by default the environment of this process.
 
     Example:
         >>> carried = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
@@ -160,7 +159,7 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
     path = variables.get("PATH", os.defpath)
     own = str(Path(sys.executable).parent)
     folders = [own]
-    # If an environment is active, a shell in this folder would find its Python.
+    # If an environment is active, a shell would find the Python of that environment.
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if variables.get(name):
             folders.append(os.path.join(variables[name], "bin"))
@@ -171,12 +170,12 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def safe_environment() -> dict[str, str]:
-    """Return the environment for a program of MLBench, without imports from the current folder.
+    """Return an environment in which a program of MLBench imports nothing from this folder.
 
     The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not
     replace the module of the standard library in a master. So ``PYTHONPATH`` has neither that
-    folder nor a relative entry. At its end it has the folder of this package, which Python would
-    not find if it is not installed.
+    folder nor a relative entry. Its last entry is the folder that contains this package, because
+    Python would not find a package that is not installed.
     """
     here = ""
     # The folder may have been deleted.
@@ -194,7 +193,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
     The module imports nothing from the current folder.
 
     Args:
-        module: Its full name.
+        module: Full name of the module.
         *arguments: The arguments of the program.
 
     Example:

@@ -33,7 +33,7 @@ def _dataset_options(command: Command) -> Command:
         metavar="FOLDER",
         help=(
             "Folder of the files "
-            "(default: the one that the first task with this data set reads, see 'list')."
+            "(default: the folder that the first task with this data set reads; see 'list')."
         ),
     )
     name = click.argument("name", metavar="NAME", type=click.Choice(sorted(DATASETS)))
@@ -65,7 +65,7 @@ def list_(as_json: bool) -> None:
         return
     headers = ("NAME", "TASKS", "DATA SET", "LICENSE", "DOWNLOAD", "CHECKED BY", "SOURCE", "FOLDER")
     print_table(headers, rows, right=(4,))
-    # The whole paths would need most of the width of a terminal.
+    # Full paths would take most of the width of a terminal.
     remark(f"the folders are in {clean(user_folder(*DEFAULT_FOLDER))}")
 
 
@@ -74,8 +74,8 @@ def list_(as_json: bool) -> None:
 def fetch(name: str, folder: Path | None, as_json: bool) -> None:
     """Download a data set; existing files are kept.
 
-    An interrupted download continues with the next call. A checksum is compared if one is
-    published, otherwise a number of lines, rows or words.
+    An interrupted download continues with the next call. Each file is compared with its
+    checksum if one is published, otherwise with a number of lines, rows or words.
     """
     from mlbench_core.dataset import preparation
 
@@ -104,9 +104,9 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
 def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | None) -> None:
     """Prepare a data set for training, from local files.
 
-    The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The
-    text of a linear model's data becomes LMDB stores. After an interruption, the same command
-    continues with the first step that is not complete. Nothing is downloaded.
+    Text of WMT16, WMT17, Multi30k and WikiText-2 is converted to ids of words or sub-words. Text
+    of the data of linear models is converted to LMDB stores. After an interruption, the same
+    command continues with the first step that is not complete. Nothing is downloaded.
     """
     from mlbench_core.dataset import preparation
 
@@ -130,10 +130,11 @@ def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | No
 @data.command()
 @_dataset_options
 def verify(name: str, folder: Path | None, as_json: bool) -> None:
-    """Check each file: ok, missing or damaged.
+    """Check whether each file is ok, missing or damaged.
 
     A file is compared with its checksum if one is published, otherwise with its number of bytes,
-    lines or words. It may be plain or compressed. Exit status 1 if a file is missing or damaged.
+    lines or words. The file may be plain or compressed. The exit status is 1 if a file is missing
+    or damaged.
     """
     from mlbench_core.dataset import verification
 

@@ -1,4 +1,4 @@
-r"""Deliver metrics in order, in batches and once, even if the master is away.
+r"""Deliver metrics once, in order and in batches, even if the master does not answer for a time.
 
 The states of a metric and its transitions::
 
@@ -14,14 +14,14 @@ The states of a metric and its transitions::
 Metrics stay in the queue only until the request before them is answered. If the master is slow,
 batches become larger, not more numerous. If the master does not answer, all queued metrics become
 rows, and later metrics follow them. A background thread then tries again with growing pauses. Rows
-are sent before the queue, oldest first, by the process that is first, even if the one that
-inserted them has ended. With a shared outbox, a killed process loses its queued metrics, and only
-those.
+are sent before the queue, oldest first. The first process that has its turn sends them, even if
+the process that inserted them has ended. With a shared outbox, a process that is killed loses only
+its queued metrics.
 
 If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the
-beginning: ``put`` inserts it before anything can send it, and the row is deleted after the master's
-answer. A process that is killed at any instant after ``put`` loses nothing. While this fails,
-because the disk is full, metrics are only in memory. ::
+beginning. ``put`` inserts the row before anything can send the metric. The row is deleted after the
+master's answer. A process that is killed at any instant after ``put`` loses nothing. If the
+insertion fails because the disk is full, metrics are only in memory. ::
 
     put ---> QUEUED, in memory and a row ----- the master answers: the row is deleted ----> DONE
                         |                                                                    ^
@@ -33,8 +33,8 @@ outage.
 
 Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving``
 while metrics change their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put`
-never acquires the first one, so training does not wait for the network. It acquires the second one,
-and waits for the disk, only to insert rows.
+never acquires ``_sending``, so training does not wait for the network. It acquires ``_moving``, and
+waits for the disk, only to insert rows.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 10_000
 """Most metrics in one request."""
 
-# If more are posted during one request, put itself makes them rows, so that memory stays bounded.
+# If more are queued during one request, put() itself makes them rows, so memory stays bounded.
 _MAX_IN_MEMORY = 10 * MAX_BATCH
-# Pause before an insertion: processes that log continuously must leave the database to one another.
+# Pause before an insertion, in which other processes that log continuously can use the database.
 _GATHER_S = 0.02
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
@@ -83,9 +83,9 @@ class Receipt:
     """A metric, and the result of delivering it.
 
     Args:
-        key: Sorts the metric by the time at which it was logged.
+        key: Sort key: the time at which the metric was logged, and the client.
         line: The metric as JSON text.
-        is_row: True if the outbox has it.
+        is_row: True if the metric is in the outbox.
 
     Attributes:
         result: The master's answer to the request that contained the metric, or an error if the
@@ -237,7 +237,7 @@ class MetricDelivery:
     def flush(self, timeout_s: float) -> bool:
         """Send all waiting metrics, and try again with growing pauses.
 
-        It ends when none is left or the time is over.
+        Return when none is left or the time limit is reached.
 
         Args:
             timeout_s: Time limit, in seconds.
@@ -271,7 +271,7 @@ class MetricDelivery:
             return self._in_memory + int(self._has_rows)
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Try to deliver the waiting metrics, keep the others on disk, and end the thread.
+        """Try to deliver the waiting metrics, keep the rest of them on disk, and end the thread.
 
         Args:
             timeout_s: Time limit of the delivery, in seconds.
@@ -356,11 +356,11 @@ class MetricDelivery:
             return batch
 
     def _send(self, batch: list[Receipt], deadline: float) -> bool:
-        """Send a batch; without an answer, make its undelivered lines and the queue rows."""
+        """Send a batch; without an answer, insert its undelivered metrics and the queue as rows."""
         results: dict[int, requests.Response | MasterRequestError] = {}
         lines = [receipt.line for receipt in batch]
         peek_waiting = partial(self._peek_behind, batch[-1].key)
-        # Not the exception: its traceback would keep the client alive.
+        # Only the text, because the traceback of the exception would keep the client alive.
         failure: str | None = None
         try:
             self._poster.deliver(lines, results.__setitem__, peek_waiting, deadline)
@@ -375,8 +375,8 @@ class MetricDelivery:
                 if batch[index].is_row:
                     rows.append(batch[index].key)
             with self._state:
-                # If the client was closed during the request, close has made the batch rows
-                # already.
+                # If the client was closed during the request, close() has already inserted the
+                # batch as rows.
                 if self._in_flight and not self._stop.is_set():
                     unsent = [batch[i] for i in range(len(batch)) if i not in results]
                     self._queue.extendleft(reversed(unsent))
@@ -413,7 +413,7 @@ class MetricDelivery:
         return len(self._queue) + len(self._in_flight)
 
     def _keep(self) -> None:
-        """Make every metric in memory a row, settle its receipt, and start the thread."""
+        """Insert every metric in memory as a row, settle its receipt, and start the thread."""
         kept = MasterNotFoundError(
             f"no answer from {self._endpoint}: the metric is kept and delivered later"
         )
@@ -441,12 +441,12 @@ class MetricDelivery:
                     self._retrier = thread
 
     def _try_again(self) -> None:
-        """Send again until no metric waits."""
+        """Send again until no metric is waiting."""
         while not self._stop.wait(_FIRST_PAUSE_S):
             is_done = self.flush(math.inf)
             with self._state:
-                # _keep starts no second thread, so metrics that it kept since the flush are this
-                # thread's.
+                # _keep() does not start a second thread, so this thread must also send the metrics
+                # that were kept since the flush.
                 if is_done and not self._has_rows and not self._queue:
                     self._retrier = None
                     return
@@ -468,7 +468,7 @@ class MetricDelivery:
             self._report_disk(error)
 
     def _report_disk(self, error: Exception) -> None:
-        # Logged once and not for each metric, until the disk works again.
+        # Log this once, not for each metric, until the disk works again.
         if not self._disk_fails:
             self._disk_fails = True
             logger.warning(

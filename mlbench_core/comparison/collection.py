@@ -42,11 +42,11 @@ def collection_page(
 
     Args:
         title: Title of the page.
-        groups: The groups of runs, see :func:`~mlbench_core.comparison.pool.pool`.
-        comparison: Their comparison.
-        folder: The folder of the page, from which the links lead to the result folders.
+        groups: Groups of runs; see :func:`~mlbench_core.comparison.pool.pool`.
+        comparison: Comparison of these groups.
+        folder: Folder of the page; links to result folders are relative to it.
         commands: Commands that reproduce the runs.
-        captions: Name of each figure, without suffix, to its caption.
+        captions: Caption of each figure, by the name of the figure without suffix.
     """
     sizes = []
     dates = []
@@ -54,7 +54,7 @@ def collection_page(
         sizes.append(len(group.records))
         for record in group.records:
             if record.started_at:
-                # Dates in ISO 8601: the day without the time.
+                # The first ten characters of a date in ISO 8601 are the day.
                 dates.append(str(record.started_at)[:10])
     lines = [
         f"# {escape(title)}",
@@ -65,7 +65,7 @@ def collection_page(
         f"- Date: {_span(dates)}",
     ]
     for heading, text_of in (("Machine", machine_text), ("Software", software_text)):
-        # Groups of one machine share its line.
+        # Groups with the same machine or software share one line.
         for text in _distinct(map(text_of, groups)):
             lines.append(f"- {heading}: {escape(text)}")
     lines += [
@@ -91,7 +91,7 @@ def collection_page(
 
 
 def _span(values: Iterable[Any]) -> str:
-    """Return the smallest and the largest of some values as a text, or one of them if all equal."""
+    """Return the smallest and the largest value as text; one value if all are equal."""
     ordered = sorted(values)
     if not ordered:
         return "unknown"
@@ -101,11 +101,11 @@ def _span(values: Iterable[Any]) -> str:
 
 
 def _command_lines(commands: Iterable[str]) -> list[str]:
-    """Return the section with the commands; an empty list without any."""
+    """Return the lines of the section with the commands; none if there are no commands."""
     lines = list(itertools.chain.from_iterable(map(str.splitlines, commands)))
     if not lines:
         return []
-    # A command with such a fence must not end the block.
+    # A fence longer than all backticks in the commands, so that no command ends the block.
     longest = max(map(len, re.findall("`{3,}", "\n".join(lines))), default=0)
     fence = "```" + "`" * longest
     return ["Commands:", "", f"{fence}bash", *lines, fence, ""]
@@ -132,7 +132,7 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
 
 
 def machine_text(group: Group) -> str:
-    """Return the machine of a group in one line; an empty text if it is unknown."""
+    """Return the machine of a group in one line; an empty string if it is unknown."""
     machine = group.machine
     parts = []
     if machine.get("cpu"):
@@ -170,7 +170,7 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 def recorded_commands(groups: Sequence[Group]) -> list[str]:
     """Return the command line of the first run of each group.
 
-    A run whose ``environment.json`` is missing or lacks the command line is left out.
+    Runs without an ``environment.json`` that has the command line are left out.
     """
     commands = []
     for group in groups:
@@ -184,7 +184,7 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
 
 
 def runs_csv(records: Sequence[RunRecord]) -> str:
-    """Return one row for each run as CSV; a value that is unknown is empty."""
+    """Return a CSV text with one row per run; unknown values are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_RUN_COLUMNS)

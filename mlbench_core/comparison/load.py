@@ -24,7 +24,7 @@ from mlbench_core.results.schema import check_result
 
 __all__ = ["load", "save", "unpack"]
 
-# Metrics of a long run have some megabytes. More would not fit into memory once they are parsed.
+# Metrics of a long run have some megabytes. After parsing, more than this may not fit in memory.
 _MOST_JSON_BYTES = 256 << 20
 # Raw lines of a long run with many workers have some hundred megabytes.
 _MOST_UNPACKED_BYTES = 4 << 30
@@ -32,8 +32,8 @@ _MOST_UNPACKED_BYTES = 4 << 30
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it.
-# In a name of Kubernetes, words may follow "worker", but no underscore.
+# Name of a file with the metrics of one worker: of this master, of earlier ones and of version 3.0.
+# On Kubernetes, more words may follow "worker", but no underscore.
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?([^_/]+-worker(?:-[^_/]+)?-\d+)(?:_.*)?\.json$")
 
 
@@ -43,18 +43,19 @@ def load(
     empty_is_error: bool = True,
     unreadable: Callable[[str], None] | None = None,
 ) -> list[RunRecord]:
-    """Read all results at some paths.
+    """Read all results at the given paths.
 
     Args:
         paths: Each is a result folder, a folder with results at any depth, a zip file of the
             master, or a JSON file of ``mlbench run --wait``.
         empty_is_error: False to accept a path that has no result.
-        unreadable: Called with the problem of each result that cannot be read, which is then left
-            out; None to raise it.
+        unreadable: Function to call with a message about each result that cannot be read. The
+            result is then left out. None to raise an exception instead.
 
     Returns:
-        One record for each run, fewest workers first, then by name. A run that is found twice
-        counts once, and its result folder takes precedence. Other files in folders are skipped.
+        One record for each run, sorted by the number of workers, then by name. A run that is found
+        twice counts once, and its result folder takes precedence. Other files in folders are
+        skipped.
 
     Raises:
         ConfigurationError: A path has no result, a file is damaged, or a result has an unknown
@@ -135,7 +136,7 @@ def _load_folder(folder: Path) -> RunRecord:
         remarks.append(
             f"{folder} has no {RESULT}: the run did not end, and its raw lines are shown"
         )
-        # Iterating finds the lines that cannot be read, as the last line of a killed run.
+        # Iterating finds the lines that cannot be read, such as the last line of a killed run.
         for _ in lines:
             pass
         for skipped in lines.skipped:
@@ -148,7 +149,7 @@ def _load_json(path: Path) -> RunRecord | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    # A file of many nested brackets raises RecursionError.
+    # Deeply nested brackets raise RecursionError.
     except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
@@ -198,22 +199,23 @@ def _load_zip(path: Path) -> RunRecord | None:
         run.setdefault("num_workers", len(workers))
     record = RunRecord.from_metrics(metrics, run, str(path))
     if record.workers is None and count_ranks(metrics):
-        # Some archives of version 3.0 lack these files. All workers sent metrics, so one rank is
-        # one worker.
+        # Some archives of version 3.0 lack these files. In that version all workers sent metrics,
+        # so the metrics of only one rank mean one worker.
         record = RunRecord.from_metrics(metrics, {**run, "num_workers": 1}, str(path))
         remark = (
-            "the archive has no number of workers, and one worker sent metrics: it counts "
-            "as a run of one worker"
+            "the archive does not state the number of workers, and one worker sent metrics: "
+            "it counts as a run of one worker"
         )
         record = dataclasses.replace(record, remarks=(*record.remarks, remark))
     return record
 
 
 def _check_size(archive: zipfile.ZipFile, most_bytes: int, names: Iterable[str]) -> None:
-    """Refuse a small archive that is huge when it is unpacked.
+    """Refuse an archive whose files are too large when they are unpacked.
 
     Raises:
-        ValueError: The named files have more bytes. No more than their stated sizes are ever read.
+        ValueError: The named files together have more than ``most_bytes``. This limit is safe,
+            because no more than the stated size of a file is ever read.
     """
     total = 0
     for name in names:
@@ -240,8 +242,8 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
 def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
     """Unpack the result folder of a run from a zip file of the master.
 
-    Only :data:`FILES` are written, whatever names the archive has. An older result folder is
-    replaced.
+    Only :data:`FILES` are written; other files of the archive are ignored. An older result folder
+    is replaced.
 
     Args:
         archive: The zip file.
@@ -250,7 +252,8 @@ def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
             of a stopped one.
 
     Returns:
-        False, and nothing is written, if the archive has no ``result.json`` with raw lines.
+        False if the archive has no raw lines, or has no ``result.json`` and ``unfinished`` is
+        False. Then nothing is written.
 
     Raises:
         ConfigurationError: The zip file is damaged.

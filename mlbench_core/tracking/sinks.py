@@ -2,21 +2,21 @@
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
-* ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself.
-  ``time_s`` is the time that the number belongs to, in seconds since ``Tracker.start()``. The sink
-  itself is then called only for numbers that the events contain, too: the times of the steps, and
-  the result of the goal.
+* ``record(name, value, epoch, step, time_s)`` is called with the statistics, instead of the sink
+  itself. ``time_s`` is the time of the number, in seconds since ``Tracker.start()``. The sink
+  itself is then called only for the times of the steps and the result of the goal, which are also
+  in the events.
 * ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event
   ``"end"`` has the state in which the run ended.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
-A sink that raises an exception receives nothing more. The tracker names it once in a warning, and
-the run continues.
+If a sink raises an exception, it is not called again. The tracker logs one warning that names the
+sink, and the run continues.
 
-:func:`make_sink` makes a sink from a text, for example from an option of a command. A package adds
-sinks with the entry point group ``mlbench.sinks``: a name, and a function or class that returns a
-sink. It takes no argument, or one text.
+:func:`make_sink` creates a sink from a text, for example from an option of a command. A package
+adds sinks with the entry point group ``mlbench.sinks``. An entry point has a name, and names a
+function or class that returns a sink. This function is called with no argument, or with one string.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -72,7 +72,7 @@ class Sink(Protocol):
 
         Args:
             name: Prefixed name, for example ``"val_loss"``.
-            value: The number. Only ``"TaskResult"``, the result of a reached goal, is a text.
+            value: The number. Only ``"TaskResult"``, the result of a reached goal, is a string.
             epoch: Epoch, from 0.
             step: Training batches finished so far.
         """
@@ -84,8 +84,8 @@ class SinkList(list[Sink]):
     A sink that raises an exception, for example on a full disk, is removed, and the run continues.
 
     Attributes:
-        latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker
-            keeps them, because a resumed run begins at this step.
+        latest: The numbers of the latest step, a dictionary from name to [value, epoch]. A
+            checkpoint of the tracker keeps them, because a resumed run begins at this step.
 
     Raises:
         TypeError: A sink is not callable.
@@ -123,12 +123,12 @@ class SinkList(list[Sink]):
                 self._try(sink, record, name, value, epoch, step, time_s)
 
     def number(self, name: str, value: float | str, epoch: int, step: int) -> None:
-        """Pass a number to every sink that the events contain, too."""
+        """Call every sink with a number that is also in the events."""
         self._keep(name, value, epoch, step)
         self.call("__call__", name, value, epoch, step)
 
     def _keep(self, name: str, value: float | str, epoch: int, step: int) -> None:
-        # Numbers that are read late belong to earlier steps.
+        # A number may be read late and belong to an earlier step.
         if step > self._step:
             self._step, self.latest = step, {}
         if step == self._step:
@@ -139,12 +139,12 @@ class SinkList(list[Sink]):
 
         Args:
             kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"``
-                when the goal is reached, or ``"end"`` when the tracker is closed. ``"start"`` has
-                ``resumed``, ``epoch``, ``step``, and in a resumed run ``latest``, the numbers of
-                that step: name to [value, epoch]. ``"end"`` has ``state``: ``"finished"``,
-                ``"failed"`` or ``"stopped"``.
-            content: Return the content of the event as plain containers. It is called only if a
-                sink wants it.
+                when the goal is reached, or ``"end"`` when the tracker is closed. The content of
+                ``"start"`` has ``resumed``, ``epoch``, ``step``, and in a resumed run
+                :attr:`latest`. The content of ``"end"`` has ``state``: ``"finished"``, ``"failed"``
+                or ``"stopped"``.
+            content: Function that returns the content of the event as plain containers. It is
+                called only if a sink has a method ``event``.
         """
         receivers = [sink for sink in self if hasattr(sink, "event")]
         if receivers:
@@ -161,7 +161,7 @@ class SinkList(list[Sink]):
     def _try(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
         try:
             function(*arguments)
-        # All errors, because a sink may be code of the user, and training must not end with it.
+        # Catch all errors: a sink may be the user's code, and its failure must not end training.
         except Exception as error:
             # Not self.remove(sink), which compares with ==: a sink may define its own equality.
             self[:] = [other for other in self if other is not sink]
@@ -203,7 +203,7 @@ class _FileSink:
 
 
 class JSONLSink(_FileSink):
-    """A sink that writes one JSON object per line: time, epoch, step, name and value.
+    """Write one JSON object per line: time, epoch, step, name and value.
 
     The last line is the summary of the run. JSON has no infinities, so a value that is not finite
     is written as null.
@@ -233,7 +233,7 @@ class JSONLSink(_FileSink):
 
 
 class CSVSink(_FileSink):
-    """A sink that writes rows of epoch, step, name and value, below one header line.
+    """Write rows of epoch, step, name and value to a file, below one header line.
 
     Args:
         path: The file to append to; its folder is created.
@@ -252,14 +252,14 @@ class CSVSink(_FileSink):
 
 
 class TensorBoardSink:
-    """A sink that writes scalars and texts for TensorBoard, by the number of finished batches.
+    """Write scalars and texts for TensorBoard; the step is the number of finished batches.
 
     A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first
     values (``purge_step``).
 
     Args:
-        folder: Folder of the event files, which should belong to one run: TensorBoard draws a curve
-            for each folder.
+        folder: Folder of the event files. It should belong to one run, because TensorBoard draws
+            one curve for each folder.
 
     Raises:
         MissingDependencyError: TensorBoard or torch is not installed.
@@ -297,8 +297,8 @@ class TensorBoardSink:
             return
         self._writer.close()
         self._writer = self._open(purge_step=content["step"])
-        # TensorBoard hides this step, too, and with it the validation before the checkpoint was
-        # saved.
+        # TensorBoard also hides this step, and with it the validation before the checkpoint was
+        # saved. So these numbers are written again.
         for name, (value, epoch) in content.get("latest", {}).items():
             self(name, value, epoch, content["step"])
 
@@ -314,7 +314,7 @@ class TensorBoardSink:
 class _ServiceSink:
     """A sink with a run on a service.
 
-    The service is notified how this process ends, even if nobody closes the sink.
+    The service is notified of the end of this process, even if nobody closes the sink.
     """
 
     def __init__(self) -> None:
@@ -347,15 +347,15 @@ class _ServiceSink:
 
 
 class WandbSink(_ServiceSink):
-    """A sink that writes to a run of Weights & Biases, by the number of finished batches.
+    """Write to a run of Weights & Biases.
 
-    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the
-    run's summary. The run ends with the exit code 0, or 1 after an exception, or 255 if it was
-    stopped.
+    Numbers are rows of the run's history, by the number of finished batches. Texts and the summary
+    of the tracker are entries of the run's summary. The run ends with the exit code 0, or 1 after
+    an exception, or 255 if it was stopped.
 
-    A resumed training is a new run, unless ``options`` or ``WANDB_RUN_ID`` and
-    ``WANDB_RESUME=allow`` name the earlier one. That run then gets only batches that it does not
-    have.
+    If training is resumed, the sink creates a new run, unless ``options`` or ``WANDB_RUN_ID`` and
+    ``WANDB_RESUME=allow`` name the earlier one. Then it adds only the batches that the earlier run
+    lacks.
 
     Args:
         project: Name of the project; None for the default of ``wandb``.
@@ -371,8 +371,8 @@ class WandbSink(_ServiceSink):
     def __init__(self, project: str | None = None, **options: Any) -> None:
         wandb: Any = require("wandb", "wandb")
         self._run = wandb.init(project=project, **options)
-        # Not the step of wandb: it must not decrease, but numbers that are read later belong to
-        # earlier batches.
+        # The step of wandb must not decrease, but numbers that are read late belong to earlier
+        # batches. So the axis is a separate metric.
         self._run.define_metric("*", step_metric="batch")
         resumed = getattr(self._run, "resumed", False) is True
         self._first_batch = int(self._run.summary.get("batch", 0)) if resumed else 0
@@ -399,17 +399,18 @@ class WandbSink(_ServiceSink):
 
 
 class MLflowSink(_ServiceSink):
-    """A sink that writes to a run of MLflow, by the number of finished batches.
+    """Write to a run of MLflow.
 
-    Numbers are metrics. Texts are tags. The summary is the artifact ``summary.json``.
-    ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs. The run ends as
-    ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED`` if it was stopped.
+    Numbers are metrics, by the number of finished batches. Texts are tags. The summary is the
+    artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs.
+    The run ends as ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED`` if it was
+    stopped.
 
     Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long
     name is cut. A metric that MLflow still refuses is left out with one warning.
 
-    A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then
-    gets only steps that it does not have.
+    If training is resumed, the sink creates a new run, unless ``MLFLOW_RUN_ID`` names the earlier
+    one. Then it adds only the steps that the earlier run lacks.
 
     Args:
         experiment: Name of the experiment, which is created if it does not exist.
@@ -422,8 +423,8 @@ class MLflowSink(_ServiceSink):
     # The largest number of metrics that a server accepts in one request.
     _MOST = 1000
     _LONGEST_NAME = 250
-    # Errors of the server or of the way to it. A request for each metric would only wait as long as
-    # the first one.
+    # Errors of the server or of the connection to it. A separate request for each metric would only
+    # wait as long as the first one.
     _NOT_OF_A_METRIC = (
         "INTERNAL_ERROR",
         "TEMPORARILY_UNAVAILABLE",
@@ -438,7 +439,7 @@ class MLflowSink(_ServiceSink):
         self._client = mlflow.MlflowClient()
         self._metrics: list[Any] = []
         self._names: dict[str, str] = {}
-        # For a run that is continued: the last step of each metric that it has.
+        # Last step of each metric of a run that is continued; None for a new run.
         self._last_steps: dict[str, int] | None = None
         earlier = os.environ.get("MLFLOW_RUN_ID")
         if earlier:
@@ -490,7 +491,7 @@ class MLflowSink(_ServiceSink):
             self.flush()
 
     def _allowed_name(self, name: str) -> str:
-        """Return the name of a metric in MLflow."""
+        """Return the name that a metric gets in MLflow."""
         parts = re.sub(r"[^\w./ -]", "_", name).split("/")
         allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
         unique = posixpath.normpath(allowed[: self._LONGEST_NAME])
@@ -511,7 +512,7 @@ class MLflowSink(_ServiceSink):
         try:
             self._client.log_batch(self._run, metrics=metrics)
         except Exception as error:
-            # MLflow refuses all metrics of a request because of one of them.
+            # MLflow refuses all metrics of a request if it refuses one of them.
             if getattr(error, "error_code", None) in self._NOT_OF_A_METRIC:
                 raise
             self._send_by_name(metrics, error)
@@ -528,7 +529,7 @@ class MLflowSink(_ServiceSink):
             except Exception as refusal:
                 refused[name] = refusal
         if len(refused) == len(by_name) > 1:
-            # Not one metric is to blame, but the server.
+            # The server refused every metric, so no single metric is the cause.
             raise error
         for name, reason in refused.items():
             self._refuse(name, reason)
@@ -576,11 +577,11 @@ _BUILT_IN: dict[str, Callable[..., Sink]] = {
 
 
 def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sink:
-    """Make a sink from ``NAME`` or ``NAME:ARGUMENT``.
+    """Create a sink from ``NAME`` or ``NAME:ARGUMENT``.
 
-    With ``run_id``, several runs can have the same text: ``{run_id}`` in it is replaced. Each run
-    gets its own folder in ``FOLDER``. If the file ``PATH`` exists, the run writes to another one
-    with its id in the name.
+    With ``run_id``, several runs can use the same text: ``{run_id}`` in it is replaced by the id.
+    Each run gets its own folder in ``FOLDER``. If the file ``PATH`` exists, the run writes to
+    another file with the id in its name.
 
     Args:
         text: The name is one of
@@ -643,12 +644,12 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
 def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
     """Create the file or folder to which only this run writes, and return its path.
 
-    The candidates are PATH, PATH with the id, and PATH with the id and a number; in a folder for
-    several runs the id, and the id with a number. A new run takes the first that it can create. A
-    resumed run takes its last one.
+    The candidates are PATH, PATH with the id, and PATH with the id and a number. In a folder for
+    several runs, they are the id, and the id with a number. A new run takes the first candidate
+    that it can create. A resumed run takes the last one that exists.
     """
     path = Path(argument.replace("{run_id}", run_id))
-    # A terminal or a pipe.
+    # A terminal or a pipe is used as it is.
     if not is_folder and path.exists() and not path.is_file():
         return str(path)
     if is_folder and "{run_id}" not in argument:
@@ -669,7 +670,7 @@ def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
                 continue
             if last is not None:
                 break
-            # At most one of several runs that start at once can create it.
+            # If several runs start at once, only one of them can create it.
             try:
                 if is_folder:
                     candidate.mkdir()

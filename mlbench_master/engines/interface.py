@@ -30,7 +30,7 @@ __all__ = [
 
 
 WORKERS_PER_CORE = 4
-"""With more workers than this on a core, they wait for each other most of the time."""
+"""Largest number of workers per core; more would wait for each other most of the time."""
 
 
 class EngineError(MLBenchError):
@@ -45,28 +45,28 @@ class Job:
         run_id: The run's id.
         name: The run's name.
         command: A worker's command line; the engine fills in ``{run_id} {rank} {hosts}
-            {backend}``. In a container, its paths are those of the image.
+            {backend}``. In a container, its paths are paths of the image.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
-        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the engine
-            assigns no GPUs.
-        all_nodes: True if every worker runs the command; else only the first one does, and starts
-            the others itself.
+        gpus: Entries of CUDA_VISIBLE_DEVICES, one per worker in the order of the ranks; empty if
+            the engine assigns no GPUs.
+        all_nodes: True if every worker runs the command. Otherwise only the first worker runs it,
+            and the command starts the others.
         image: Full name of the container image, for an engine that uses it (see
             :meth:`Engine.uses_image`).
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for engines that have one.
-        network: Text of the emulated network in which each worker has its own host; empty for none.
+        network: The emulated network, as text, with one host for each worker; empty if none.
         is_task: True if the command is the script of a task, which needs no file of the user's
             folder.
         cwd: Absolute path of the folder in which the workers start; empty for the folder ``work``
             of the run.
-        caller_env: The variables that the run takes from the call that started it, instead of those
-            of the master; see :func:`mlbench_core.caller.is_carried`. None for a run that takes
-            those of the master.
+        caller_env: Variables of the call that started the run, which the run uses instead of those
+            of the master; see :func:`mlbench_core.caller.is_carried`. None to use the variables of
+            the master.
         oversubscribe: True if a host may get more workers than its cores can serve.
     """
 
@@ -99,8 +99,8 @@ class JobStatus:
             ``"finished"``, ``"failed"``, ``"lost"`` (it is not running and left no status), or
             ``"unstarted"``: an earlier master ended before it started a worker, so the job can be
             started again.
-        reason: The reason of a failure, of waiting, or a problem of a job that runs or has
-            finished; in one line.
+        reason: One line: the reason why the job failed or waits, or a problem of a job that runs or
+            has finished.
         returncode: The exit status, negative for a signal.
         finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
     """
@@ -123,7 +123,7 @@ class LogLine(TypedDict):
         stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master.
         text: The line, without escape sequences of terminals and without control characters except
             tabs.
-        date: The date of the line, as the API writes dates; empty if unknown.
+        date: The date of the line in the format of the API; empty if unknown.
     """
 
     rank: int | None
@@ -144,12 +144,12 @@ class NumberedLine(LogLine):
 
 @dataclass(frozen=True)
 class LogFilter:
-    """The lines of a log that a reader wants; by default all.
+    """Select lines of a log; by default all lines.
 
     Attributes:
-        rank: Rank of the worker, ``"master"`` for lines of no worker, or None for lines of all.
+        rank: Rank of the worker; ``"master"`` for lines that no worker wrote; None for all lines.
         stream: The stream, or None for all streams.
-        search: Text that a line contains; upper and lower case are the same.
+        search: Text that a line must contain, ignoring case.
 
     Example:
         >>> errors = LogFilter(stream="stderr", search="error")
@@ -162,7 +162,7 @@ class LogFilter:
     search: str = ""
 
     def matches(self, line: LogLine) -> bool:
-        """Return whether a reader wants a line."""
+        """Return whether a line is selected."""
         rank = "master" if line["rank"] is None else line["rank"]
         return (
             self.rank in (None, rank)
@@ -175,14 +175,14 @@ EVERY_LINE = LogFilter()
 
 
 class LogRange(NamedTuple):
-    """A range of lines of a log, forwards from ``since_line``, or backwards from ``before_line``.
+    """A range of a log to read, forward from ``since_line`` or backward from ``before_line``.
 
     Attributes:
         since_line: Number of the first line wanted, from 0.
         limit: Maximum number of lines. With 0, wanted lines are only counted.
-        before_line: Number of the line after the last one wanted; the end of the log if it is
-            larger. The page then has the last wanted lines before it. None to read forwards.
-        wanted: The lines that a reader wants among these.
+        before_line: Read the last wanted lines before the line with this number. A number after
+            the end of the log means the end. None to read forward.
+        wanted: Filter for the lines of the range.
     """
 
     since_line: int = 0
@@ -202,7 +202,7 @@ class LogPage:
         lines: The wanted lines of the range.
         next: Number of the line after the range.
         previous: Number of the first line of the range.
-        matches: Number of the wanted lines of the range.
+        matches: Number of wanted lines in the range.
     """
 
     lines: list[NumberedLine]
@@ -216,18 +216,18 @@ class Engine(ABC):
 
     Attributes:
         name: Short name for messages.
-        place: The place of the state of its jobs, as text; another engine with the same place
-            sees them.
+        place: The location of the state of its jobs, as text. Engines with the same location see
+            the same jobs.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
         starts_first_worker_alone: True if the command of a run may start in worker 0 only, and
             start the others itself.
         starts_containers: True if workers always run in a container of the run's image.
-        container_advice: How a user gets containers, if they do not always run in them.
-        options_example: Options of the engine, as an example for people.
+        container_advice: Advice on how to get containers, if workers do not always run in them.
+        options_example: Example of the engine's options, for messages.
         starts_processes: True if workers are processes that start in ``Job.cwd`` with
             ``Job.caller_env``, unless the options of a run ask for containers.
-        sees_folders: True if these processes see the folders of the master's machine.
+        sees_folders: True if these processes can access the folders of the master's machine.
     """
 
     name: str
@@ -253,16 +253,16 @@ class Engine(ABC):
 
     @property
     def most_workers(self) -> int | None:
-        """Return the largest number of workers that its cores can serve; None if unknown."""
+        """Return the largest number of workers that the cores can serve; None if unknown."""
         return None
 
     @property
     def gpus(self) -> tuple[str, ...] | None:
-        """Return the GPUs for all workers together, of which a run gets one for each worker.
+        """Return the GPUs of the engine; a run gets one of them for each worker.
 
         Returns:
-            Entries of CUDA_VISIBLE_DEVICES; None if this engine does not assign GPUs, as in a
-            cluster that does.
+            Entries of CUDA_VISIBLE_DEVICES; None if the engine does not assign GPUs, for
+            example because a cluster does.
         """
         return None
 
@@ -275,7 +275,7 @@ class Engine(ABC):
         return self.starts_containers
 
     def check_options(self, options: Sequence[str]) -> None:
-        """Refuse options that the engine's own command cannot get.
+        """Refuse options that the engine's own command does not accept.
 
         Raises:
             ValueError: An option is not allowed; the message names it.
@@ -287,7 +287,7 @@ class Engine(ABC):
             )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
-        """Refuse a run that could never start, because of its number of workers or of its backend.
+        """Refuse a run that could never start with its number of workers or its backend.
 
         Args:
             num_workers: Number of workers.
@@ -295,12 +295,12 @@ class Engine(ABC):
             options: Options of the engine's own command.
 
         Raises:
-            ValueError: It could never start; the message names the field.
+            ValueError: The run could never start; the message names the field.
         """
         return
 
     def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
-        """Refuse a command that cannot start, for an engine that can know it.
+        """Refuse a command that cannot start, if the engine can find this out.
 
         Args:
             words: The words of the command.
@@ -313,7 +313,7 @@ class Engine(ABC):
         return
 
     def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
-        """Return whether a run could start now, by a measure other than :attr:`capacity`."""
+        """Return whether a run could start now, apart from the limit :attr:`capacity`."""
         return True
 
     @abstractmethod
@@ -346,8 +346,8 @@ class Engine(ABC):
         """Return lines of a job's log.
 
         The log is read until enough lines are found, or until a limit on bytes or time is reached.
-        A reader continues with the page's ``next`` until it does not grow, or backwards with
-        ``previous`` until it is the first line.
+        To read on, pass the page's ``next`` until it no longer grows. To read backward, pass
+        ``previous`` until it is the number of the first line.
 
         Args:
             job_id: The job.
@@ -370,7 +370,7 @@ class Engine(ABC):
         """Return the lines in the last ``max_bytes`` bytes of a job's log."""
 
     def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
-        """Return lines with the load of a job's workers.
+        """Return samples of the load of a job's workers as lines.
 
         An engine that does not measure the load returns none.
 
@@ -392,7 +392,7 @@ class Engine(ABC):
     def spool(self, job_id: str) -> Path | None:
         """Return the folder with metrics that a job's workers could not deliver.
 
-        It is None if the master cannot read the folder.
+        Return None if the master cannot read the folder.
         """
         return None
 

@@ -1,9 +1,9 @@
 """Read the result files of a run, which its workers wrote.
 
-The folder belongs to the workers, so the master trusts nothing in it. A name may be a link to a
-file of somebody else, a pipe that blocks its reader, or a device, and it may change at any moment.
-So every folder and file is opened by its name in the open folder above it, links are refused by the
-system itself, and the size is limited.
+The folder belongs to the workers, so the master trusts nothing in it. A name may be a link to
+another user's file, a pipe that blocks its reader, or a device, and it may change at any moment.
+So every folder and file is opened by its name in the open folder above it. The operating system
+refuses links, and the size is limited.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FILES: dict[str, int] = {
     "official_result.txt": 2**20,
     "mlperf.log": 2**28,
 }
-"""The result files that the master passes on, with the largest size of each in bytes."""
+"""The result files that the master passes on, each with its maximum size in bytes."""
 
-# During the run, and if it is stopped, each worker has its raw lines in a separate file.
+# During the run, and after it is stopped, each worker's raw lines are in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
 # A job has one result folder unless its command starts several programs. A worker can make any
 # number of folders.
@@ -58,7 +58,7 @@ class RefusedFileError(Exception):
 class ResultFolder:
     """The result folder of a run, held open.
 
-    Use it as a context manager, which closes it.
+    Use it as a context manager, which closes the folder.
 
     Args:
         path: The folder, for messages.
@@ -86,8 +86,8 @@ class ResultFolder:
             root: The folder of :meth:`~mlbench_master.engines.Engine.results`.
 
         Returns:
-            The folder with the newest ``result.json``. If no folder has one, that with the newest
-            of :data:`FILES`. None without any of these files.
+            The folder with the newest ``result.json``. If no folder has one, the folder with the
+            newest of :data:`FILES`. None if no folder has any of these files.
         """
         if root is None or os.open not in os.supports_dir_fd:
             return None
@@ -106,14 +106,16 @@ class ResultFolder:
             return None
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """Open one of :data:`FILES`, or of :meth:`lines_of_workers`.
+        """Open one of :data:`FILES`, or one of the files of :meth:`lines_of_workers`.
 
         Returns:
-            The file, and the number of bytes to read: a file of a run that continues may grow.
+            The file, and the number of bytes to read. Read no more, because the file of a running
+            run may grow.
 
         Raises:
             FileNotFoundError: It does not exist.
-            RefusedFileError: It is not a regular file of this folder, too large, or not readable.
+            RefusedFileError: The file is not a regular file of this folder, is too large, or cannot
+                be read.
         """
         try:
             descriptor = os.open(name, _AS_IT_IS, dir_fd=self._descriptor)
@@ -126,9 +128,9 @@ class ResultFolder:
         status = os.fstat(descriptor)
         most = FILES.get(name, FILES["metrics.jsonl"])
         reason = ""
-        # A second name of a file can lead outside the folder as a link does.
+        # A hard link can lead outside the folder, as a symbolic link does.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            reason = "it is not a regular file with one name"
+            reason = "it is not a regular file without hard links"
         elif status.st_size > most:
             reason = f"it has {status.st_size} bytes, and at most {most} are passed on"
         if reason:
@@ -137,13 +139,13 @@ class ResultFolder:
         return file, status.st_size
 
     def lines_of_workers(self) -> list[str]:
-        """Return the names of the files with raw lines of the workers of a run without result."""
+        """Return the names of the workers' files of raw lines, for a run without a result."""
         with contextlib.suppress(OSError):
             return sorted(filter(_LINES_OF_WORKER.fullmatch, _names(self._descriptor)))
         return []
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of one of :data:`FILES`, None if it does not exist or is refused."""
+        """Return the content of one of :data:`FILES`; None if it does not exist or is refused."""
         try:
             file, size = self.open(name)
             with file:
@@ -164,7 +166,7 @@ class ResultFolder:
 
 
 def is_result(content: str | bytes | None) -> bool:
-    """Return True if a text or a file is a JSON object, and so can be a result.
+    """Return True if a text or the content of a file is a JSON object, as a result is.
 
     Example:
         >>> is_result('{"schema_version": 1}'), is_result("[1]"), is_result('{"value": NaN}')
@@ -193,7 +195,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _dated_runs(top: int, task: str) -> Iterator[tuple[tuple[bool, int], str]]:
-    """Yield the folders of a task that have results, each with a key that sorts them by age."""
+    """Yield a sort key and the name of each folder of a task with results; newer ones sort last."""
     with contextlib.suppress(OSError), _opened(task, top) as middle:
         for run in _names(middle):
             with contextlib.suppress(OSError), _opened(run, middle) as folder:

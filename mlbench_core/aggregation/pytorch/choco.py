@@ -1,8 +1,8 @@
 """Average with neighbors, sending only compressed differences (CHOCO-Gossip).
 
-:class:`ChocoAggregation` explains the public copies and sums. Those of all workers must come from
-the same run, graph and call, so the workers compare them in the first call, and again after each
-restored state::
+:class:`ChocoAggregation` explains the public copies and sums. The copies and sums of all workers
+must come from the same run, graph and call. So the workers compare them in the first call, and
+again after each restored state::
 
     __init__, load_state_dict(state)
         |       copies of another rank or number of workers are dropped, with a warning
@@ -91,8 +91,8 @@ class Compressed:
     Attributes:
         sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was
             compressed.
-        agreed: Data that the receiver knows without a message, such as indices drawn alike on all
-            workers.
+        agreed: Data that the receiver knows without a message, such as indices that all workers
+            draw from the same seed.
     """
 
     sent: tuple[Tensor, ...]
@@ -110,7 +110,7 @@ class Compression(ABC):
         """Compress a tensor of shape (n,), with n at least 1."""
 
     def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
-        """Compress x - y, shape (n,), in the dtype of ``x``; ``kept`` is memory for it."""
+        """Compress x - y, shape (n,), in the dtype of ``x``; ``kept`` provides the memory."""
         difference = torch.sub(x, y, out=kept.flat("difference", len(x), x.dtype, x.device))
         return _without_views(self.compress(difference), difference)
 
@@ -201,7 +201,7 @@ class RandomK(Compression):
         count = coordinates_sent(self.ratio, x.numel())
         drawn = draw_coordinates(x.numel(), count, self._generator)
         indices = drawn.sort().values.to(x.device)
-        # An infinity or nan at another coordinate would stay unknown to the neighbors.
+        # The neighbors must also learn of an infinity or nan at a coordinate that is not sent.
         values = x.index_select(0, indices).masked_fill_(~all_finite(x), torch.nan)
         return Compressed((values,), agreed=indices)
 
@@ -220,7 +220,7 @@ class RandomK(Compression):
 
 
 class ScaledSign(Compression):
-    r"""One bit per entry and the mean magnitude.
+    r"""Keep one bit per entry and the mean magnitude.
 
     .. math:: Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)
 
@@ -250,9 +250,9 @@ class ScaledSign(Compression):
 class ChocoAggregation(DecentralizedAggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
-    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, initially zero. Its neighbors
     know this copy from the messages they receive. With a compression :math:`Q`, the mixing matrix
-    :math:`W` and a consensus step size :math:`\gamma`, a call does
+    :math:`W` and a consensus step size :math:`\gamma`, a call computes
 
     .. math::
 
@@ -261,20 +261,21 @@ class ChocoAggregation(DecentralizedAggregation):
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
     The average of all workers does not change. As the copies come closer to the tensors, the
-    differences and with them the errors of compression become smaller. The workers approach a
+    differences become smaller, and so do the errors of compression. The workers approach a
     common value at a linear rate for every contraction :math:`Q` if :math:`\gamma` is small enough.
     Instead of the neighbors' copies, a worker keeps only the sum :math:`s_i = \sum_j W_{ij} (\hat
     x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any number of neighbors.
 
-    Each tensor is compressed separately. A call sends one message to each neighbor. In it, a tensor
-    of n numbers of b bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes,
-    for ``random_k`` k b, for ``sign`` b plus n / 8 rounded up, and for ``identity`` n b.
+    Each tensor is compressed separately. A call sends one message to each neighbor. In
+    this message, a tensor of n numbers of b bytes takes k (b + 4) bytes for ``top_k`` and k b bytes
+    for ``random_k``, with k = max(1, round(ratio n)). It takes b bytes plus n / 8 bytes, rounded
+    up, for ``sign``, and n b bytes for ``identity``.
     Half-precision tensors are sent in half precision; copies and sums are kept in float32. Buffers
     are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
-    If a number of a worker is infinite or nan, its message is not finite either. So all neighbors
-    see it in the same call, and every other worker after as many calls as it is edges away.
+    If a worker has an infinite or nan number, its message is not finite either. All neighbors
+    receive it in the same call. A worker that is d edges away receives it after d calls.
 
     The sums are correct only together with the copies of all neighbors. An error in them would move
     the weights in every call, indefinitely. So a saved state names its worker, graph and call, and
@@ -287,7 +288,7 @@ class ChocoAggregation(DecentralizedAggregation):
         gamma: Consensus step size.
 
     Args:
-        rank: This worker's number in the process group; None takes it from there.
+        rank: This worker's rank in the process group; None to take it from the group.
         neighbors: Ranks of this worker's neighbors, or None; see :class:`DecentralizedAggregation`.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
@@ -301,8 +302,8 @@ class ChocoAggregation(DecentralizedAggregation):
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or as in
-            :class:`DecentralizedAggregation`.
+        ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or an
+            argument is wrong for :class:`DecentralizedAggregation`.
 
     Example:
         >>> aggregation = ChocoAggregation(rank=0, neighbors=None, compression="sign", gamma=0.4)
@@ -311,9 +312,10 @@ class ChocoAggregation(DecentralizedAggregation):
 
     References:
         A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip
-        Algorithms with Compressed Communication. arXiv:1902.00340 A. Koloskova, T. Lin, S. Stich,
-        M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
-        arXiv:1907.09356
+        Algorithms with Compressed Communication. arXiv:1902.00340
+
+        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary
+        Communication Compression. arXiv:1907.09356
     """
 
     # Copies and sums are valid only for the worker that saved them. A worker without its own state
@@ -367,16 +369,16 @@ class ChocoAggregation(DecentralizedAggregation):
         """Move every tensor toward those of the neighbors, in place.
 
         Args:
-            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            tensors: Tensors by name; order, shapes and dtypes are the same on every worker.
             op: ``"avg_world"``.
             denom: Not used.
             extra: Tensors to average over all workers.
 
         Raises:
-            UnknownOperationError: ``op`` is another one.
+            UnknownOperationError: ``op`` is not ``"avg_world"``.
             ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31
-                numbers or more with ``top_k``, or the workers' lists of neighbors do not fit
-                together.
+                numbers or more with ``top_k``, or the workers' lists of neighbors contradict
+                each other.
         """
         check_average(op)
         compressed, buffers = {}, {}
@@ -398,8 +400,8 @@ class ChocoAggregation(DecentralizedAggregation):
         for name, x_i in tensors.items():
             flat = x_i.reshape(-1)
             recall(self._sums, name, flat)
-            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding,
-            # as it includes every error of the compression.
+            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. The next difference includes the rounding
+            # error, like every error of the compression.
             x_hat = recall(self._copies, name, flat)
             own[name] = self.compression.compress_difference(flat, x_hat, self._kept)
             parts += own[name].sent
@@ -574,4 +576,4 @@ def _check_ratio(ratio: float) -> float:
         raise ValueError(
             f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}"
         )
-    return float(ratio)  # an integer would be a number of entries
+    return float(ratio)  # an integer would mean a number of entries

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The functions of this module keep the default process group of the moment of the import, as an
-# argument's default. torch imports the module with the first optimizer. If a group exists by then,
-# it is never freed, and its threads can abort the process at the end.
+# Import this module before a process group exists. Its functions keep the default group of that
+# moment as the default of an argument, so a group that exists by then is never freed, and its
+# threads can abort the process at the end. torch itself imports it with the first optimizer.
 import torch.distributed.nn.functional
 
 from mlbench_core.arguments import check_positive
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 # only shortly after its start.
 _RESOLVE_S = 20.0
 _LOOPBACK = "127.0.0.1"
-# Workers that start together meet sooner.
+# Workers that start together meet earlier than this.
 _NOTICE_AFTER_S = 5.0
 
 
@@ -73,45 +73,44 @@ def initialize_backends(
 ) -> Iterator[tuple[int, int, FCGraph]]:
     """Join the other workers for the length of a ``with`` block.
 
-    The workers are found through torchrun's environment, ``hosts`` and ``rank``, or the environment
-    of ``mpirun`` or SLURM. A process started by none of them is a world of size 1 (see
-    :mod:`mlbench_core.distributed.environment`). With the backend ``mpi`` the workers have to be
-    started by ``mpirun`` (or another starter of MPI programs), which gives rank and world size. If
-    ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
+    One of these describes the workers: torchrun's environment, the arguments ``hosts`` and
+    ``rank``, or the environment of ``mpirun`` or Slurm. Without any of them, the process is a world
+    of size 1 (see :mod:`mlbench_core.distributed.environment`). With the backend ``mpi``, start the
+    workers with ``mpirun`` (or another launcher of MPI programs), which gives rank and world size.
+    If ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
 
-    Within the block, the process keeps the memory of freed CPU tensors for the next step, so it
-    stays at its peak size (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`).
-    Results stay the same.
+    Within the block, the process keeps the memory of freed CPU tensors for the next step, so its
+    size stays at the peak (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`).
+    Results do not change.
 
     A worker that waits for others for more than 5 seconds logs a warning, and Ctrl-C then ends the
     process at once.
 
     At the end of the block, also after an exception, the process group is destroyed. Environment
     variables, loggers and cuDNN's settings are restored, and freed memory is returned. Random
-    generators and the current CUDA device stay as they are. Over ``mpi`` the other workers would
+    generators and the current CUDA device are not restored. Over ``mpi`` the other workers would
     wait indefinitely for one that failed. So if an exception leaves the block, the end of the
     process also ends the other workers.
 
     Args:
-        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the
-            host) or another backend that is registered with torch. ``"mpi"`` is that of torch if it
-            was built with MPI, otherwise :mod:`mlbench_core.distributed.pytorch.mpi`, which needs
-            mpi4py.
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU through the
+            memory of the host) or another backend that is registered with torch. ``"mpi"`` is
+            torch's own backend if torch was built with MPI. Otherwise it is
+            :mod:`mlbench_core.distributed.pytorch.mpi`, which needs mpi4py.
         hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port
-            ``MASTER_PORT`` or
-            29500. A host that runs several workers is named several times.
+            ``MASTER_PORT`` or 29500. Name a host once for each worker that it runs.
         rank: This worker's number in ``hosts``.
         logging_level: Least severe level of messages shown.
         logging_file: File that messages are also written to; None for no file.
         use_cuda: True to compute on the GPU.
-        seed: Seed of the random generators of torch, NumPy and ``random``; None leaves them alone.
+        seed: Seed of the random generators of torch, NumPy and ``random``; None to not seed them.
         cudnn_deterministic: True to let cuDNN use deterministic algorithms only.
-        ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the
+        ckpt_run_dir: Folder of the checkpoints, which is created; None for ``checkpoints`` in the
             user's data folder.
-        delete_existing_ckpts: True to delete checkpoints that lie there.
+        delete_existing_ckpts: True to delete the checkpoints in this folder.
         timeout_s: Seconds to wait for the other workers, here and in every later collective
             operation.
-        keep_memory: False leaves the settings of the C library's ``malloc`` as they are.
+        keep_memory: False to not change the settings of the C library's ``malloc``.
 
     Yields:
         ``(rank, world_size, graph)``.
@@ -123,10 +122,11 @@ def initialize_backends(
         ConfigurationError: The port is taken, the host of rank 0 has no address, or ``use_cuda`` is
             set without a GPU. It is also raised if variables contradict each other or MPI's world,
             or a process group exists already.
-        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the
-            block failed. The message names the workers that are gone or silent, and the backend's
-            own error is its cause. Every other error of the block passes as it is.
-        ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
+        WorkerError: The other workers did not join within ``timeout_s``, or a collective operation
+            in the block failed. The message names the workers that ended or do not answer. The
+            cause of the exception is the backend's own error. Other errors of the block are raised
+            unchanged.
+        ValueError: ``rank`` is not a position in ``hosts``, or another argument is wrong.
 
     Example:
         >>> with initialize_backends("gloo", logging_level="WARNING") as (rank, world_size, graph):
@@ -143,13 +143,13 @@ def initialize_backends(
         )
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
-        # These name ranks too, with which those of MPI must agree.
+        # These environments also state ranks, and the ranks of MPI must agree with them.
         names_ranks = (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment)
         expected = environment if isinstance(environment, names_ranks) else None
         environment = MPIWorldEnvironment(expected, hosts)
     place = environment.place()
     if environment.is_on_one_machine(place) and not _agent_has_store():
-        # Nobody else needs to reach the workers, so they listen where nobody else can.
+        # No other machine needs to reach the workers, so they listen on the loopback interface.
         place = dataclasses.replace(place, master_address=_LOOPBACK)
     # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
     if comm_backend != "mpi":
@@ -159,7 +159,7 @@ def initialize_backends(
     with contextlib.ExitStack() as stack:
         if keep_memory and keep_freed_memory():
             stack.callback(return_freed_memory)
-        # The address of torchrun's agent may be that of another interface.
+        # On one machine, the address of torchrun's agent may be that of another interface.
         meeting = _LOOPBACK if environment.is_on_one_machine(place) else place.master_address
         stack.enter_context(_variables({**place.variables(), **interface_variables(meeting)}))
         cudnn = torch.backends.cudnn
@@ -170,7 +170,7 @@ def initialize_backends(
         stack.callback(_leave, files, place.world_size)
         stack.push(_note_failure)
         if use_cuda or comm_backend == "nccl":
-            # Before joining: NCCL ties its communicator to the GPU that is current then.
+            # Choose the GPU before joining: NCCL ties its communicator to the current GPU.
             FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
         _join(comm_backend, environment, place, timeout_s, files)
         introduce()
@@ -201,8 +201,8 @@ def _checked_backend(name: str) -> str:
     # torch may lack MPI: it is registered later.
     if name != "mpi" and not dist.is_backend_available(name):
         raise BackendError(
-            f"the backend {name} needs a torch that was built with it, and torch "
-            f"{torch.__version__} here was not: install another build of torch"
+            f"torch {torch.__version__} was built without the backend {name}: "
+            "install another build of torch"
         )
     return name
 
@@ -247,7 +247,7 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
 
 
 def _agent_has_store() -> bool:
-    """Return True if torchrun's agent keeps the store, so it chose where the store listens."""
+    """Return True if torchrun's agent runs the store, and so has chosen its address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -300,7 +300,7 @@ def _join(
 
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
-    """Return the store at the rendezvous' port; in memory, without a port, for one worker."""
+    """Return the store at the rendezvous port; for one worker, a store in memory."""
     rank, size = place.rank, place.world_size
     address, port = str(place.master_address), place.master_port
     if size == 1:
@@ -321,9 +321,9 @@ def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
 
 
 def _warn_of_threads(environment: HostsEnvironment) -> None:
-    """Warn if workers that were started by hand take each other's cores.
+    """Warn if workers that were started by hand have more threads than there are cores.
 
-    Launchers give each worker its threads.
+    Launchers set the number of threads of each worker.
     """
     workers = environment.hosts.count(environment.hosts[environment.rank])
     threads = torch.get_num_threads()
@@ -341,7 +341,7 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
 
 @contextlib.contextmanager
 def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
-    """Say after some seconds that other workers are missing, and let Ctrl-C end the process.
+    """Warn after some seconds that other workers are missing, and let Ctrl-C end the process.
 
     torch waits without returning to Python, so the usual handler of SIGINT would not run.
     """

@@ -18,10 +18,10 @@ from mlbench_core.errors import ConfigurationError, require
 __all__ = ["PREFIX", "Setting", "read_setting", "variable"]
 
 PREFIX = "MLBENCH_KUBERNETES_"
-"""The beginning of the names of all variables."""
+"""Prefix of the names of all variables."""
 
 _TEMPLATE_BYTES = 2**20
-# A part of names that may have 63 characters.
+# The mark is a part of names, which may have at most 63 characters.
 _MARK = re.compile(r"[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?", re.ASCII)
 
 
@@ -31,13 +31,13 @@ class Setting:
 
     Attributes:
         namespace: Namespace of the runs.
-        mark: The master's mark, which no other master of this namespace has.
-        master_url: URL of the master for workers in pods; empty to leave the one of the run.
+        mark: The master's mark, which is unique in the namespace.
+        master_url: URL of the master for workers in pods; empty to keep the URL of the run.
         shared_claim: PersistentVolumeClaim with the folders of runs; empty if master and workers
             share none.
-        shared_mount: The folder at which the master finds this claim; None without one.
+        shared_mount: The folder at which the master mounts this claim; None without a claim.
         template: The pod template of the administrator, with ``metadata`` and ``spec``.
-        folder_id: Text that no other folder for runs has.
+        folder_id: Unique id of the folder for runs.
     """
 
     namespace: str
@@ -53,7 +53,7 @@ def read_setting(folder: Path, namespace: str) -> Setting:
     """Read the settings of a master.
 
     Args:
-        folder: Folder for the folders of runs.
+        folder: Folder that contains the folders of runs.
         namespace: Namespace of the runs.
 
     Raises:
@@ -72,12 +72,12 @@ def read_setting(folder: Path, namespace: str) -> Setting:
 
 
 def variable(name: str) -> str:
-    """Return a variable by the end of its name; empty if it is not set."""
+    """Return the value of a variable, named without the prefix; empty if it is not set."""
     return os.environ.get(f"{PREFIX}{name}", "")
 
 
 def _own_id(folder: Path) -> str:
-    """Return text that no other folder for runs has."""
+    """Return the unique id of the folder for runs; create it if it is missing."""
     path = folder / "kubernetes_id"
     try:
         with contextlib.suppress(FileNotFoundError):

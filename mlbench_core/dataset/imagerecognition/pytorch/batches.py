@@ -1,4 +1,4 @@
-"""Batches of images that depend only on a seed, and that a run can resume."""
+"""Iterate over batches of images that depend only on a seed and can be resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["ImageBatches"]
 
-# Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
+# Purposes of random numbers. The seed of a stream contains its purpose, so no two share a stream.
 _ORDER, _AUGMENTATION = 0, 1
 
 
@@ -27,36 +27,37 @@ class ImageBatches(ResumablePasses):
     batch). torch's global generator is neither read nor changed. A run that stops in the middle of
     an epoch and saves :meth:`state_dict` resumes with exactly the same remaining batches.
 
-    Each pass is its own epoch: a second pass continues with the next epoch, unless
-    :meth:`set_epoch` sets another one.
+    Each pass over the batches is one epoch. The next pass is the next epoch, unless
+    :meth:`set_epoch` selects another one.
 
-    Each worker can get its own images in one of two ways. On a partition, it keeps the same part
-    for the whole run. On the whole data set with ``world_size``, the images are distributed again
-    in each epoch. k workers with batches of b images use one common order, and worker r takes the
-    r-th b of every kb images. Step by step, the k batches together are those of a single worker
-    with batches of kb. If kb does not divide the number of images, the workers share the rest
-    evenly, and at most k - 1 images are left out of that epoch.
+    There are two ways to divide the images among the workers. If ``dataset`` is a partition, each
+    worker keeps the same images for the whole run. If it is the whole data set, ``world_size``
+    divides the images again in each epoch. All workers then use the same order. In each step, k
+    workers with batches of b images take the next kb images of this order, and worker r takes the
+    r-th group of b images. Together, their k batches are the batch of a single worker with batches
+    of kb images. If kb does not divide the number of images, the workers divide the remaining
+    images evenly, and at most k - 1 images are left out of that epoch.
 
-    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the
-    smallest part. It is the same on every worker even if parts differ by one sample, so no
-    collective waits indefinitely.
+    The number of batches of a :class:`~mlbench_core.dataset.pytorch.Partition` follows from the
+    size of its smallest part. So it is the same on every worker, even if parts differ by one
+    sample, and no collective waits indefinitely.
 
     Args:
         dataset: An :class:`ImageDataset`, or a partition of one.
         batch_size: Images in a batch, at least 1.
-        augment: If True, augment, which needs a data set with an augmentation. If None, augment if
-            it has one.
+        augment: If True, augment the images; the data set must have an augmentation. If None,
+            augment them if it has one.
         shuffle: If True, each epoch has its own order; otherwise the data set's order is used.
         seed: Seed of order and augmentation, at least 0.
         drop_last: If True, leave out a last batch that is not full.
         memory_format: Memory format of the images; ``torch.channels_last`` is faster for
             convolutions.
-        rank: Rank of the worker: workers with the same seed draw different augmentations.
-        world_size: Number of workers that share the images, one of which is ``rank``; 1 if the data
-            set is already this worker's part.
+        rank: Rank of the worker. Different ranks draw different augmentations from the same seed.
+        world_size: Number of workers that share the data set; 1 if the data set is already this
+            worker's part.
 
     Raises:
-        TypeError: The data set is of another kind.
+        TypeError: ``dataset`` is neither an :class:`ImageDataset` nor a partition of one.
         ValueError: An argument is outside the values listed above.
 
     Example:
@@ -118,7 +119,7 @@ class ImageBatches(ResumablePasses):
         return self._generate(self._epoch, first)
 
     def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of an epoch, from the first requested one."""
+        """Yield the batches of an epoch, starting with batch number ``first``."""
         order, together = self._positions, self.world_size * self.batch_size
         if self.shuffle:
             # Shared images have one order for all workers; a worker with its own part has its own
@@ -130,8 +131,8 @@ class ImageBatches(ResumablePasses):
             self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
             if self.world_size > 1:
-                # The workers share each kb images of the order; if the last ones are fewer, they
-                # share them evenly.
+                # The workers divide each group of kb images. If the last group is smaller,
+                # they divide it evenly.
                 share = len(chosen) // self.world_size
                 chosen = chosen[self.rank * share : (self.rank + 1) * share]
             generator = None
@@ -141,13 +142,13 @@ class ImageBatches(ResumablePasses):
 
     def _generator(self, rank: int, *purpose: int) -> torch.Generator:
         """Return a separate generator for each rank and purpose."""
-        # SeedSequence mixes the numbers: seeds 0 and 1 do not give related streams.
+        # SeedSequence mixes the numbers, so that seeds 0 and 1 give unrelated streams.
         sequence = np.random.SeedSequence([self.seed, rank, *purpose])
         seed = sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)
         return torch.Generator().manual_seed(int(seed))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at the position of a state."""
+        """Resume at the position that ``state`` contains."""
         # A state without ``world_size`` was saved with ``world_size=1``.
         super().load_state_dict({"world_size": 1, **state})
 
@@ -162,11 +163,11 @@ class ImageBatches(ResumablePasses):
 
 
 def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
-    """Return the image data set of a (nested) partition, and the positions of its images there."""
+    """Return the image data set of a (nested) partition, and the partition's positions in it."""
     if isinstance(dataset, ImageDataset):
         return dataset, torch.arange(len(dataset))
     indices = getattr(dataset, "indices", None)
-    # Our Partition calls the whole data set `data`, torch's Subset `dataset`.
+    # Our Partition calls the whole data set `data`; torch's Subset calls it `dataset`.
     whole = getattr(dataset, "data", getattr(dataset, "dataset", None))
     if indices is None or whole is None:
         raise TypeError(

@@ -33,18 +33,18 @@ class WMT16Dataset(RecurrentPairs):
     The training text is Europarl 7, Common Crawl and News Commentary 11; newstest2014 is for
     validation.
 
-    The text is cleaned and split into words, and the words into sub-words with a vocabulary of both
-    languages. If ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is used.
-    Otherwise a vocabulary of 32,000 merges is learned from the training text. The result is stored,
-    and later runs map it into memory. A training pair is left out if a side has fewer than 1 or
-    more than 80 words, or more than 9 times as many words as the other side.
+    The text is cleaned and split into words. The words are split into sub-words with a vocabulary
+    of both languages. If ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is
+    used. Otherwise a vocabulary of 32,000 merges is learned from the training text. The result is
+    stored, and later runs map it into memory. A training pair is left out if one of its sentences
+    has no words, more than 80 words, or more than 9 times as many words as the other one.
 
-    To use your own text, put ``train.en``, ``train.de``, ``newstest2014.en`` and so on (or
-    ``validation.en``) into ``root``, plain or compressed. Otherwise the text of the unpacked
-    archives is used.
+    To use your own text, put ``train.en`` and ``train.de`` into ``root``, plain or compressed, and
+    also ``newstest2014.en`` and ``newstest2014.de`` (or ``validation.en`` and ``validation.de``).
+    Otherwise the text of the unpacked archives is used.
 
-    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the id 2
-    of the beginning to the id 3 of the end.
+    An item is a pair (source, target) of int64 tensors of shape (tokens + 2,). Each tensor starts
+    with the id 2, which marks the beginning, and ends with the id 3, which marks the end.
     :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them, and
     :class:`~mlbench_core.dataset.nlp.pytorch.batches.BucketBatchSampler` distributes them to
     workers.
@@ -61,25 +61,25 @@ class WMT16Dataset(RecurrentPairs):
         lang: Languages of source and target.
         math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a
             multiple of 8.
-        download: If True, download missing data: 1.6 GB for training, which take a while to
+        download: If True, download missing data. The training data has 1.6 GB and takes a while to
             prepare.
         train: If True, load the training part, 4.6 million pairs.
         validation: If True, load the validation part, 3,003 pairs.
-        lazy: If True, leave the numbers on the disk and read them when needed, instead of all at
-            the start.
-        preprocessed: If True, the text consists of words that are already escaped and divided, as
-            other programs store it in ``train.tok.clean.bpe.32000.en``, and its vocabulary is in
-            ``root``.
+        lazy: If True, keep the ids on the disk and read them when needed, instead of all at the
+            start.
+        preprocessed: If True, the words of the text are already escaped and divided into sub-words,
+            as in the file ``train.tok.clean.bpe.32000.en`` of other programs. The vocabulary of the
+            text must be in ``root``.
         sort: If True, sort the pairs by the length of the source, the longest first.
-        min_len: Leave out pairs with a side of fewer sub-words.
-        max_len: Leave out pairs with a side of more sub-words; None for no limit.
+        min_len: Leave out pairs in which one sentence has fewer sub-words.
+        max_len: Leave out pairs in which one sentence has more sub-words; None for no limit.
         max_size: Keep at most this number of pairs, from the start; None keeps all.
         merges: Number of merges of a learned vocabulary.
-        cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
+        cache_dir: Folder for vocabulary and store; None for a folder in the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is requested, or an argument is outside the values listed
-            above.
+        ValueError: Not exactly one of ``train`` and ``validation`` is True, or an argument is
+            outside the values listed above.
         DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not
             exist.
         DatasetError: The text is damaged, or its languages have different numbers of lines.
@@ -145,7 +145,7 @@ def _files(
 
 
 def download_text(folder: Path) -> None:
-    """Download the English and German text of all parts that a folder does not have.
+    """Download the English and German text of all parts that are missing in a folder.
 
     Args:
         folder: Destination folder.

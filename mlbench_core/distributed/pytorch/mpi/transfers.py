@@ -1,7 +1,7 @@
 """Call MPI's blocking collectives on contiguous tensors with any number of elements.
 
-MPI counts elements in a C ``int``. Longer messages go in chunks. If the layout does not allow
-chunks, as in a gather, each worker's part goes as a separate message.
+MPI counts elements in a C ``int``, so longer messages are sent in chunks. If the layout does not
+allow chunks, as in a gather, each worker's part is sent as a separate message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_ELEMENTS = 2**31 - 1
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split a contiguous tensor into pieces that MPI can count; yield a short one as it is."""
+    """Split a contiguous tensor into pieces that MPI can count; yield a short tensor unchanged."""
     if tensor.numel() <= MAX_ELEMENTS:
         yield tensor
     else:
@@ -31,7 +31,7 @@ def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 class Transfers:
     """The collectives of one communicator.
 
-    All tensors are contiguous, and of one dtype in one call.
+    All tensors must be contiguous, and those of one call must have the same dtype.
 
     Args:
         world: MPI's world.
@@ -48,8 +48,8 @@ class Transfers:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        # The highest tag, which send() and recv() refuse: the messages of all_to_all cannot be
-        # mistaken for users'.
+        # The highest tag. send() and recv() refuse it, so messages of users cannot be mistaken for
+        # messages of all_to_all.
         self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
         self._datatypes = world.datatypes
 
@@ -60,8 +60,8 @@ class Transfers:
 
         Args:
             tensor: The tensor.
-            datatype: MPI's datatype for its elements; by default one that only moves them.
-            count: Number of elements for each worker; by default all of them.
+            datatype: MPI's datatype of the elements; by default one for moving, not for computing.
+            count: Number of elements for each worker; by default all elements of the tensor.
         """
         if count is None:
             count = tensor.numel()
@@ -78,7 +78,7 @@ class Transfers:
         self._divide(tensor, reduction)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
-        """Reduce in place on ``root``; elsewhere the tensor stays as it is."""
+        """Reduce in place on ``root``; on other workers the tensor does not change."""
         for chunk in chunks(tensor):
             message = self.message(chunk, reduction.datatype)
             if self.rank == root:
@@ -91,15 +91,15 @@ class Transfers:
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
     ) -> None:
-        """Reduce ``source``, a part per worker; ``output`` is this worker's part of the result."""
+        """Reduce ``source``, and write this worker's part of the result to ``output``."""
         if source.numel() <= MAX_ELEMENTS:
             sent = self.message(source, reduction.datatype, output.numel())
             received = self.message(output, reduction.datatype)
             self.comm.Reduce_scatter_block(sent, received, reduction.op)
             self._divide(output, reduction)
             return
-        # Each part may be longer than one message: reduce() sends it in chunks. On this worker the
-        # part is copied, because the source must stay as it is.
+        # Each part may be longer than one message: reduce() sends it in chunks. The part
+        # of this worker is copied, because reduce() works in place and must not change source.
         for root, part in enumerate(source.view(-1).split(output.numel())):
             whole = part.clone() if self.rank == root else part
             self.reduce(whole, root, reduction)
@@ -122,15 +122,15 @@ class Transfers:
             self.broadcast(part, root)
 
     def all_to_all(self, output: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        """Give each worker its part and take one from each; parts may differ in size or be empty.
+        """Send one part to each worker and receive one from each; parts may differ in size.
 
         Args:
-            output: The tensors to receive, by the rank that they come from.
-            source: The tensors to send, by the rank that they go to.
+            output: The tensors to receive into, by the sender's rank. They may be empty.
+            source: The tensors to send, by the receiver's rank. They may be empty.
         """
         tag = self.own_tag
         requests = []
-        # Receives first: a message that finds its receive posted need not be buffered.
+        # Post receives first: MPI need not buffer a message whose receive is already posted.
         for peer, part in enumerate(output):
             for chunk in filter(torch.numel, chunks(part)):
                 requests.append(self.comm.Irecv(self.message(chunk), peer, tag))
@@ -145,7 +145,7 @@ class Transfers:
             received = None if output is None else self.message(output, count=source.numel())
             self.comm.Gather(self.message(source), received, root)
             return
-        # MPI cannot count the whole output: each worker's part goes in separate messages, and all
+        # MPI cannot count the whole output, so each worker's part is sent in separate messages. All
         # other parts are empty.
         incoming: Sequence[torch.Tensor] = self._empty_parts(source)
         if output is not None:

@@ -1,6 +1,6 @@
 """Parts of GNMT: attention, encoder and decoder.
 
-The LSTMs take time-first tensors, the attention batch-first ones.
+The LSTMs take time-first tensors; the attention takes batch-first tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Hidden: TypeAlias = "tuple[tuple[Tensor, Tensor], ...]"
 """State (h, c) of each decoder layer, each tensor of shape (1, rows, hidden_size)."""
 
 _FIRST_RESIDUAL = 2
-"""Index of the first layer that adds its input to its output, which is the third layer."""
+"""Index of the third layer, the first one that adds its input to its output."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EncodedSource:
     """bool of shape (sentences, source), True at padding."""
 
     def pick(self, sentences: Tensor) -> EncodedSource:
-        """Return the sentences at these places, int64 of shape (new sentences,)."""
+        """Return the sentences at these indices, int64 of shape (new sentences,)."""
         return EncodedSource(
             self.memory.index_select(0, sentences),
             self.keys.index_select(0, sentences),
@@ -66,8 +66,8 @@ class NormalizedBahdanauAttention(nn.Module):
         \hat v = g \frac{v}{|v|}, \qquad
         a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
 
-    The softmax runs in float32 over the words of the source, not over its padding. Weights start
-    uniform in (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
+    The softmax runs in float32 over the words of the source, not over its padding. Initially,
+    the weights are uniform in (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
 
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
             Shape (source, batch, hidden_size); meaningless at padding.
 
         Raises:
-            ValueError: A length is above the number of source positions.
+            ValueError: A length is greater than the number of source positions.
         """
         # pack_padded_sequence accepts lengths on the CPU only.
         lengths = lengths.cpu()
@@ -193,10 +193,10 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    r"""LSTM layers, all but the first of which read the attention's result, and a classifier.
+    r"""LSTM layers and a classifier; the layers above the first also read the attention's result.
 
-    With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout
-    D:
+    Here :math:`x^0_t` is the embedding of target word t, :math:`m` the encoder's outputs, and D
+    dropout:
 
     .. math::
         y^1_t &= \mathrm{LSTM}^1(D(x^0_t)) \\
@@ -237,11 +237,11 @@ class Decoder(nn.Module):
     def forward(
         self, inputs: Tensor, source: EncodedSource, hidden: Hidden | None = None
     ) -> tuple[Tensor, Tensor, Hidden]:
-        """Score the word after each word.
+        """Return the scores of the next word after each word.
 
         Args:
-            inputs: int64 of shape (target, rows). Each source sentence has the same number of rows:
-                first those of the first sentence, then those of the second, and so on.
+            inputs: int64 of shape (target, rows). The rows of the first source sentence come first,
+                then those of the second, and so on. Each sentence has the same number of rows.
             source: Encoded source sentences.
             hidden: State before the first word; None for zeros.
 
@@ -265,7 +265,7 @@ class Decoder(nn.Module):
         return self.classifier(x), weights, tuple(new_hidden)
 
     def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Attend in all steps at once: all steps and rows of a sentence query its source.
+        """Attend in all steps at once; every step and row of a sentence queries its source.
 
         Args:
             y: Shape (target, rows, hidden_size).
@@ -292,7 +292,7 @@ def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
 
 
 def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
-    """Create one LSTM layer whose weights, and the sum of whose two biases, start uniform."""
+    """Create one LSTM layer; its weights and the sum of its two biases are initially uniform."""
     lstm = AutocastLSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
     # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not
