@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -37,8 +38,8 @@ FILES: dict[str, int] = {
 
 # During the run, and after it is stopped, each worker's raw lines are in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
-# A job has one result folder unless its command starts several programs. A worker can make any
-# number of folders.
+# A job has one result folder unless its command starts several programs. Since a worker can make any
+# number of folders, only this many are looked at.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either,
 # see ResultFolder.find.
@@ -140,8 +141,9 @@ class ResultFolder:
 
     def lines_of_workers(self) -> list[str]:
         """Return the names of the workers' files of raw lines, for a run without a result."""
-        with contextlib.suppress(OSError):
-            return sorted(filter(_LINES_OF_WORKER.fullmatch, _names(self._descriptor)))
+        with contextlib.suppress(OSError), os.scandir(self._descriptor) as entries:
+            # A job may have thousands of workers, so all names are read.
+            return sorted(filter(_LINES_OF_WORKER.fullmatch, map(attrgetter("name"), entries)))
         return []
 
     def read(self, name: str) -> bytes | None:

@@ -193,6 +193,17 @@ def test_a_run_without_result_has_the_lines_of_its_workers(
     assert (record.state, record.workers) == ("unfinished", 3)
 
 
+def test_each_of_many_workers_has_its_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "task" / "1"
+    folder.mkdir(parents=True)
+    (folder / "environment.json").write_text("{}")
+    names = [f"metrics.rank-{rank}.jsonl" for rank in range(300)]
+    for name in [*names, "metrics.rank-1.jsonl.gz", "other.jsonl"]:
+        (folder / name).touch()
+    with ResultFolder.find(tmp_path) as found:  # type: ignore[union-attr]
+        assert found.lines_of_workers() == sorted(names)
+
+
 def test_a_file_that_grows_is_read_to_the_size_that_it_had(
     client: Any, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
