@@ -38,8 +38,8 @@ FILES: dict[str, int] = {
 
 # During the run, and after it is stopped, each worker's raw lines are in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
-# A job has one result folder unless its command starts several programs. Since a worker can make any
-# number of folders, only this many are looked at.
+# A job has one result folder unless its command starts several programs. A worker can make any
+# number of folders, so only these are looked at.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either,
 # see ResultFolder.find.
