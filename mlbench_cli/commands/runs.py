@@ -26,8 +26,8 @@ from mlbench_cli._output import (
     print_table,
     remark,
 )
-from mlbench_cli._state_files import connect_or_read
 from mlbench_cli._streams import stdout_is_closed
+from mlbench_cli._without_master import connect_or_read
 from mlbench_cli.commands.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing

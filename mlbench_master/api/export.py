@@ -23,7 +23,7 @@ from mlbench_master.database.columns import PAGE, Columns, numbers_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
 from mlbench_master.engines.interface import Engine, LogLine, LogRange
-from mlbench_master.runs.results import (
+from mlbench_master.runs.result_files import (
     FILES,
     RESULT_FILE,
     RESULT_METRIC,
@@ -303,8 +303,9 @@ def metrics_zip(
         run: The run, if the owner is one. Its record (state, number of workers, backend, command,
             ...) is the file ``run.json``, as the API shows it. Each metric of one of its workers
             has a file ``<worker>_<metric>.json``. The result files of its workers follow, see
-            :data:`~mlbench_master.runs.results.FILES`. Without the file, ``official_result.txt`` is
-            the value of ``TaskResult @ 0``, which exists if the goal was reached, and
+            :data:`~mlbench_master.runs.result_files.FILES`. Without the file,
+            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was
+            reached, and
             ``result.json`` is the value of ``result @ 0``. Files that were refused are named in
             ``left_out.txt``.
         selection: The entries to include.

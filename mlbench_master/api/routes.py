@@ -63,7 +63,7 @@ from mlbench_master.database.writer import UnknownRunError
 from mlbench_master.dates import now_us, to_us
 from mlbench_master.engines.interface import Engine, LogPage, LogRange
 from mlbench_master.events import EventBus
-from mlbench_master.runs.results import RESULT_METRIC
+from mlbench_master.runs.result_files import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.runs.starting import start_runs
 

@@ -33,7 +33,7 @@ from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import STOPPED, LogPage, LogRange
 from mlbench_master.engines.slurm.engine import SlurmEngine
-from mlbench_master.runs.jobs import make_job, make_run
+from mlbench_master.runs.new_runs import make_job, make_run
 
 __all__ = ["MasterlessRuns"]
 

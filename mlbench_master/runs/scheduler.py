@@ -20,10 +20,10 @@ from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import STOPPED, Engine, JobStatus, LogRange
 from mlbench_master.events import EventBus
 from mlbench_master.runs.commands import check_gpus
-from mlbench_master.runs.jobs import make_job
 from mlbench_master.runs.lease import Lease
 from mlbench_master.runs.leftovers import store_leftovers
 from mlbench_master.runs.load_samples import LoadKeeper
+from mlbench_master.runs.new_runs import make_job
 
 __all__ = ["Scheduler"]
 

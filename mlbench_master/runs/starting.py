@@ -8,7 +8,7 @@ from mlbench_master.api.schemas import RunIn
 from mlbench_master.database.store import Run, Store
 from mlbench_master.engines.interface import Engine
 from mlbench_master.events import EventBus
-from mlbench_master.runs.jobs import make_run
+from mlbench_master.runs.new_runs import make_run
 from mlbench_master.runs.scheduler import Scheduler
 
 __all__ = ["start_runs"]

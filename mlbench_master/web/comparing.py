@@ -13,7 +13,7 @@ from mlbench_core.comparison.table import Comparison, compare_runs
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.database.store import Run, Store, run_owner
 from mlbench_master.dates import format_date
-from mlbench_master.runs.results import RESULT_METRIC
+from mlbench_master.runs.result_files import RESULT_METRIC
 
 __all__ = ["FINAL_STATES", "Compared", "compare"]
 

@@ -28,7 +28,7 @@ from mlbench_master.runs.phases import (
     total_phases,
 )
 from mlbench_master.runs.progress import progress_of
-from mlbench_master.runs.results import RESULT_METRIC, ResultFolder
+from mlbench_master.runs.result_files import RESULT_METRIC, ResultFolder
 from mlbench_master.web.logs import log_view
 from mlbench_master.web.render import moment, page
 from mlbench_master.web.workers import list_workers

@@ -20,7 +20,7 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.table import cell
 from mlbench_master import create_app
 from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
-from mlbench_master.runs.results import RESULT_METRIC
+from mlbench_master.runs.result_files import RESULT_METRIC
 from mlbench_master.web import figures
 from mlbench_master.web.compare import MOST_RUNS
 from tests.cli.fake_master import summary

@@ -17,9 +17,9 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
 from mlbench_master import create_app
 from mlbench_master.database.store import Run, new_run
-from mlbench_master.runs import results
+from mlbench_master.runs import result_files
 from mlbench_master.runs.goals import read_goal
-from mlbench_master.runs.results import FILES, ResultFolder
+from mlbench_master.runs.result_files import FILES, ResultFolder
 from tests.master.helpers import IdleEngine, TestClient
 from tests.master.test_local_engine import create, wait_state
 
@@ -147,7 +147,7 @@ def test_the_newest_result_counts(client: Any, run: Run, folder: Path) -> None:
 def test_a_file_that_is_too_large_is_left_out_and_named(
     client: Any, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(results.FILES, "metrics.jsonl", 9)
+    monkeypatch.setitem(result_files.FILES, "metrics.jsonl", 9)
     (folder / "metrics.jsonl").write_text("0123456789")
     found = archive(client, run)
     assert "metrics.jsonl" not in found.namelist() and "mlperf.log" in found.namelist()

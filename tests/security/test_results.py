@@ -17,8 +17,8 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 from mlbench_master import create_app
 from mlbench_master.database.store import new_run
 from mlbench_master.engines.local.engine import LocalEngine
-from mlbench_master.runs import results
-from mlbench_master.runs.results import FILES, ResultFolder
+from mlbench_master.runs import result_files
+from mlbench_master.runs.result_files import FILES, ResultFolder
 from tests.master.helpers import TestClient
 
 SECRET = '{"secret": "of somebody else"}'
@@ -137,7 +137,7 @@ def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(
 
 
 def test_any_number_of_folders_costs_little(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_MOST_FOLDERS", 3)
+    monkeypatch.setattr(result_files, "_MOST_FOLDERS", 3)
     for task in range(10):
         for run in range(10):
             (root / str(task) / str(run)).mkdir(parents=True)

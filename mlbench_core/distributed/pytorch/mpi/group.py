@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch import private_store
+from mlbench_core.distributed.pytorch.mpi.blocking import MAX_ELEMENTS, Transfers, chunks
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer, flat
 from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
-from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfers, chunks
 from mlbench_core.distributed.pytorch.mpi.world import World
 
 __all__ = ["MPIProcessGroup"]
