@@ -41,6 +41,7 @@ class IdleClock:
         try:
             await self._app(scope, receive, send)
         finally:
+            # A request may begin and end between two looks, so it also leaves a mark.
             self._open -= 1
             self._was_used = True
 

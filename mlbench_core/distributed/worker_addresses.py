@@ -28,6 +28,7 @@ __all__ = ["worker_addresses"]
 _RETRY_S = 0.1
 # A connection that sends nothing must not keep the others waiting.
 _LINE_TIMEOUT_S = 5.0
+# Limits for lines without an end, which another program may send.
 _MOST_LINE_BYTES = 256
 _MOST_ADDRESS_BYTES = 512
 
@@ -57,6 +58,8 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
     host = place.master_address or "127.0.0.1"
     # The bound socket reserves the port until the end of the block; it never listens.
     with socket.socket(_family(host)) as reserved:
+        # Linux lets a second socket bind this port only if both set the option and none of them
+        # listens. So the server of the framework can take the port before this socket is closed.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("", 0))
         port = int(reserved.getsockname()[1])
@@ -79,6 +82,7 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
         stack.enter_context(server)
         waiting = []
         while len(arrived) < place.world_size:
+            # Never 0, which would make the socket non-blocking, and accept() raise another error.
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, peer = server.accept()
@@ -89,6 +93,7 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                     f"{_join(host, place.master_port)} within "
                     f"{timeout_s:g} s: check that all {place.world_size} workers were started"
                 ) from None
+            # It stays open until all ranks are here, because the list travels back on it.
             stack.enter_context(connection)
             line = _read_line(connection, place.world_size)
             if line is None:
@@ -98,6 +103,8 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                 raise WorkerError(
                     f"two workers have the rank {rank}: give each of the workers another rank"
                 )
+            # The connection shows the address at which a worker is reached; it may not know it
+            # itself.
             arrived[rank] = _join(str(peer[0]), its_port)
             waiting.append(connection)
         addresses = [arrived[rank] for rank in range(place.world_size)]
@@ -118,6 +125,7 @@ def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | 
     # Not isinstance(), for which True is an integer.
     if type(rank) is not int or type(port) is not int:
         return None
+    # Rank 0 is this process.
     is_valid = 0 < rank < world_size and 0 < port < 65536
     if not is_valid:
         return None

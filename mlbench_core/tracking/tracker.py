@@ -310,6 +310,7 @@ class Tracker(PhaseTimes):
 
     def validation(self) -> None:
         """Record the following statistics as ``val_...``."""
+        # Only at the change: a second call in the same validation must not discard its mean.
         if self.is_training:
             self._validation = _Validation()
         self.is_training = False
@@ -367,6 +368,8 @@ class Tracker(PhaseTimes):
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
+        # Before the means are reset and the number moves on: the event is about the epoch that
+        # ends.
         self._sinks.event("epoch", self._moment)
         self._sinks.call("flush")
         self.reset_epoch_stats()
@@ -425,6 +428,7 @@ class Tracker(PhaseTimes):
             self._before_batch()
         if self._device is not None:
             self._device.batch_start()
+        # Read last, so that the preparation above is not a part of the batch.
         self._batch_start = self._mark = time.perf_counter()
 
     def batch_end(self, samples: int = 0, tokens: int = 0) -> None:
@@ -439,6 +443,8 @@ class Tracker(PhaseTimes):
             return
         now = time.perf_counter()
         self._batch_start = self._mark = None
+        # The clock was read above, so neither this bookkeeping nor the progress bar is a part of
+        # the batch.
         self._counters.batches += 1
         self._batches_in_epoch += 1
         if self._device is not None:
@@ -555,6 +561,8 @@ class Tracker(PhaseTimes):
         """Add exposed communication. Its processor time is known only if that of every part is."""
         counters = self._counters
         earlier_cpu_s = counters.communication_cpu_s
+        # Before the first exposed part, None means "none yet". After it, None means "not known",
+        # and a sum with an unmeasured part stays unknown.
         if counters.communication_exposed_s <= 0:
             earlier_cpu_s = 0.0
         if cpu_s is not None and earlier_cpu_s is not None:
@@ -702,6 +710,7 @@ class Tracker(PhaseTimes):
         if self._sinks:
             self._sinks.record(name, value, self.current_epoch, batch, time_s)
         if self._goal is not None and not self.goal_reached:
+            # Last, because a goal may read the mean, the records and the history with this value.
             self._check_goal(name, value)
 
     def update_primary_metric(self, new_metric_value: float) -> None:
@@ -837,6 +846,7 @@ class Tracker(PhaseTimes):
             self._send("summary", json.dumps(self.summary().report(world_size)))
         self._report_goal()
         send_at_exit(self._exit_key, None)
+        # close() compares this number: it sends the goal again only if batches were trained since.
         self._published = self._counters.batches
 
     def __str__(self) -> str:
@@ -886,11 +896,14 @@ class Tracker(PhaseTimes):
         """
         if self._closed:
             return
+        # Set first: after an error below, the handler at the exit must not end the tracker again.
         self._closed = True
         if self._progress is not None:
             self._progress.clear()
             self._progress = None
         if self._device is not None:
+            # Before the totals are read, which would lack the batches that the device has yet to
+            # finish.
             self._device.drain(wait=not at_exit)
         if self._check_times:
             for gap in self.summary().gaps():
@@ -901,6 +914,8 @@ class Tracker(PhaseTimes):
         send_at_exit(self._exit_key, None)
         if self._sinks:
             if at_exit:
+                # Nobody passes an exception at the exit, but the interpreter keeps the one that
+                # ended it.
                 error = uncaught_error()
             state = state_after(error)
             self._sinks.event("end", lambda: {"state": state, **self._end_event()})
@@ -983,6 +998,8 @@ class Tracker(PhaseTimes):
             ) from error
         for name, value in attributes.items():
             setattr(self, name, value)
+        # Open intervals, and events that the device has not passed, belong to the times that were
+        # just replaced. The next batch creates the clock of the device again.
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
@@ -1170,6 +1187,7 @@ class Tracker(PhaseTimes):
             return
         self.goal_reached = True
         self.goal_text = str(text)
+        # Training time and not wall time: neither validation nor checkpoints count.
         self.time_to_goal_s = self.get_total_train_time()
         # The goal of a fixed training time has the best value so far as its result.
         best_value = getattr(self._goal, "best_value", None)

@@ -52,6 +52,7 @@ def add_login(app: FastAPI, access: Access) -> None:
         if access.token is None:
             return RedirectResponse("/", status_code=303)
         address = client_address(request.scope)
+        # Before the token is compared: an address that has to wait learns nothing about its guess.
         if access.must_wait(address):
             return render(
                 "login.html",
@@ -68,6 +69,7 @@ def add_login(app: FastAPI, access: Access) -> None:
     @router.post("/logout/")
     def logout(request: Request) -> Response:
         access.close_session(request.headers)
+        # 303 lets the browser continue with GET after this POST.
         response = RedirectResponse("/login/", status_code=303)
         response.delete_cookie(access.cookie)
         return response
@@ -94,6 +96,7 @@ def add_login(app: FastAPI, access: Access) -> None:
             access.open_session(),
             httponly=True,
             samesite="strict",
+            # Browsers ignore a secure cookie that arrives over plain HTTP from another machine.
             secure=request.url.scheme == "https",
         )
         return response
@@ -102,6 +105,7 @@ def add_login(app: FastAPI, access: Access) -> None:
 
 
 def _description(app: FastAPI, root: str) -> dict[str, Any]:
+    # A copy, because FastAPI keeps the schema for all requests, and the root is that of one proxy.
     schema = {**app.openapi()}
     if root:
         schema["servers"] = [{"url": root}]

@@ -120,6 +120,8 @@ class Containers:
         argv, rank = command["argv"], command["rank"]
         # One mpirun starts all workers in one container.
         cores = job.num_cpus if rank is not None else job.num_cpus * job.num_workers
+        # With --init, the program is not process 1, for which the kernel ignores SIGTERM without a
+        # handler.
         name, label = _name(job.run_id, rank, folder), f"{_LABEL}={folder}"
         options = [
             *("--rm", "--init", "--name", name, "--label", label),
@@ -135,6 +137,7 @@ class Containers:
         options += ["--env", f"HOME={mounts[0]}"]
         for variable in names:
             options += ["--env", variable]
+        # An entry point of the image would get the command as its arguments.
         return [self.program, "run", *options, "--entrypoint", argv[0], job.image, *argv[1:]]
 
     def _apptainer(self, job: Job, argv: Sequence[str], mounts: Sequence[Path]) -> list[str]:
@@ -158,6 +161,7 @@ class Containers:
         if not gpus:
             return []
         if self.program == "podman":
+            # Podman names GPUs by the Container Device Interface (CDI).
             devices: list[str] = []
             for gpu in gpus:
                 devices += ["--device", f"nvidia.com/gpu={gpu}"]
@@ -191,6 +195,7 @@ def read_options(options: Sequence[str]) -> Containers | None:
     parser.add_argument("--container")
     parser.add_argument("--volume", action="append", default=[])
     parser.add_argument("--env", action="append", default=[])
+    # The message of argparse about an unknown option does not name those that exist.
     values, rest = parser.parse_known_args(options)
     if rest:
         raise ValueError(

@@ -39,6 +39,7 @@ def read_interval(engine: str) -> float:
     text = os.environ.get(variable, "")
     with contextlib.suppress(ValueError):
         interval = float(text or _INTERVAL_S)
+        # Comparisons with nan are False, so it is refused, too.
         if 0 < interval < math.inf:
             return interval
     raise ConfigurationError(f"{variable} must be a positive number of seconds, not {text!r}")
@@ -104,6 +105,7 @@ class FolderEngine(Engine):
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Engine.remove`."""
         folder = self._job_folder(job_id)
+        # The next run with this id must not get a reader that continues where this log ended.
         for path in (folder, folder / "load"):
             self._readers.pop(path, None)
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,6 +115,7 @@ class FolderEngine(Engine):
         self._readers.clear()
 
     def _reader(self, folder: Path) -> LogReader:
+        # In one step, because several threads read logs: all must get the same reader.
         return self._readers.setdefault(folder, LogReader(folder))
 
     def _job_folder(self, job_id: str) -> Path:

@@ -153,6 +153,7 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
     if run.gpu_enabled:
         check_gpus(run.num_workers, engine)
         variables = {} if run.caller is None else run.caller.environment
+        # Two runs on the same GPU would disturb each other's times, so the master's choice wins.
         if engine.gpus is not None and "CUDA_VISIBLE_DEVICES" in variables:
             notes.append(
                 "note: the workers get the GPUs that the master lends, "
@@ -229,6 +230,7 @@ def resolve_folder(run: RunIn, engine: Engine, command: str) -> tuple[str, list[
             f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: "
             "give one that exists there, for example with 'mlbench run --cwd /'"
         )
+    # The PATH of the workers, because the master's own may lead to other programs.
     search_path = environment.get("PATH") or python_environment()["PATH"]
     try:
         engine.check_program(shlex.split(command), cwd, search_path)
@@ -303,6 +305,7 @@ def _check_combination(run: RunIn, engine: Engine) -> None:
                 )
     if run.task is None and run.command is None:
         return
+    # A command in a container needs an image, which is then not a rival.
     rivals = {"custom_image_command": run.custom_image_command}
     if run.task is not None or not engine.uses_image(run.engine_options):
         rivals.update(image_name=run.image_name, custom_image_name=run.custom_image_name)

@@ -36,6 +36,8 @@ PLAN_METRIC = "plan @ 0"
 _MOST_CHARACTERS = 8192
 
 
+# Other scripts may send a metric of this name, so the values of both models are checked strictly.
+# Further fields are ignored: a worker may have a newer version than the master.
 class RunPlan(BaseModel):
     """The goal that a run pursues, and its limit of epochs.
 
@@ -204,6 +206,7 @@ def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
         return None
     words = split_command(command)
     goal = RunGoal(metric=f"val_global_{task.metric}", minimize=task.minimize, reached=False)
+    # A goal of a fixed time has no threshold, so the task's own does not count with it.
     budget_s = number(option_value(words, "--goal-after"))
     if budget_s is not None and budget_s >= 0:
         return goal.model_copy(update={"budget_s": budget_s})

@@ -37,8 +37,10 @@ def start_runs(
         ValueError: A request cannot be fulfilled; the message names the field.
         NameInUseError: A run of one of the names exists. No run was recorded.
     """
+    # All requests are checked before the first run is recorded.
     runs = store.add_runs([make_run(item, engine) for item in wanted])
     for run in runs:
         events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
+    # After the events: the scheduler publishes the next state of a run at once.
     scheduler.wake()
     return runs

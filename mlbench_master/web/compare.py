@@ -87,6 +87,7 @@ def _choice(
     baseline: str = "",
     machine: str = "",
 ) -> Choice:
+    # A run that an address names twice would count as two repetitions.
     wanted = list(dict.fromkeys(run))
     if len(wanted) > MOST_RUNS:
         message = f"run: at most {MOST_RUNS} runs are compared, not {len(wanted)}: choose fewer"
@@ -96,6 +97,7 @@ def _choice(
     for run_id in wanted:
         try:
             runs.append(run_or_404(store, run_id))
+        # A run may have been deleted since the address was kept; the page compares the others.
         except HTTPException:
             # An address may hold a text of any length.
             unknown.append(run_id[:80])

@@ -159,6 +159,7 @@ def _failure(run: Run, engine: Engine) -> tuple[int, list[str]] | None:
             texts.append(text)
             if line["stream"] == "stderr":
                 errors.append(text)
+    # A traceback is on stderr, but some programs print their errors to stdout only.
     texts = (errors or texts)[-_LAST_LINES:]
     return (rank, texts) if texts else None
 

@@ -89,6 +89,7 @@ def epoch_parts(
     if most is not None:
         total = min(total, most)
     updates = -(-total // update_freq)
+    # A part has whole updates, so no validation finds gradients that were not applied yet.
     length = max(1, round(share * updates)) * update_freq
     # All parts share one iterator, so that no part draws batches of another.
     iterator = iter(batches)

@@ -124,6 +124,8 @@ def validation_round(
     loss, means = AverageMeter(), {metric: AverageMeter() for metric in metrics}
     try:
         session.run(validation_set_init_op)
+        # One call for the loss and the metrics, because each call takes another batch from the
+        # data.
         fetches = {"loss": loss_op, "metrics": _operations(metrics), **_size(metrics)}
         for values in _batches(session, fetches, num_batches_per_epoch):
             size = int(values.get("size", batch_size))
@@ -145,6 +147,7 @@ def _size(metrics: Sequence[Any]) -> dict[str, Any]:
     """Return the tensor of the batch's size under its name, if a metric has it."""
     for metric in metrics:
         if hasattr(metric, "size"):
+            # The last batch of a pass may be smaller, and the means are weighted by size.
             return {} if metric.size is None else {"size": metric.size}
     return {}
 
@@ -155,6 +158,8 @@ def _batches(
     """Yield the results of the batches until the data set ends; start the clock before each."""
     for _ in range(most):
         if tracker is not None:
+            # The call after the last batch leaves a batch open. It has no mark of a step, so the
+            # next batch_start() adds no time for it.
             tracker.batch_start()
         try:
             yield session.run(fetches)

@@ -31,6 +31,7 @@ HOSTFILE_VARIABLE = "MLBENCH_HOSTFILE"
 """The variable with the path of the host file for runs that name no hosts."""
 
 _FOLDER = "~/.cache/mlbench/hosts"
+# A run may name any path, for example of a file that never ends.
 _FILE_BYTES = 2**20
 # It must not look like an option of ssh.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
@@ -220,6 +221,8 @@ def _parse_host(words: Sequence[str]) -> Host:
     for word in rest:
         key, _, value = word.partition("=")
         if key == "slots":
+            # isdecimal() accepts the digits of all scripts, and int() refuses thousands of digits
+            # with a message of its own.
             is_number = value.isascii() and value.isdecimal() and len(value) < 6
             if not (is_number and 1 <= int(value) <= _MOST_SLOTS):
                 raise ValueError(
@@ -238,6 +241,7 @@ def _parse_host(words: Sequence[str]) -> Host:
 
 def _parse_name(name: str) -> str:
     """Return the name of a host, or its address without brackets, as ssh and torch take it."""
+    # The last @ separates them: the user of a domain has one in the name, too.
     user, at, host = name.rpartition("@")
     has_brackets = host.startswith("[") and host.endswith("]")
     if has_brackets or ":" in host:

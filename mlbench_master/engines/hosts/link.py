@@ -60,6 +60,8 @@ class HostLink:
         self._command = [python, "-m", _AGENT]
         path = python_environment()["PYTHONPATH"]
         if path:
+            # In the command, because sshd takes over only the variables that its configuration
+            # names.
             self._command = ["env", f"PYTHONPATH={path}", *self._command]
         self._interval_s = interval_s
         self._runs: dict[str, HostRun] = {}  # by the root on the host

@@ -193,6 +193,8 @@ class HostRun:
         """Ask all hosts to end their workers."""
         with self._lock:
             if self._ended is None and not self._is_stopping:
+                # Saved before the hosts are asked, so that the next master continues to stop the
+                # run.
                 self._is_stopping = True
                 self._save()
                 self._look_at_all()
@@ -250,6 +252,8 @@ class HostRun:
                 return {**step, "want": "prepare", "job": {**self._jobs[name], "env": {}}}
             if part.is_over:
                 return None
+            # Also for a host that has not confirmed its start, because the answer may have been
+            # lost.
             if self._is_stopping or any(other.failure for other in self._parts.values()):
                 return {**step, "want": "stop"}
             if part.kept.is_started:
@@ -288,6 +292,8 @@ class HostRun:
         """Record that a host did not answer."""
         with self._lock:
             self._parts[name].problem = problem
+            # Without a port, no host has workers, so the run fails at once. Later, a host that does
+            # not answer may still compute.
             is_end = self._port is None and self._ended is None
             if is_end:
                 self._end(JobStatus("failed", problem))
@@ -311,6 +317,7 @@ class HostRun:
             part.problem = ""
             if self._ended is not None:
                 part.kept.is_removed = True
+                # After the end, hosts are only asked to delete their folders.
                 if not self._is_deleted:
                     with contextlib.suppress(OSError):  # a full disk
                         self._save()
@@ -332,6 +339,8 @@ class HostRun:
         if answer["state"] == "prepared":
             part.state, part.port = "prepared", answer.get("port", 0)
             if all(other.state == "prepared" for other in self._parts.values()):
+                # Saved before any host may start workers: the next master must not check the hosts
+                # again and choose another port, as workers of this one may exist.
                 self._port = self._parts[self.hosts[0]].port
                 self._save()
         else:
@@ -355,6 +364,8 @@ class HostRun:
             date = line["date"] if line["date"] < now else None
             self._load.write(line["rank"], "load", line["text"], date)
         self._load.close()
+        # The position is saved after the lines: if the master is killed in between, they are asked
+        # for again, and appear twice instead of never.
         kept = (answer.get("next", part.kept.log), answer.get("load_next", part.kept.load))
         if kept != (part.kept.log, part.kept.load):
             part.kept.log, part.kept.load = kept

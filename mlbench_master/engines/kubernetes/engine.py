@@ -165,6 +165,7 @@ class KubernetesEngine(FolderEngine):
                 self._api.delete_job(name)
             raise
         with contextlib.suppress(OSError):
+            # Without this file and a Job, the next master knows that the run has never started.
             (folder / "started").touch()
         run.logs.note(f"created Job {name} in namespace {self._setting.namespace}")
         self._watch(run)

@@ -119,6 +119,8 @@ def job_manifest(
         "parallelism": job.num_workers,
         # A worker that starts again would meet workers that are in the middle of the training.
         "backoffLimit": 0,
+        # The Secret and the Service need the uid of the Job, and its pods need both of them. So the
+        # Job comes first, and its pods start later.
         "suspend": True,
         "ttlSecondsAfterFinished": _KEPT_S,
         "template": {"metadata": pod["metadata"], "spec": pod["spec"]},
@@ -391,6 +393,7 @@ def _volumes(
         volumes = [{"name": "mlbench-run", "emptyDir": {}}]
         mounts = [{"name": "mlbench-run", "mountPath": _RUN_FOLDER}]
     if options.shm_size:
+        # Merged with the default volume of this name, whose medium it keeps.
         volumes.append({"name": "shm", "emptyDir": {"sizeLimit": options.shm_size}})
     claims: dict[str, str] = {}
     for volume in options.volumes:

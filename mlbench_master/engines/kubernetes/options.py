@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 __all__ = ["KubernetesOptions", "Toleration", "Volume", "parse_options"]
 
+# ASCII in these patterns: without it, \w and \d match letters and digits that Kubernetes refuses.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # Names of labels and their values: "nvidia.com/gpu.product" and "A100-SXM4".
 _KEY = re.compile(
@@ -120,6 +121,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
+    # A suppressed default leaves an option out, so KubernetesOptions has the only defaults.
     parser = _Parser(
         prog="", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -191,6 +193,8 @@ def _volume(text: str) -> Volume:
             "must be CLAIM:/FOLDER[:ro], with the name of a PersistentVolumeClaim, not "
             f"{text[:80]!r}"
         )
+    # By whole names, because /etcetera is not below /etc. With "..", a folder could reach a taken
+    # one although its text begins with another name.
     is_taken = any(f"{folder}/".startswith(f"{taken}/") for taken in _TAKEN)
     if is_taken or {".", ".."} & set(folder.split("/")):
         raise argparse.ArgumentTypeError(

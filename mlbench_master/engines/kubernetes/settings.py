@@ -78,10 +78,12 @@ def variable(name: str) -> str:
 
 def _own_id(folder: Path) -> str:
     """Return the unique id of the folder for runs; create it if it is missing."""
+    # Kept in a file: a master that starts again must find its Jobs by the same mark.
     path = folder / "kubernetes_id"
     try:
         with contextlib.suppress(FileNotFoundError):
             recorded = path.read_text().strip()
+            # A file that is empty after a crash is replaced.
             if _MARK.fullmatch(recorded):
                 return recorded
         own_id = uuid.uuid4().hex[:10]

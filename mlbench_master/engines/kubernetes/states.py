@@ -158,6 +158,8 @@ def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     rank = rank_of(pod)
     if rank is None:
         return None
+    # A disruption comes before the exit status, which is its effect: the kubelet ends the worker of
+    # an evicted pod with a signal.
     status, node = _dict(pod, "status"), _node(pod)
     ended = _dict(_state(pod), "terminated")
     when = _seconds(ended.get("finishedAt")) or _deleted_at(pod)
@@ -233,6 +235,7 @@ def _has_ended(pod: Mapping[str, Any]) -> bool:
 def _state(pod: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the worker's container."""
     for container in _dict(pod, "status").get("containerStatuses") or ():
+        # A cluster may add containers of its own, such as the proxy of a service mesh.
         if container.get("name") == CONTAINER:
             return _dict(container, "state")
     return {}
@@ -267,6 +270,7 @@ def _conditions(source: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _dict(source: Mapping[str, Any], key: str) -> dict[str, Any]:
+    # The API leaves out empty fields, and null stands for one as well.
     value = source.get(key)
     return value if isinstance(value, dict) else {}
 

@@ -138,6 +138,7 @@ class SlurmEngine(FolderEngine):
         mark = f"mlbench {uuid.uuid4()}"
         command = script.sbatch_command(job, str(folder), mark)
         try:
+            # Before sbatch, because the job may begin before sbatch returns.
             self._write_files(job, folder, mark)
             run = self._run(job_id)
             for note in (*job.notes, f"command: {shlex.join(command)}"):
@@ -164,6 +165,7 @@ class SlurmEngine(FolderEngine):
             return run.status
         if run.slurm_id is None:
             try:
+                # While Slurm does not answer, the job may exist. So the run is not "unstarted".
                 run.slurm_id = _find_job(run.folder)
             except EngineError as error:
                 return JobStatus("running", str(error))
@@ -173,6 +175,7 @@ class SlurmEngine(FolderEngine):
                 )
         self._queue.watch(run.slurm_id)
         entry, problem = self._queue.entry(run.slurm_id), self._queue.problem
+        # Slurm's last answer is older than the job, so it does not show that the job is lost.
         if entry is None:
             return JobStatus("running", problem)
         if entry.state in _WAITING:
@@ -205,6 +208,7 @@ class SlurmEngine(FolderEngine):
         run = self._run(job_id)
         if run.status is not None or not run.folder.exists():
             return
+        # If sbatch is still on its way, its job finds no worker.sh and ends at once.
         slurm_id = run.slurm_id or _find_job(run.folder)
         if slurm_id is None:
             (run.folder / "worker.sh").unlink(missing_ok=True)

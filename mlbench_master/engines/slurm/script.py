@@ -148,6 +148,7 @@ def sbatch_command(job: Job, folder: str, mark: str) -> list[str]:
         folder: The folder of its scripts, on a file system that all nodes share.
         mark: Text by which a later master recognizes it.
     """
+    # Slurm assigns whole cores only.
     defaults = [f"--cpus-per-task={math.ceil(job.num_cpus)}"]
     if job.gpu_enabled and not any(option.startswith(_GPU_OPTIONS) for option in job.options):
         defaults.append("--gpus-per-task=1")

@@ -56,6 +56,8 @@ class Bucket:
     _addresses: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        # Module.to() keeps the gradients' tensor objects and gives them other memory, so only
+        # addresses show that they have moved.
         self._addresses = [view.data_ptr() for view in self.views]
 
     def is_intact(self) -> bool:
@@ -75,6 +77,7 @@ class Bucket:
         """
         if self.memory is None:
             own = _owned_gradient(self.parameters[0]).detach()
+            # Not view(-1), which fails for memory orders such as channels_last.
             flat = own.as_strided((own.numel(),), (1,), own.storage_offset())
             if divisor is not None:
                 flat.div_(divisor)
@@ -82,6 +85,7 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
+                # The view still holds the values of the last step.
                 view.zero_()
             elif gradient is not view:
                 if divisor is None:
@@ -104,6 +108,7 @@ class Bucket:
                 gradients.append(parameter.grad)
                 views.append(view)
         if gradients:
+            # One launch on the device for all gradients instead of one for each.
             torch_private.foreach_copy_(gradients, views)
 
     def adopt(self, index: int, message: Tensor) -> None:
@@ -158,12 +163,14 @@ def plan_buckets(
         if holds_gradients and size_bytes >= bucket_size_bytes:
             buckets.append(Bucket([name], [parameter], holds_gradients))
             continue
+        # A flat tensor has one dtype and one device, so each combination fills its own bucket.
         kind = dtype, parameter.device, holds_gradients
         names = open_buckets.setdefault(kind, [])
         names.append(name)
         if sum(parameters[n].numel() for n in names) * dtype.itemsize >= bucket_size_bytes:
             del open_buckets[kind]
             buckets.append(_bucket(names, parameters, dtype))
+    # The flags travel last: only after the backward pass is it known which gradients exist.
     rest = [(names, dtype) for (dtype, _, _), names in open_buckets.items()]
     buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
     names, dtype = rest[-1] if rest else ([], torch.float32)

@@ -59,6 +59,8 @@ class AllReduceAggregationHVD(AllReduceAggregation):
                 f"world_size is {world_size!r}, but Horovod has {hvd.size()} "
                 f"worker(s): give {hvd.size()}, or None"
             )
+        # None, because the base class would compare a number with the group of torch.distributed,
+        # which a run of horovodrun does not have.
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
         self.world_size = int(hvd.size())
 

@@ -29,6 +29,7 @@ _NAMES = {
     torch.bool: "C_BOOL",
 }
 # Datatypes for moving elements without interpreting them, by their size in bytes.
+# MPI has no integer of 16 bytes, so a complex number stands for it.
 _BY_SIZE = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
 # torch's operators and MPI's. MPI has no average: it is a sum that is divided afterwards.

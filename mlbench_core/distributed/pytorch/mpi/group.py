@@ -111,6 +111,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
         buffer = Buffer(tensor, on_host=reduction.on_host)
         reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
+        # Only the root receives a result; the tensors of the others must keep their values.
         filled = [buffer] if root == self.rank() else []
         return self._collective("reduce", [(reduce, filled)], tensors, opts)
 
@@ -159,6 +160,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         is_root = root == self.rank()
         jobs: list[Job] = []
         for tensor in tensors:
+            # The others' values are overwritten, so they need not be copied to the memory of MPI.
             buffer = Buffer(tensor, fill=is_root)
             call = partial(self._transfers.broadcast, buffer.memory, root)
             jobs.append((call, [] if is_root else [buffer]))
@@ -346,6 +348,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
         elements = _only(tensors, "recv").numel()
+        # With any source, each of the messages could come from another worker.
         if elements > MAX_ELEMENTS:
             raise ValueError(
                 f"a tensor of {elements} elements comes in several messages, so its source has to "
@@ -465,6 +468,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return int(rank)
 
     def _tag(self, tag: int) -> int:
+        # The highest tag belongs to messages of collectives, see Transfers.
         if not 0 <= tag < self._transfers.own_tag:
             raise ValueError(f"tag must be from 0 to {self._transfers.own_tag - 1}, not {tag}")
         return int(tag)

