@@ -469,7 +469,7 @@ def objects() -> None:
 
 @scenario
 def long_messages_go_in_chunks() -> None:
-    names = ("transfers.MAX_ELEMENTS", "group.MAX_ELEMENTS")
+    names = ("blocking.MAX_ELEMENTS", "group.MAX_ELEMENTS")
     with mock.patch(f"mlbench_core.distributed.pytorch.mpi.{names[0]}", 4):
         all_reduce_of_every_layout()
         broadcast_and_gathers()
