@@ -320,13 +320,9 @@ class Aggregation(ABC):
 
     def _count(self, op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
         """Count a collective for the tracker, and its bytes; see :func:`count_collective`."""
-        self._count_bytes(size_bytes)
-        count_collective(op, group, size_bytes, overlapped)
-
-    def _count_bytes(self, size_bytes: int) -> None:
-        """Count bytes as sent."""
         self.bytes_sent += size_bytes
         self.last_bytes += size_bytes
+        count_collective(op, group, size_bytes, overlapped)
 
     def _delegate(
         self,
@@ -345,7 +341,9 @@ class Aggregation(ABC):
         """Count the bytes that another aggregation sends in the block as this one's."""
         before = part.bytes_sent
         yield
-        self._count_bytes(part.bytes_sent - before)
+        sent_bytes = part.bytes_sent - before
+        self.bytes_sent += sent_bytes
+        self.last_bytes += sent_bytes
 
     @torch.no_grad()
     @naming_lost_workers()
@@ -358,7 +356,7 @@ class Aggregation(ABC):
         by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
-        parameters = dict(parameters_of(model))
+        parameters = parameters_of(model)
         refuse_sparse(parameters)
         self.compare_models(parameters)
         if self.world_size == 1:
@@ -541,7 +539,7 @@ class Aggregation(ABC):
         by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
-        parameters = dict(parameters_of(model))
+        parameters = parameters_of(model)
         self.layout.note(parameters)
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
         if isinstance(model, nn.Module):
@@ -581,7 +579,7 @@ def _messages(tensors: dict[str, Tensor], by_layer: bool) -> list[dict[str, Tens
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that an optimizer may change; see :func:`parameters_of`."""
-    return ((name, parameter) for name, parameter in parameters_of(model) if takes_part(parameter))
+    return ((name, p) for name, p in parameters_of(model).items() if takes_part(p))
 
 
 def refuse_complex(aggregation: Aggregation, parameters: Mapping[str, Tensor]) -> None:

@@ -381,7 +381,7 @@ class AllReduceAggregation(Aggregation):
             tensor.device.type == "cpu"
             and (tensor.is_floating_point() or tensor.is_complex())
             and not self.shared_memory
-            and process_groups.backend(self.group) == dist.Backend.GLOO
+            and dist.get_backend(self.group) == dist.Backend.GLOO
             # At this level, torch checks that all workers call the same collective operation with
             # the same shapes. Sends and receives would bypass this check.
             and dist.get_debug_level() != dist.DebugLevel.DETAIL

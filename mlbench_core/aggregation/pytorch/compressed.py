@@ -96,7 +96,9 @@ class LossyAggregation(Aggregation):
         """Replace tensors by their sum over the workers divided by a number, in place."""
         before = self._uncompressed.bytes_sent
         self._uncompressed.average(tensors, divisor)
-        self._count_bytes(self._uncompressed.bytes_sent - before)
+        sent_bytes = self._uncompressed.bytes_sent - before
+        self.bytes_sent += sent_bytes
+        self.last_bytes += sent_bytes
 
     def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
         """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""

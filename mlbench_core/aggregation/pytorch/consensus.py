@@ -52,7 +52,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     # In float64, because in float32 the rounding of an average of nearly equal weights may be as
     # large as their difference.
     weights, average = {}, {}
-    for name, weight in parameters_of(model):
+    for name, weight in parameters_of(model).items():
         weights[name] = weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
         average[name] = weights[name].clone()
     # Neither this nor the average below is a part of a training step, whose
@@ -83,7 +83,7 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         >>> average_weights(nn.Linear(2, 1))
     """
     tensors = {}
-    for name, tensor in (*parameters_of(model), *model.named_buffers()):
+    for name, tensor in (*parameters_of(model).items(), *model.named_buffers()):
         # Counters, such as BatchNorm's num_batches_tracked, are integers, of
         # which an average makes no sense.
         if tensor.is_floating_point() or tensor.is_complex():
@@ -115,7 +115,7 @@ def _workers_differ(model: nn.Module, process_group: Any) -> bool:
     if process_groups.world_size(process_group) == 1:
         return False
     sums = []
-    for _, parameter in parameters_of(model):
+    for parameter in parameters_of(model).values():
         values = parameter.detach()
         if values.is_complex():
             values = torch.view_as_real(values)

@@ -105,7 +105,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
         for group in self.param_groups:
             rates.update(dict.fromkeys(map(id, group["params"]), float(group["lr"])))
         named = {
-            **dict(parameters_of(self.model)),
+            **parameters_of(self.model),
             **self.extra_parameters(self.model.parameters()),
         }
         gradients: list[tuple[Tensor, Tensor]] = []

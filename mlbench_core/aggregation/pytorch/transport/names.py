@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -40,14 +40,11 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, each once, as registered, by their plain names."""
+def parameters_of(model: Parameters) -> dict[str, Tensor]:
+    """Return the parameters of a model, each once, as registered, by their plain names."""
     if isinstance(model, nn.Module):
-        named: Iterable[tuple[str, Tensor]] = model.named_parameters()
-    else:
-        named = model.items()
-    for name, parameter in named:
-        yield plain_name(name), parameter
+        model = dict(model.named_parameters())
+    return by_plain_name(model)
 
 
 def name_of_buffer(name: str) -> str:

@@ -145,7 +145,7 @@ class OverlappedReduction:
         """
         self.average()
         self.forget()
-        parameters = dict(parameters_of(self._model))
+        parameters = parameters_of(self._model)
         for name in self._aggregation.layout.frozen_among(parameters):
             parameters[name].grad = None
 
@@ -222,7 +222,7 @@ class OverlappedReduction:
         # A change is noticed here and nowhere else: workers with and without a backward pass both
         # come to this point.
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
-        parameters = dict(parameters_of(self._model))
+        parameters = parameters_of(self._model)
         layout = self._aggregation.layout
         self._aggregation.compare_models(parameters)
         current_signature = signature(parameters), layout.frozen_among(parameters)
@@ -325,7 +325,7 @@ class OverlappedReduction:
 
     def _receive_late(self, current: _Pass) -> None:
         """Aggregate gradients of formerly frozen parameters that are not in the buckets yet."""
-        parameters = dict(parameters_of(self._model))
+        parameters = parameters_of(self._model)
         frozen = self._aggregation.layout.frozen
         admitted = {name: parameters[name] for name in self._frozen if name not in frozen}
         if admitted:
@@ -345,7 +345,7 @@ class OverlappedReduction:
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
-        parameters = dict(parameters_of(self._model))
+        parameters = parameters_of(self._model)
         self._remove_hooks()
         self._frozen = self._aggregation.layout.frozen_among(parameters)
         self._signature = signature(parameters), self._frozen

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.transport.messages import in_blocks
-from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
 
 __all__ = ["average"]
 
@@ -59,7 +59,7 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
     Raises:
         RuntimeError: A worker was lost.
     """
-    rank, size = process_groups.rank(group), process_groups.world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     first = messages[0]
     if isinstance(divisor, Tensor):
         divisor = divisor.cpu()
@@ -135,14 +135,16 @@ class _Exchange:
         self._own = parts[rank]
         self._other_parts = [parts[other] for other in self._others]
         self._versions = received.view(size - 1, len(self._own))
-        self._receives = self._start(process_groups.dist.irecv, self._versions, _VERSION_TAG)
-        self._sends = self._start(process_groups.dist.isend, self._other_parts, _VERSION_TAG)
+        self._receives = self._start(dist.irecv, self._versions, _VERSION_TAG)
+        self._sends = self._start(dist.isend, self._other_parts, _VERSION_TAG)
 
     def reduce(self, divisor: Denominator | None) -> None:
         """Average this worker's part, send it, and begin to receive the averages of the others."""
         for work in self._receives:
             work.wait()
-        for own, total, *others in zip(*map(in_blocks, (self._own, *self._versions)), strict=True):
+        # Block by block, so that the numbers stay in the cache.
+        blocks = [part.split(BLOCK_ELEMENTS) for part in (self._own, *self._versions)]
+        for own, total, *others in zip(*blocks, strict=True):
             for other in others:
                 total.add_(other)
             total.add_(own)
@@ -151,11 +153,11 @@ class _Exchange:
             else:
                 torch.div(total, divisor, out=own)
         copies = [self._own] * len(self._others)
-        sends = self._start(process_groups.dist.isend, copies, _AVERAGE_TAG)
+        sends = self._start(dist.isend, copies, _AVERAGE_TAG)
         # The averages overwrite the other parts, so the versions must have been sent.
         for work in self._sends:
             work.wait()
-        self._receives = self._start(process_groups.dist.irecv, self._other_parts, _AVERAGE_TAG)
+        self._receives = self._start(dist.irecv, self._other_parts, _AVERAGE_TAG)
         self._sends = sends
 
     def finish(self) -> None:
