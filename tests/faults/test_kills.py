@@ -37,7 +37,7 @@ import os, time
 from mlbench_core.client.api import ApiClient
 from mlbench_core.errors import MLBenchError
 rank, run_id = os.environ["RANK"], os.environ["MLBENCH_RUN_ID"]
-answered = open(f"answered-{rank}", "w")
+answered = open(f"{FOLDER}/answered-{run_id}-{rank}", "w")
 with ApiClient(url=os.environ["MLBENCH_MASTER_URL"], max_workers=1) as client:
     for value in range(60):
         future = client.post_metric(run_id, f"loss @ {rank}", value)
@@ -62,7 +62,7 @@ class Fault:
         self.folder = folder
         self.master = Master(folder / "data")
         self.script = folder / "worker.py"
-        self.script.write_text(WORKER)
+        self.script.write_text(f"FOLDER = {str(folder)!r}\n{WORKER}")
         self.random = random.Random(SEED)
         self.count = 0
         self.killed_at = 0.0
@@ -122,8 +122,9 @@ class Fault:
                 int(entry["value"]) for entry in self.metrics(run_id).get(f"loss @ {rank}", [])
             ]
             assert max(Counter(stored).values(), default=1) == 1, f"rank {rank}: doubled"
-            path = self.run_folder(run_id) / "work" / f"answered-{rank}"
+            path = self.folder / f"answered-{run_id}-{rank}"
             answered = [int(line) for line in path.read_text().split()] if path.exists() else []
+            assert answered or run["state"] == "failed"
             assert set(answered) <= set(stored), (
                 f"rank {rank}: lost {sorted(set(answered) - set(stored))}"
             )
@@ -213,6 +214,7 @@ def test_the_command_is_killed(fault: Fault) -> None:
         with subprocess.Popen(
             [*command, f"by-command-{number}", "2", *options],
             env=environment(MLBENCH_MASTER_URL=fault.master.url),
+            cwd=fault.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
