@@ -1276,7 +1276,9 @@ def _make_database_engine(database_url: str) -> sa.Engine:
     if url.database in (None, "", ":memory:"):
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
-        Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+        # SQLite's own form of an address, "file:PATH?mode=ro", is for an existing file.
+        if not url.database.startswith("file:"):
+            Path(url.database).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
         # The last connection returned is lent first. Each has a cache of 2 MB, and those of the
         # others stay empty.
         engine = sa.create_engine(url, connect_args=arguments, pool_use_lifo=True, **pool)

@@ -184,6 +184,7 @@ def test_a_file_that_cannot_be_written_is_refused_with_one_line(
     done = master("--port", "0", "--data-dir", str(tmp_path / "data"), "--database-url", url)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
     assert "cannot open the database" in done.stderr and "readonly database" in done.stderr
+    assert not Path("file:").exists()
 
 
 def test_a_damaged_database_is_refused_by_the_command_with_one_line(
