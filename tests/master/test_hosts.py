@@ -559,6 +559,11 @@ def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_tempora
         ("b slots=0", "line 3: slots must be from 1 to 1024, not '0'"),
         ("b 4", "line 3: after the name must come slots=N or address=IP, not '4'"),
         ("-oProxyCommand=x", "line 3: the name must be one that ssh knows, not '-oProxyCommand=x'"),
+        (
+            "b address=me@10.0.0.2",
+            "line 3: address must be an IP address without a user, not 'me@10.0.0.2': write the "
+            "user before the name, as in me@node1",
+        ),
         ("a slots=2", "line 3: each host must have one line, not 'a' again: add up its slots"),
     ],
 )
