@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mlbench_core.distributed import worker_addresses as worker_addresses_module
 from mlbench_core.distributed.environment import Place
 from mlbench_core.distributed.worker_addresses import worker_addresses
 from mlbench_core.errors import WorkerError
@@ -88,6 +91,28 @@ def test_messages_of_other_programs_are_ignored() -> None:
         assert first.result() == second.result()
     for connection in connections:
         connection.close()
+
+
+def test_a_connection_that_sends_byte_by_byte_has_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each byte arrives within the deadline of the line, but not all of them together."""
+    monkeypatch.setattr(worker_addresses_module, "_LINE_TIMEOUT_S", 1.0)
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(exchange, 0, 2, port)
+        slow: list[socket.socket] = []
+        while not slow:
+            try:
+                slow = [socket.create_connection(("127.0.0.1", port), 10)]
+            except ConnectionRefusedError:
+                continue
+        second = pool.submit(exchange, 1, 2, port)
+        with slow[0], contextlib.suppress(OSError):  # rank 0 may have ended
+            for byte in b'{"rank": 1, "port": 4000}\n':
+                slow[0].sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert first.result() == second.result()
 
 
 def test_two_workers_with_one_rank_are_an_error() -> None:
