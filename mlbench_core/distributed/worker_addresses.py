@@ -7,8 +7,10 @@ A launcher gives every worker the address of rank 0 only. The workers meet there
     wait for one line of each rank     <---  {"rank": r, "port": p}
     send the list to all               --->  ["host0:port0", "host1:port1", ...]
 
-Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored,
-because another program may connect to the port. This module imports no framework.
+Rank 0 takes the host of a worker from its connection. If that is a loopback address, which other
+machines cannot reach, the worker is on the machine of rank 0 and gets its host. Lines that are not
+of this form are ignored, because another program may connect to the port. This module imports no
+framework.
 """
 
 from __future__ import annotations
@@ -104,8 +106,9 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                     f"two workers have the rank {rank}: give each of the workers another rank"
                 )
             # The connection shows the address at which a worker is reached; it may not know it
-            # itself.
-            arrived[rank] = _join(str(peer[0]), its_port)
+            # itself. On Debian, the name of a machine is 127.0.1.1 for its own programs.
+            its_host = str(peer[0])
+            arrived[rank] = _join(host if is_loopback(its_host) else its_host, its_port)
             waiting.append(connection)
         addresses = [arrived[rank] for rank in range(place.world_size)]
         for connection in waiting:

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,10 @@ from mlbench_core.errors import WorkerError
 from tests.helpers.processes import free_port
 
 
-def exchange(rank: int, world_size: int, port: int, timeout_s: float = 30.0) -> list[str]:
-    with worker_addresses(Place(rank, world_size, 0, "127.0.0.1", port), timeout_s) as addresses:
+def exchange(
+    rank: int, world_size: int, port: int, timeout_s: float = 30.0, host: str = "127.0.0.1"
+) -> list[str]:
+    with worker_addresses(Place(rank, world_size, 0, host, port), timeout_s) as addresses:
         # The own port is kept for this process, and a server that reuses addresses can listen on
         # it.
         own = int(addresses[rank].rpartition(":")[2])
@@ -40,6 +43,23 @@ def test_all_workers_get_the_same_list(world_size: int) -> None:
     assert lists == [lists[0]] * world_size
     assert len(set(lists[0])) == world_size
     assert all(address.startswith("127.0.0.1:") for address in lists[0])
+
+
+def test_a_worker_of_rank_0s_machine_has_an_address_for_other_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Debian, ``/etc/hosts`` has 127.0.1.1 for the name of its own machine."""
+    find, port = socket.getaddrinfo, free_port()
+
+    def find_node1(host: str, *rest: Any, **more: Any) -> list[Any]:
+        return find("127.0.1.1" if host == "node1" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_node1)
+    with ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(exchange, rank, 2, port, host="node1") for rank in range(2)]
+        lists = [one.result() for one in started]
+    assert lists[0] == lists[1]
+    assert [address.partition(":")[0] for address in lists[0]] == ["node1", "node1"]
 
 
 def test_rank_0_names_the_workers_that_are_missing() -> None:
