@@ -1003,6 +1003,10 @@ class Tracker(PhaseTimes):
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        # The same holds for the energy, the mean of a validation and the place of an exchange.
+        self._joules = None
+        self._validation = _Validation()
+        self._last_exchange = None
         self._is_resumed = True
         self._sinks.resume(self._counters.batches, latest)
         # The restored wall time covers everything before now.
