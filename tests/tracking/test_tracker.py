@@ -607,6 +607,16 @@ def test_device_events_are_reused_and_close_waits_for_the_last(device: FakeDevic
     assert tracker.get_total_train_time() == 51 * 3.5
 
 
+def test_a_state_has_the_times_of_all_batches_that_it_counts(device: FakeDevice) -> None:
+    tracker = make(use_cuda=True)
+    device.passed = False
+    run_device_batch(tracker, device)
+    state = tracker.state_dict()
+    assert (state["batches"], state["train_s"]) == (1, 3.5)
+    assert state["steps_s"] == {"fwd_pass": 1, "agg": 2}
+    assert [entry[1] for entry in state["history"]] == ["batch_time_s"]
+
+
 def test_validation_inside_a_device_batch_is_left_out(device: FakeDevice) -> None:
     tracker = make(use_cuda=True)
     tracker.batch_start()
