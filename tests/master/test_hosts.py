@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -980,6 +981,28 @@ def test_a_run_stops_on_a_full_disk(tmp_path: Path, full_disk: pytest.MonkeyPatc
     full_disk.undo()
     assert run.step("a") is None
     assert run.status() == JobStatus("failed", "stopped")
+
+
+def test_a_load_sample_of_the_future_gets_the_date_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullSecond(datetime):
+        """A clock that stands at a full second, at which isoformat() omits the microseconds."""
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> FullSecond:
+            return cls(2026, 1, 2, 3, 4, 5, 0, tz)
+
+    run = state_of_a_run(tmp_path / "run")
+    for name in "ab":
+        run.answered(name, {"state": "prepared", "port": 5}, 0.0)
+    monkeypatch.setattr(run_state, "datetime", FullSecond)
+    past, future = "2026-01-02T03:04:04.900000Z", "2026-01-02T03:04:05.400000Z"
+    samples = [{"rank": 0, "stream": "load", "text": "x", "date": date} for date in (past, future)]
+    run.answered("a", {"state": "running", "load": samples}, 0.0)  # type: ignore[typeddict-item]
+    lines = (tmp_path / "run/load/log.jsonl").read_text().splitlines()
+    first, second = (json.loads(line)["date"] for line in lines)
+    assert first == past and second != future
 
 
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:

@@ -375,8 +375,9 @@ class HostRun:
                 text = f"host {part.name}: {text}"
             self.log.write(line["rank"], line["stream"], text, line["date"])
         self.log.close()
-        # Dates of this form have the order of their texts.
-        now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat() + "Z"
+        # Dates of this form have the order of their texts, if all of them have microseconds.
+        time_here = datetime.now(timezone.utc).replace(tzinfo=None)
+        now = f"{time_here.isoformat(timespec='microseconds')}Z"
         if answer.get("load"):
             (self.folder / "load").mkdir(exist_ok=True)
         for line in answer.get("load", ()):
