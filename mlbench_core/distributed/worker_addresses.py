@@ -7,8 +7,10 @@ A launcher gives every worker the address of rank 0 only. The workers meet there
     wait for one line of each rank     <---  {"rank": r, "port": p}
     send the list to all               --->  ["host0:port0", "host1:port1", ...]
 
-Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored,
-because another program may connect to the port. This module imports no framework.
+Rank 0 takes the host of a worker from its connection. If that is a loopback address, which other
+machines cannot reach, the worker is on the machine of rank 0 and gets its host. Lines that are not
+of this form are ignored, because another program may connect to the port. This module imports no
+framework.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                 ) from None
             # It stays open until all ranks are here, because the list travels back on it.
             stack.enter_context(connection)
-            line = _read_line(connection, place.world_size)
+            line = _read_message(connection, place.world_size, deadline)
             if line is None:
                 continue
             rank, its_port = line
@@ -104,21 +106,40 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                     f"two workers have the rank {rank}: give each of the workers another rank"
                 )
             # The connection shows the address at which a worker is reached; it may not know it
-            # itself.
-            arrived[rank] = _join(str(peer[0]), its_port)
+            # itself. On Debian, the name of a machine is 127.0.1.1 for its own programs.
+            its_host = str(peer[0])
+            arrived[rank] = _join(host if is_loopback(its_host) else its_host, its_port)
             waiting.append(connection)
         addresses = [arrived[rank] for rank in range(place.world_size)]
         for connection in waiting:
+            connection.settimeout(_LINE_TIMEOUT_S)
             connection.sendall(json.dumps(addresses).encode() + b"\n")
     return addresses
 
 
-def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | None:
+def _read_line(connection: socket.socket, most_bytes: int, deadline: float) -> bytes:
+    """Return a line that arrives before a deadline of the monotonic clock."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < most_bytes:
+        # The timeout of a socket is that of one call, and each call may return a single byte.
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        part = connection.recv(most_bytes - len(line))
+        if not part:
+            break
+        line += part
+    return line
+
+
+def _read_message(
+    connection: socket.socket, world_size: int, deadline: float
+) -> tuple[int, int] | None:
     """Return the rank and the port that a worker sent, or None for anything else."""
-    connection.settimeout(_LINE_TIMEOUT_S)
+    deadline = min(deadline, time.monotonic() + _LINE_TIMEOUT_S)
     try:
-        with connection.makefile("rb") as file:
-            message = json.loads(file.readline(_MOST_LINE_BYTES))
+        message = json.loads(_read_line(connection, _MOST_LINE_BYTES, deadline))
         rank, port = message["rank"], message["port"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -149,11 +170,12 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
                     "started, and MASTER_ADDR and MASTER_PORT"
                 ) from None
             time.sleep(_RETRY_S)
-    with connection, connection.makefile("rb") as file:
+    with connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection.sendall(json.dumps({"rank": place.rank, "port": port}).encode() + b"\n")
-            addresses = json.loads(file.readline(_MOST_ADDRESS_BYTES * place.world_size))
+            most_bytes = _MOST_ADDRESS_BYTES * place.world_size
+            addresses = json.loads(_read_line(connection, most_bytes, deadline))
         except (OSError, ValueError):
             raise WorkerError(
                 f"rank 0 at {_join(host, place.master_port)} sent no "

@@ -93,7 +93,7 @@ class DeviceClock:
         """Read the times of the batches that the device has finished.
 
         Args:
-            wait: True to wait for all batches. Only for the end of a run.
+            wait: True to wait for all batches. Only for a checkpoint and the end of a run.
         """
         while self._pending:
             marks = self._pending[0]

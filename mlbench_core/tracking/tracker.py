@@ -94,8 +94,8 @@ class Tracker(PhaseTimes):
     that ran inside one.
 
     The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read
-    after the device has passed them, so the host never waits for the device. Memory does not grow
-    with the number of batches.
+    after the device has passed them, so the host does not wait for the device; only
+    :meth:`state_dict` and :meth:`close` do. Memory does not grow with the number of batches.
 
     Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it
     is reached. Numbers for the master go through ``LogMetrics.log``, which adds the rank to the
@@ -940,9 +940,11 @@ class Tracker(PhaseTimes):
         """Return the state that a resumed run needs, as plain containers.
 
         It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include
-        an open batch, the sinks, the goal and the progress bar.
+        an open batch, the sinks, the goal and the progress bar. On CUDA, the call waits until the
+        device has finished the batches that the state counts.
         """
-        self._drain()
+        if self._device is not None:
+            self._device.drain(wait=True)
         state: dict[str, Any] = {"version": _STATE_VERSION}
         for name in _STATE_ATTRIBUTES:
             state[name.lstrip("_")] = getattr(self, name)
@@ -1003,6 +1005,10 @@ class Tracker(PhaseTimes):
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        # The same holds for the energy, the mean of a validation and the place of an exchange.
+        self._joules = None
+        self._validation = _Validation()
+        self._last_exchange = None
         self._is_resumed = True
         self._sinks.resume(self._counters.batches, latest)
         # The restored wall time covers everything before now.

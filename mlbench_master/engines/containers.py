@@ -278,11 +278,16 @@ def remove_containers(program: str, folder: Path) -> str:
         ids = _call(program, "ps", "--all", "--quiet", "--filter", label).split()
         if ids:
             _call(program, "rm", "--force", *ids)
-    except (OSError, subprocess.SubprocessError) as error:
-        message = getattr(error, "stderr", None) or str(error)
-        last = message.strip().splitlines()[-1][:300]
-        return f"cannot remove containers of this run: {program}: {last}"
-    return ""
+    except OSError as error:
+        why = str(error)
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {_REMOVE_S} s"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        why = lines[-1]
+    else:
+        return ""
+    return f"cannot remove containers of this run: {program}: {why[:300]}"
 
 
 def _call(*command: str) -> str:
@@ -290,7 +295,8 @@ def _call(*command: str) -> str:
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=_REMOVE_S,
         check=True,
     )

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines import Job
-from mlbench_master.engines.containers import Containers, read_options
+from mlbench_master.engines import Job, containers
+from mlbench_master.engines.containers import Containers, read_options, remove_containers
 from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from tests.master.helpers import TestClient, processes_of, wait_for
 
@@ -175,6 +175,25 @@ def test_containers_of_a_killed_supervisor_are_found_by_their_label(
     assert ended(engine, job_id).state == "lost"
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("echo >&2; exit 3", "exit status 3"),
+        ("printf 'first\\nno \\377 daemon\\n' >&2; exit 1", "no \ufffd daemon"),
+        ("echo oops >&2; exec sleep 100", "no answer within 2 s"),
+    ],
+)
+def test_containers_that_cannot_be_removed_have_a_reason(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(containers, "_REMOVE_S", 2)
+    found = remove_containers("docker", tmp_path)
+    assert found == f"cannot remove containers of this run: docker: {reason}"
 
 
 def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(

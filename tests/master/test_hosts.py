@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ from mlbench_master.engines.hosts import agent as hosts_agent
 from mlbench_master.engines.hosts import engine as hosts
 from mlbench_master.engines.hosts import link as hosts_link
 from mlbench_master.engines.hosts import results as hosts_results
+from mlbench_master.engines.hosts import run_state
 from mlbench_master.engines.hosts import ssh as hosts_ssh
 from mlbench_master.engines.hosts.engine import HostsEngine
 from mlbench_master.engines.hosts.host_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.engines.hosts.results import UnpackError, unpack
 from mlbench_master.engines.hosts.run_state import HostRun
+from mlbench_master.engines.supervisor.supervise import write_json
 from mlbench_master.processes import processes_with
 from tests.master import fake_ssh
 from tests.master.helpers import TestClient, wait_for
@@ -556,6 +560,11 @@ def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_tempora
         ("b slots=0", "line 3: slots must be from 1 to 1024, not '0'"),
         ("b 4", "line 3: after the name must come slots=N or address=IP, not '4'"),
         ("-oProxyCommand=x", "line 3: the name must be one that ssh knows, not '-oProxyCommand=x'"),
+        (
+            "b address=me@10.0.0.2",
+            "line 3: address must be an IP address without a user, not 'me@10.0.0.2': write the "
+            "user before the name, as in me@node1",
+        ),
         ("a slots=2", "line 3: each host must have one line, not 'a' again: add up its slots"),
     ],
 )
@@ -898,6 +907,102 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
     finally:
         end.set()
         engine.close()
+
+
+def state_of_a_run(folder: Path) -> HostRun:
+    """The state of a run with one worker on each of the hosts a and b, without any calls."""
+    folder.mkdir(parents=True)
+    hosts = {name: {"root": f"/{name}"} for name in "ab"}
+    slots = {name: [0] for name in "ab"}
+    content = {"run_id": 1, "python": "python", "options": [], "slots": slots, "hosts": hosts}
+    (folder / "job.json").write_text(json.dumps(content))
+    return HostRun(folder, 2**20, lambda run: None)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A disk that refuses the files of the state, until the changes are undone."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_state, "write_json", refuse)
+        yield patch
+
+
+def test_a_run_that_ends_on_a_full_disk_ends_when_there_is_space_again(
+    tmp_path: Path, full_disk: pytest.MonkeyPatch
+) -> None:
+    run = state_of_a_run(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_state, "write_json", write_json)
+        for name in "ab":
+            run.answered(name, {"state": "prepared", "port": 5}, 0.0)
+        for name in "ab":
+            status = json.dumps({"returncode": 0, "reason": "", "finished_at": 7.0})
+            run.answered(name, {"state": "ended", "status": status}, 0.0)
+    for name in "ab":
+        assert run.to_fetch(name)
+        run.fetched(name)
+    problem = "the end of the run cannot be recorded: No space left on device"
+    assert run.status() == JobStatus("running", problem)
+    run.stop()
+    assert run.problem_since({}, 0.0) == problem and run.step("a") is None
+    full_disk.undo()
+    # Recorded before a host deletes its folder.
+    step = run.step("a")
+    assert step is not None and step["want"] == "remove"
+    assert run.status() == JobStatus("finished", returncode=0, finished_at=7.0)
+    next_master = HostRun(tmp_path / "run", 2**20, lambda run: None)
+    assert next_master.status() == run.status()
+    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["finished"]
+
+
+def test_on_a_full_disk_no_worker_starts_and_the_thread_of_the_host_goes_on(
+    tmp_path: Path, full_disk: pytest.MonkeyPatch
+) -> None:
+    run = state_of_a_run(tmp_path / "run")
+    run.answered("a", {"state": "prepared", "port": 5}, 0.0)
+    with pytest.raises(OSError, match="No space left"):
+        run.answered("b", {"state": "prepared"}, 0.0)
+    # The thread of the host has nobody who would catch an error of this call.
+    run.failed("b", "the answer of host b cannot be kept")
+    assert run.step("a") is None and not run.is_over
+    full_disk.undo()
+    assert run.step("a") is None
+    assert run.status() == JobStatus("failed", "the answer of host b cannot be kept")
+
+
+def test_a_run_stops_on_a_full_disk(tmp_path: Path, full_disk: pytest.MonkeyPatch) -> None:
+    run = state_of_a_run(tmp_path / "run")
+    run.stop()
+    full_disk.undo()
+    assert run.step("a") is None
+    assert run.status() == JobStatus("failed", "stopped")
+
+
+def test_a_load_sample_of_the_future_gets_the_date_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullSecond(datetime):
+        """A clock that stands at a full second, at which isoformat() omits the microseconds."""
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> FullSecond:
+            return cls(2026, 1, 2, 3, 4, 5, 0, tz)
+
+    run = state_of_a_run(tmp_path / "run")
+    for name in "ab":
+        run.answered(name, {"state": "prepared", "port": 5}, 0.0)
+    monkeypatch.setattr(run_state, "datetime", FullSecond)
+    past, future = "2026-01-02T03:04:04.900000Z", "2026-01-02T03:04:05.400000Z"
+    samples = [{"rank": 0, "stream": "load", "text": "x", "date": date} for date in (past, future)]
+    run.answered("a", {"state": "running", "load": samples}, 0.0)  # type: ignore[typeddict-item]
+    lines = (tmp_path / "run/load/log.jsonl").read_text().splitlines()
+    first, second = (json.loads(line)["date"] for line in lines)
+    assert first == past and second != future
 
 
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:

@@ -551,6 +551,18 @@ def test_the_message_of_a_node_is_not_a_line_of_the_log(
 
 
 @pytest.mark.parametrize(
+    ("status", "reason"), [(404, "Not Found"), (520, "no reason was given"), (520, "it is odd")]
+)
+def test_each_status_of_http_is_an_error_of_the_api(status: int, reason: str) -> None:
+    """A proxy before the API may have statuses of its own, without a reason."""
+    client = pytest.importorskip("kubernetes.client")
+    given = client.ApiException(status=status, reason="it is odd" if "odd" in reason else None)
+    error = kubernetes_api._api_error(given)
+    assert str(error) == f"Kubernetes refused a request: {status}: {reason}"
+    assert error.status == status
+
+
+@pytest.mark.parametrize(
     "answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")]
 )
 def test_a_run_outlives_an_api_that_fails(

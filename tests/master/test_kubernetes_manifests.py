@@ -304,6 +304,10 @@ def test_a_merge_replaces_a_variable_as_a_whole() -> None:
             ["--volume", "images:/dev/shm"],
             "must have another folder than '/dev/shm': take one below /data",
         ),
+        *(
+            (["--volume", f"images:{folder}"], f"must have another folder than '{folder}'")
+            for folder in ("/run", "/run/secrets", "/sbin", "/lib32", "/libx32", "/var/run", "/var")
+        ),
         (["--volume", "images:/data/../etc"], "must have another folder than '/data/../etc'"),
         (["--image-pull-secret", "A B"], "must be the name of an object of Kubernetes, not 'A B'"),
         (["--image-pull-policy", "Often"], "invalid choice: 'Often'"),
@@ -313,3 +317,8 @@ def test_a_merge_replaces_a_variable_as_a_whole() -> None:
 def test_a_wrong_option_is_named(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match="^engine_options: .*" + re.escape(message)):
         parse_options(words)
+
+
+@pytest.mark.parametrize("folder", ["/data", "/var/data", "/runs", "/home/me", "/tmp"])
+def test_a_folder_that_nobody_needs_may_have_a_volume(folder: str) -> None:
+    assert parse_options(["--volume", f"images:{folder}"]).volumes[0].folder == folder

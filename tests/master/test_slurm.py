@@ -243,6 +243,28 @@ def test_a_command_that_does_not_exist_says_so(engine: SlurmEngine) -> None:
          "worker 2 failed: exit status 7"),
         ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143"},
          "worker 0 died: signal 15 (SIGTERM)"),
+        # The shell of the worker that was killed has left no status.
+        ("FAILED|None|1:00", {"begun": "1", "exit": "137", "status/0": "143", "status/1": "143",
+         "logs/job.out": "srun: error: f1: tasks 0-1: Exited with exit code 143\n"
+                         "srun: error: f2: task 2: Killed\n"},
+         "worker 2 on node f2 died: Killed"),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "137", "status/1": "143",
+         "logs/job.out": "srun: error: f1: tasks 0-1,3: Terminated\n"
+                         "srun: error: f2: tasks 1-2: Killed\n"},
+         "worker 2 on node f2 died: Killed"),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "143", "status/0": "143",
+         "logs/job.out": "srun: error: f1: tasks 0-1: Terminated\n"},
+         "worker 1 on node f1 died: Terminated"),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "137", "status/0": "1",
+         "logs/0.err": "RuntimeError: Connection closed by peer\n",
+         "logs/job.out": "srun: error: f1: task 0: Exited with exit code 1\n"
+                         "srun: error: f2: task 1: Killed\n"},
+         "worker 1 on node f2 died: Killed"),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "137", "status/0": "1",
+         "logs/0.err": "ValueError: bad\n",
+         "logs/job.out": "srun: error: f1: task 0: Exited with exit code 1\n"
+                         "srun: error: f2: task 1: Killed\n"},
+         "worker 0 failed: exit status 1: ValueError: bad"),
         (None, {}, "lost: Slurm has forgotten the job 1 of Slurm, and it left no status"),
         (None, {"begun": "1", "exit": "3", "status/1": "3"}, "worker 1 failed: exit status 3"),
         (None, {"accounting": "1|CANCELLED by 1000|01:00:00|n1\n"},

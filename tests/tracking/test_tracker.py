@@ -607,6 +607,16 @@ def test_device_events_are_reused_and_close_waits_for_the_last(device: FakeDevic
     assert tracker.get_total_train_time() == 51 * 3.5
 
 
+def test_a_state_has_the_times_of_all_batches_that_it_counts(device: FakeDevice) -> None:
+    tracker = make(use_cuda=True)
+    device.passed = False
+    run_device_batch(tracker, device)
+    state = tracker.state_dict()
+    assert (state["batches"], state["train_s"]) == (1, 3.5)
+    assert state["steps_s"] == {"fwd_pass": 1, "agg": 2}
+    assert [entry[1] for entry in state["history"]] == ["batch_time_s"]
+
+
 def test_validation_inside_a_device_batch_is_left_out(device: FakeDevice) -> None:
     tracker = make(use_cuda=True)
     tracker.batch_start()
@@ -617,6 +627,30 @@ def test_validation_inside_a_device_batch_is_left_out(device: FakeDevice) -> Non
     tracker.record_batch_fwd_pass()
     tracker.batch_end()
     assert tracker.get_total_train_time() == tracker.get_total_compute_time() == 1
+
+
+def test_a_state_replaces_the_energy_that_was_measured_before(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_j = 0.0
+
+    def count() -> Callable[[], float]:
+        start_j = used_j
+        return lambda: used_j - start_j
+
+    monkeypatch.setattr("mlbench_core.tracking.tracker.energy_counter", count)
+    tracker = make(use_cuda=True)
+    run_device_batch(tracker, device)
+    used_j = 5.0
+    state = tracker.state_dict()
+    assert state["energy_j"] == 5
+    run_device_batch(tracker, device)
+    used_j = 7.0
+    tracker.load_state_dict(state)
+    assert tracker.summary().energy_j == 5
+    run_device_batch(tracker, device)
+    used_j = 8.0
+    assert tracker.summary().energy_j == 6
 
 
 # ---------------------------------------------------------------------- summary, sinks, progress
@@ -838,6 +872,19 @@ def test_a_state_has_means_and_communication(clock: Clock) -> None:
     summary = second.summary()
     assert summary.communication_size_bytes == 401
     assert (summary.communication_total_s, summary.communication_exposed_s) == (4.0, 1.5)
+
+
+def test_a_state_replaces_the_mean_of_a_validation_and_the_place_of_an_exchange() -> None:
+    state = make().state_dict()
+    used = make()
+    used.validation()
+    used.record_metric(ACCURACY, 90)
+    used.record_communication(total_s=1.0, exposed_s=1.0, size_bytes=4)
+    used.load_state_dict({**state, "is_training": False})
+    used.record_metric(ACCURACY, 50)
+    used.record_communication(total_s=1.0, exposed_s=1.0, size_bytes=4)
+    assert used.best_metric_value == 50
+    assert used.summary().exchanges == 1
 
 
 def test_torch_reads_the_state_without_pickled_code(tmp_path: Path) -> None:

@@ -231,6 +231,11 @@ def _parse_host(words: Sequence[str]) -> Host:
                 )
             slots = int(value)
         elif key == "address" and value:
+            if "@" in value:
+                raise ValueError(
+                    f"address must be an IP address without a user, not {value[:60]!r}: write the "
+                    "user before the name, as in me@node1"
+                )
             address = _parse_name(value)
         else:
             raise ValueError(

@@ -10,6 +10,9 @@ Its steps are::
     over      ended.json has the status; the hosts delete their folders of the run,
               and then the file left_on_hosts is deleted
 
+On a full disk, a run continues in memory, with two exceptions: no worker starts before the port is
+recorded, and no host deletes its folder before the end is recorded, which is tried again.
+
 A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one
 continues at the same step. It looks for ``left_on_hosts``, because nobody asks about the status of
 a run that is known to be over.
@@ -150,6 +153,9 @@ class HostRun:
         self._is_stopping = False
         self._is_deleted = False
         self._ended: JobStatus | None = None
+        # The status with which the run is about to end, while ended.json cannot be written.
+        self._ending: JobStatus | None = None
+        self._end_problem = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             progress = json.loads((folder / "progress.json").read_text())
             self._port, self._is_stopping = progress["port"], bool(progress["is_stopping"])
@@ -185,6 +191,7 @@ class HostRun:
             if self._ended is not None:
                 return self._ended
             problems = "; ".join(part.problem for part in self._parts.values() if part.problem)
+            problems = self._end_problem or problems
             if self._port is None:
                 return JobStatus("waiting", problems or f"asks the hosts: {', '.join(self._parts)}")
             return JobStatus("running", problems or dropping_problem(self.folder))
@@ -192,11 +199,12 @@ class HostRun:
     def stop(self) -> None:
         """Ask all hosts to end their workers."""
         with self._lock:
-            if self._ended is None and not self._is_stopping:
+            # A run whose end cannot be recorded keeps the status with which it ended.
+            if self._ending is None and self._ended is None and not self._is_stopping:
                 # Saved before the hosts are asked, so that the next master continues to stop the
                 # run.
                 self._is_stopping = True
-                self._save()
+                self._try_to_save()
                 self._look_at_all()
         self._wake(self)
 
@@ -212,7 +220,7 @@ class HostRun:
             part.state, part.problem = "ended", ""
             # Nothing more is expected from it.
             part.is_complete = part.kept.is_removed = part.kept.is_fetched = True
-            self._save()
+            self._try_to_save()
             self._look_at_all()
 
     def open_hosts(self) -> list[str]:
@@ -230,6 +238,8 @@ class HostRun:
         """
         problems = []
         with self._lock:
+            if self._end_problem:
+                return self._end_problem
             for part in self._open_parts():
                 if not part.problem or asked_at.get(part.name, 0) < since:
                     return ""
@@ -241,6 +251,10 @@ class HostRun:
         with self._lock:
             part = self._parts[name]
             step: dict[str, Any] = {"id": self.run_id, "log": part.kept.log, "load": part.kept.load}
+            if self._ending is not None:
+                self._end(self._ending)
+            if self._ending is not None:
+                return None
             if self._ended is not None:
                 if part.is_left:
                     return {**step, "want": "remove"}
@@ -284,7 +298,7 @@ class HostRun:
                 self.log.write(None, "system", problem)
                 # The host keeps its folder.
                 part.kept.is_removed = True
-            self._save()
+            self._try_to_save()
             self._look_at_all()
         self._wake(self)
 
@@ -294,7 +308,7 @@ class HostRun:
             self._parts[name].problem = problem
             # Without a port, no host has workers, so the run fails at once. Later, a host that does
             # not answer may still compute.
-            is_end = self._port is None and self._ended is None
+            is_end = self._port is None and self._ending is None and self._ended is None
             if is_end:
                 self._end(JobStatus("failed", problem))
         # Otherwise the interval passes, because a host that refuses a call does so at once.
@@ -323,6 +337,8 @@ class HostRun:
                         self._save()
                         self._mark_left()
                 return False
+            if self._ending is not None:
+                return False
             before = part.state, self._port
             if self._port is None:
                 self._checked(part, answer)
@@ -342,7 +358,11 @@ class HostRun:
                 # Saved before any host may start workers: the next master must not check the hosts
                 # again and choose another port, as workers of this one may exist.
                 self._port = self._parts[self.hosts[0]].port
-                self._save()
+                try:
+                    self._save()
+                except OSError:
+                    self._port = None
+                    raise
         else:
             reason = _one_line(answer.get("reason", answer["state"]))
             self._end(JobStatus("failed", f"host {part.name}: {reason}"))
@@ -355,8 +375,9 @@ class HostRun:
                 text = f"host {part.name}: {text}"
             self.log.write(line["rank"], line["stream"], text, line["date"])
         self.log.close()
-        # Dates of this form have the order of their texts.
-        now = datetime.now(timezone.utc).replace(tzinfo=None).isoformat() + "Z"
+        # Dates of this form have the order of their texts, if all of them have microseconds.
+        time_here = datetime.now(timezone.utc).replace(tzinfo=None)
+        now = f"{time_here.isoformat(timespec='microseconds')}Z"
         if answer.get("load"):
             (self.folder / "load").mkdir(exist_ok=True)
         for line in answer.get("load", ()):
@@ -425,7 +446,7 @@ class HostRun:
 
     def _look_at_all(self) -> None:
         """End the run if all of its hosts have ended."""
-        if self._ended is not None:
+        if self._ending is not None or self._ended is not None:
             return
         if self._port is None:
             if self._is_stopping:
@@ -448,13 +469,22 @@ class HostRun:
             self._end(JobStatus("finished", returncode=0, finished_at=finished_at))
 
     def _end(self, status: JobStatus) -> None:
-        self.log.write(None, "system", status.reason or "finished")
-        self.log.close()
-        # Before the hosts delete their folders: the next master must not start the run again.
-        with contextlib.suppress(OSError):
-            self._mark_left()
-        write_json(self.folder / "ended.json", asdict(status))
-        self._ended = status
+        """Record the end of the run; if the disk does not accept it, :meth:`step` tries again."""
+        # The next run may already have the folder of a run that is being deleted.
+        if not self._is_deleted:
+            # Before the hosts delete their folders: the next master must not start the run again.
+            with contextlib.suppress(OSError):
+                self._mark_left()
+            try:
+                write_json(self.folder / "ended.json", asdict(status))
+            except OSError as error:
+                why = error.strerror or error
+                self._ending = status
+                self._end_problem = f"the end of the run cannot be recorded: {why}"
+                return
+            self.log.write(None, "system", status.reason or "finished")
+            self.log.close()
+        self._ended, self._ending, self._end_problem = status, None, ""
 
     def _is_left(self) -> bool:
         return any(part.is_left for part in self._parts.values())
@@ -465,6 +495,11 @@ class HostRun:
             mark.touch()
         else:
             mark.unlink(missing_ok=True)
+
+    def _try_to_save(self) -> None:
+        """Save a step that the next master may repeat, or continue on a full disk."""
+        with contextlib.suppress(OSError):
+            self._save()
 
     def _save(self) -> None:
         hosts = {name: asdict(part.kept) for name, part in self._parts.items()}

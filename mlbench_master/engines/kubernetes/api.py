@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from http import HTTPStatus
+from http.client import responses
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -263,7 +264,8 @@ def _api_error(error: Exception) -> ApiError:
         return ApiError(
             f"Kubernetes does not answer: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
         )
-    message = getattr(error, "reason", "") or HTTPStatus(status).phrase
+    # A proxy in between may answer with a status that HTTP does not define, such as 520.
+    message = getattr(error, "reason", "") or responses.get(status, "no reason was given")
     with suppress(ValueError, KeyError, TypeError):
         message = json.loads(getattr(error, "body", b""))["message"] or message
     line = " ".join(str(message).split())

@@ -21,10 +21,11 @@ _SIZE = re.compile(r"[1-9]\d{0,8}(\.\d{1,3})?([kMGT]|[KMGT]i)?", re.ASCII)
 _TIME = re.compile(r"([1-9]\d{0,6})([smhd])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-# Folders that the system or MLBench itself mounts or needs.
+# Folders that the system or MLBench itself mounts or needs. Images may have links between those of
+# the system, for example from /var/run to /run and from /bin to /usr/bin, so both ends are here.
 _TAKEN = (
-    *("/mlbench", "/workspace", "/dev", "/proc", "/sys", "/etc", "/bin", "/lib", "/lib64", "/usr"),
-    "/var/run",
+    *("/mlbench", "/workspace", "/dev", "/proc", "/sys", "/run", "/var/run", "/etc", "/usr"),
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
 )
 _FOLDER = re.compile(r"(/[\w.+@-]+)+", re.ASCII)
 
@@ -196,7 +197,9 @@ def _volume(text: str) -> Volume:
     # By whole names, because /etcetera is not below /etc. With "..", a folder could reach a taken
     # one although its text begins with another name.
     is_taken = any(f"{folder}/".startswith(f"{taken}/") for taken in _TAKEN)
-    if is_taken or {".", ".."} & set(folder.split("/")):
+    # A volume at /var would hide the folders of the system in it.
+    hides_one = any(taken.startswith(f"{folder}/") for taken in _TAKEN)
+    if is_taken or hides_one or {".", ".."} & set(folder.split("/")):
         raise argparse.ArgumentTypeError(
             f"must have another folder than {folder[:80]!r}: take one below /data"
         )

@@ -71,7 +71,9 @@ _STOP_S = 90.0
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _STATE_BYTES = 4096
 _TERMINATED = 128 + 15  # also of workers that srun ends because another one has failed
-_SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? (\d+)[-,\d]*: (.+)")
+_SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_TERMINATED_END = re.compile(rf"Terminated|Exited with exit code {_TERMINATED}$")
 _FAILED_NODE = re.compile(r"DUE TO NODE ([\w.-]+) FAILURE|Node failure on ([\w.-]+)", re.IGNORECASE)
 
 
@@ -353,18 +355,42 @@ class _Ended:
             return f"{reason} {last_line}" if lines else reason, self._status
         failed = [(rank, status) for _, rank, status in self._workers if status]
         candidates = [(rank, status) for rank, status in failed if status != _TERMINATED]
+        # A worker whose shell was killed has left no status, but srun names it.
+        killed, terminated = self._without_status(lines)
         if not candidates:
-            # A worker whose shell was killed has left no status, but srun names it.
-            named = next(filter(None, map(_SRUN_ERROR.match, lines)), None)
-            if named is not None and int(named[2]) not in dict(failed):
-                return f"worker {named[2]} on node {named[1]} died: {named[3]}", self._status
+            named = killed or terminated
+            if named:
+                return named, self._status
             candidates = failed[:1]
         if not candidates:
             reason = f"the script of {self._who} failed: exit status {self._status}"
             return f"{reason}: {last_line}" if lines else reason, self._status
         rank, returncode, error = self._cause(candidates)
+        if killed and is_consequence(error):
+            return killed, self._status
         reason = describe_exit(rank, returncode)
         return f"{reason}: {error}" if error else reason, returncode
+
+    def _without_status(self, lines: Sequence[str]) -> tuple[str, str]:
+        """Return how srun says that workers without a status ended.
+
+        Returns:
+            The first end that is not a termination, and the first termination, which may follow
+            from the end of another worker; empty texts if there are none.
+        """
+        known = {rank for _, rank, _ in self._workers}
+        killed = terminated = ""
+        for match in filter(None, map(_SRUN_ERROR.match, lines)):
+            node, ranks, end = match.groups()
+            rank = _first_unknown(ranks, known)
+            if rank is None:
+                continue
+            reason = f"worker {rank} on node {node} died: {end}"
+            if _TERMINATED_END.match(end):
+                terminated = terminated or reason
+            else:
+                killed = killed or reason
+        return killed, terminated
 
     def _cause(self, failed: list[tuple[int, int]]) -> tuple[int, int, str]:
         """Return rank, exit status and error of the worker that is the cause of the others' end."""
@@ -396,6 +422,20 @@ def _variables(job: Job, own: Mapping[str, str]) -> tuple[dict[str, str], list[s
         del variables["OMP_NUM_THREADS"]
     inherited = variables_to_remove(caller_env)
     return variables, [name for name in inherited if not name.endswith("VISIBLE_DEVICES")]
+
+
+def _first_unknown(ranks: str, known: set[int]) -> int | None:
+    """Return the first of the ranks in a message of srun that is not in a set.
+
+    Example:
+        >>> _first_unknown("0-2,5", {0, 1})
+        2
+    """
+    for first, last in _RANKS.findall(ranks):
+        for rank in range(int(first), int(last or first) + 1):
+            if rank not in known:
+                return rank
+    return None
 
 
 def _submit(

@@ -23,9 +23,10 @@ class ImageBatches(ResumablePasses):
     """Iterate over a data set of images in batches.
 
     It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch
-    depends only on (seed, rank, epoch), and the augmentation of a batch on (seed, rank, epoch,
-    batch). torch's global generator is neither read nor changed. A run that stops in the middle of
-    an epoch and saves :meth:`state_dict` resumes with exactly the same remaining batches.
+    depends only on (seed, rank, epoch), or on (seed, epoch) if ``world_size`` divides the images.
+    The augmentation of a batch depends only on (seed, rank, epoch, batch). torch's global generator
+    is neither read nor changed. A run that stops in the middle of an epoch and saves
+    :meth:`state_dict` resumes with exactly the same remaining batches.
 
     Each pass over the batches is one epoch. The next pass is the next epoch, unless
     :meth:`set_epoch` selects another one.
