@@ -1,1 +1,1 @@
-"""Reference implementations of the benchmark tasks; installed as the package ``mlbench_benchmarks``."""
+"""Reference implementations of the tasks, installed as the package ``mlbench_benchmarks``."""

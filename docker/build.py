@@ -1,4 +1,4 @@
-"""Build the container images with the program that there is, and list their sizes.
+"""Build the container images with the installed program, and list their sizes.
 
 From the root of a checkout::
 
@@ -58,26 +58,39 @@ class Build:
 def builds() -> list[Build]:
     """Return all images, the base first."""
     start = f"MLBENCH_BASE={container_image('base')}"
-    found = [
+    images = [
         Build("base", "docker/base/Dockerfile", "."),
         Build("master", "docker/master/Dockerfile", "docker/master", (start,)),
     ]
     for task in TASKS.values():
-        # Images with the same arguments differ in their tags only. The first one is the task itself.
-        for arguments in dict.fromkeys([(), *(image.arguments for image in task.images)]):
-            images = [image for image in task.images if image.arguments == arguments]
-            found.append(_task_build(task, arguments, images, start))
-    custom = Build("custom", "docker/custom/Dockerfile", "docker/custom", (start,))
-    return [*found, custom]
+        # Images with the same arguments differ in their tags only. The first one is the task
+        # itself.
+        by_arguments: dict[tuple[str, ...], list[Image]] = {(): []}
+        for image in task.images:
+            by_arguments.setdefault(image.arguments, []).append(image)
+        for arguments, same in by_arguments.items():
+            images.append(_task_build(task, arguments, same, start))
+    images.append(Build("custom", "docker/custom/Dockerfile", "docker/custom", (start,)))
+    return images
 
 
-def _task_build(task: Task, arguments: tuple[str, ...], images: Sequence[Image], start: str) -> Build:
+def _task_build(
+    task: Task, arguments: tuple[str, ...], images: Sequence[Image], start: str
+) -> Build:
     """Return the image of a task with these arguments before those of the user."""
-    name = f"task{task.key}" + "".join(f"-{word}" for word in arguments if not word.startswith("-"))
-    own = (start, *([f"ARGUMENTS={' '.join(arguments)}"] if arguments else []))
+    name = f"task{task.key}"
+    for word in arguments:
+        if not word.startswith("-"):
+            name += f"-{word}"
+    build_arguments = [start]
+    if arguments:
+        build_arguments.append(f"ARGUMENTS={' '.join(arguments)}")
     registry = container_image(name).rpartition("/")[0]
-    tags = tuple(image.reference.replace("mlbench/", f"{registry}/", 1) for image in images)
-    return Build(name, "docker/task/Dockerfile", f"benchmarks/{task.folder}", own, tags)
+    tags = [image.reference.replace("mlbench/", f"{registry}/", 1) for image in images]
+    return Build(
+        name, "docker/task/Dockerfile", f"benchmarks/{task.folder}",
+        tuple(build_arguments), tuple(tags),
+    )  # fmt: skip
 
 
 def build_command(program: str, build: Build, extra: Sequence[str] = ()) -> list[str]:
@@ -89,8 +102,9 @@ def build_command(program: str, build: Build, extra: Sequence[str] = ()) -> list
         extra: Further options of the program.
     """
     command = [program, "build", "--file", build.file]
-    # Images of the OCI format, the default of both, have no health check.
-    command += [] if program == "docker" else ["--format", "docker", "--layers"]
+    if program != "docker":
+        # Images of the OCI format, the default of the other programs, have no health check.
+        command += ["--format", "docker", "--layers"]
     for argument in build.arguments:
         command += ["--build-arg", argument]
     for tag in (build.tag, *build.other_tags):
@@ -100,29 +114,36 @@ def build_command(program: str, build: Build, extra: Sequence[str] = ()) -> list
 
 def main(arguments: Sequence[str]) -> None:
     """Build, push and list the images that the command line names."""
-    known = builds()
+    images = {build.name: build for build in builds()}
     parser = argparse.ArgumentParser(
-        description="Build the container images.", epilog="Words after -- are options of the program's build command."
+        description="Build the container images.",
+        epilog="Words after -- are options of the program's build command.",
     )
-    parser.add_argument("--program", choices=PROGRAMS, help="by default the first that is installed")
-    parser.add_argument("--registry", help="replaces mlbench/ in the names [MLBENCH_IMAGE_REGISTRY]")
-    parser.add_argument("--only", nargs="+", choices=[build.name for build in known], metavar="NAME", help="not all")
-    parser.add_argument("--push", action="store_true", help="push each image to its registry")
-    parser.add_argument("--list", action="store_true", help="show the commands without running them")
+    add = parser.add_argument
+    add("--program", choices=PROGRAMS, help="by default the first that is installed")
+    add("--registry", help="replaces mlbench/ in the names [MLBENCH_IMAGE_REGISTRY]")
+    add("--only", nargs="+", choices=list(images), metavar="NAME", help="not all")
+    add("--push", action="store_true", help="push each image to its registry")
+    add("--list", action="store_true", help="show the commands without running them")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     args, extra = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     if args.registry:
         os.environ["MLBENCH_IMAGE_REGISTRY"] = args.registry
-        known = builds()
-    program = args.program or next((name for name in PROGRAMS if shutil.which(name)), None)
+        images = {build.name: build for build in builds()}
+    program = args.program or next(filter(shutil.which, PROGRAMS), None)
     if program is None and not args.list:
-        parser.error(f"one of {', '.join(PROGRAMS)} must be installed to build images: install one, or give --list")
-    chosen = [build for build in known if args.only is None or build.name in args.only]
+        parser.error(
+            f"one of {', '.join(PROGRAMS)} must be installed to build images: "
+            "install one, or give --list"
+        )
+    shown_program = program or PROGRAMS[0]
     rows = []
-    for build in chosen:
-        commands = [build_command(program or PROGRAMS[0], build, extra)]
+    for name, build in images.items():
+        if args.only and name not in args.only:
+            continue
+        commands = [build_command(shown_program, build, extra)]
         if args.push:
-            commands += [[program or PROGRAMS[0], "push", tag] for tag in (build.tag, *build.other_tags)]
+            commands += [[shown_program, "push", tag] for tag in (build.tag, *build.other_tags)]
         start = time.monotonic()
         for command in commands:
             print(shlex.join(command), flush=True)
@@ -135,7 +156,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _size(program: str, tag: str) -> str:
-    """Return the size of an image with all its layers. Images that start from the same one share most of theirs."""
+    """Return the size of an image with all its layers.
+
+    Images that start from the same one share most of theirs.
+    """
     command = [program, "images", "--format", "{{.Size}}", tag]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
 

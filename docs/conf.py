@@ -33,7 +33,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"MLBench {release}"
-html_favicon = "../mlbench_master/static/icon.svg"
+html_favicon = "../mlbench_master/web/static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_math_renderer = "mathml"
@@ -55,7 +55,8 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the generated parts of the reference, limit the navigation, draw formulas and shorten diffs."""
+    """Fill the generated parts of the reference, limit the navigation, draw formulas and shorten
+    diffs."""
     app.add_html_math_renderer("mathml", (draw_inline, None), (draw_block, None))
     # Before the theme, which asks for the whole tree.
     app.connect("html-page-context", limit_navigation, priority=400)
@@ -66,7 +67,8 @@ def setup(app: Any) -> None:
 
 
 def draw_inline(translator: Any, node: Any) -> None:
-    """Write a formula of a sentence as MathML, which browsers draw without a script and without a network."""
+    """Write a formula of a sentence as MathML, which browsers draw without a script and without a
+    network."""
     translator.body.append(to_mathml(node.astext(), as_block=False))
     raise SkipNode
 
@@ -84,11 +86,16 @@ def to_mathml(formula: str, as_block: bool) -> str:
     return tex2mathml(known, as_block=as_block)
 
 
-def limit_navigation(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page contains."""
+def limit_navigation(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page
+    contains."""
     whole_tree = context.get("toctree")
     if whole_tree is not None:
-        context["toctree"] = lambda **options: whole_tree(**{**options, "maxdepth": NAVIGATION_DEPTH})
+        context["toctree"] = lambda **options: whole_tree(
+            **{**options, "maxdepth": NAVIGATION_DEPTH}
+        )
 
 
 def fill_markers(app: Any, page: str, source: list[str]) -> None:
@@ -97,10 +104,13 @@ def fill_markers(app: Any, page: str, source: list[str]) -> None:
 
 
 def shorten_diffs(app: Any, doctree: Any) -> None:
-    """Leave only the names of the compared files in the head of a diff, not their paths on this machine."""
+    """Leave only the names of the compared files in the head of a diff, not their paths on this
+    machine."""
     for block in doctree.findall(literal_block):
         if block.get("language") == "udiff":
-            block.rawsource = re.sub(r"^(---|\+\+\+) .*/", r"\1 ", block.astext(), count=2, flags=re.MULTILINE)
+            block.rawsource = re.sub(
+                r"^(---|\+\+\+) .*/", r"\1 ", block.astext(), count=2, flags=re.MULTILINE
+            )
             block[:] = [Text(block.rawsource)]
 
 
@@ -114,7 +124,13 @@ def resolve_short_path(app: Any, env: Any, node: Any, text: Any) -> Any:
     """Resolve a reference to a name by the path of a package that hands it on."""
     module, _, name = node.get("reftarget", "").rpartition(".")
     modules = public_modules()
-    if node.get("refdomain") != "py" or module not in modules or name not in handed_on(modules[module]):
+    if (
+        node.get("refdomain") != "py"
+        or module not in modules
+        or name not in handed_on(modules[module])
+    ):
         return None
     origin = find_origin(module, name, modules)
-    return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, node["reftype"], origin, node, text)
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], origin, node, text
+    )

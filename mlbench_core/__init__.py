@@ -1,7 +1,7 @@
 """MLBench: reference components for benchmarking distributed machine learning.
 
-Importing this package is fast: it loads a subpackage on first use (:pep:`562`), torch only with a ``pytorch``
-subpackage, and TensorFlow only with a ``tensorflow`` one.
+Importing this package is fast: it loads a subpackage on first use (:pep:`562`), torch only with a
+``pytorch`` subpackage, and TensorFlow only with a ``tensorflow`` one.
 
 Example:
     >>> import mlbench_core
@@ -20,6 +20,7 @@ _SUBPACKAGES = (
     "api",
     "cli",
     "client",
+    "comparison",
     "controlflow",
     "dataset",
     "distributed",
@@ -31,6 +32,9 @@ _SUBPACKAGES = (
     "network",
     "ops",
     "optim",
+    "prediction",
+    "results",
+    "sweep",
     "tasks",
     "tracking",
     "utils",

@@ -23,8 +23,8 @@ def lazy_subpackages(package: str, *names: str) -> Callable[[str], ModuleType]:
         'json.decoder'
     """
 
-    # Python calls this only for names that the package does not have. The import adds the submodule to the package, so
-    # there is one call per name.
+    # Python calls this only for names that the package does not have. The import adds the submodule
+    # to the package, so there is one call per name.
     def __getattr__(name: str) -> ModuleType:
         if name in names:
             return importlib.import_module(f"{package}.{name}")

@@ -1,8 +1,8 @@
-"""Import TensorFlow for a ``tensorflow`` package, or raise an error that names the extra that installs it.
+"""Import TensorFlow for a ``tensorflow`` package, or raise an error that names the extra.
 
-The ``__init__`` of each ``tensorflow`` package imports this module before all others of the library. Without
-TensorFlow, the import then ends with a :class:`~mlbench_core.errors.MissingDependencyError` that has the
-``pip install`` line.
+The ``__init__`` of each ``tensorflow`` package imports this module before all others of the
+library. Without TensorFlow, the import then ends with a
+:class:`~mlbench_core.errors.MissingDependencyError` that has the ``pip install`` line.
 """
 
 from mlbench_core.errors import require

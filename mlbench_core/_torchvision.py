@@ -1,10 +1,11 @@
 """Import torchvision, even if its compiled operators do not fit the installed build of torch.
 
-torchvision's wheels contain compiled operators for one build of torch. With another build (for example the CPU build of
-torch and a torchvision wheel made for CUDA), these operators do not load. Then ``import torchvision`` itself fails,
-because it declares shape functions for operators that are not defined. The library needs only the Python parts of
-torchvision: models, image folders and transforms. So if the import fails for this reason, and only then, the two
-missing operators are declared without an implementation, and the import is repeated.
+torchvision's wheels contain compiled operators for one build of torch. With another build (for
+example the CPU build of torch and a torchvision wheel made for CUDA), these operators do not load.
+Then ``import torchvision`` itself fails, because it declares shape functions for operators that are
+not defined. The library needs only the Python parts of torchvision: models, image folders and
+transforms. So if the import fails for this reason, and only then, the two missing operators are
+declared without an implementation, and the import is repeated.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 
 from mlbench_core.errors import require
 
-# Operators for which torchvision declares shape functions. Without an implementation, calling one is still an error.
+# Operators for which torchvision declares shape functions. Without an implementation, calling one
+# is still an error.
 _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# torch removes the definitions of a torch.library.Library when the object is deleted, so it is kept here.
+# torch removes the definitions of a torch.library.Library when the object is deleted, so it is kept
+# here.
 _declared: list[Any] = []
 
 
@@ -50,10 +53,14 @@ def load(submodule: str = "") -> ModuleType:
             raise
         _declare_operators()
         # The failed import leaves incomplete modules behind, which the next import would use.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
         importlib.import_module("torchvision")
-    return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
+    name = "torchvision"
+    if submodule:
+        name += f".{submodule}"
+    return importlib.import_module(name)
 
 
 def lacks_operators() -> bool:

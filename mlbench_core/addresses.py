@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["is_loopback"]
+__all__ = ["bracketed", "is_loopback"]
+
+
+def bracketed(host: str) -> str:
+    """Put an IPv6 address into the brackets that a URL needs; return other hosts unchanged.
+
+    Example:
+        >>> bracketed("::1"), bracketed("127.0.0.1")
+        ('[::1]', '127.0.0.1')
+    """
+    return f"[{host}]" if ":" in str(host) else host
 
 
 def is_loopback(host: str) -> bool:

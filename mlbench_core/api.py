@@ -5,4 +5,5 @@ import sys
 from mlbench_core.client import api
 from mlbench_core.client.api import *  # noqa: F403
 
-sys.modules[__name__] = api  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = api

@@ -8,7 +8,14 @@ import operator
 import reprlib
 from typing import Any
 
-__all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive", "check_rank"]
+__all__ = [
+    "check_at_least",
+    "check_finite_at_least_0",
+    "check_int",
+    "check_number",
+    "check_positive",
+    "check_rank",
+]
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:
@@ -70,14 +77,14 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_finite_at_least_0(name: str, value: Any) -> None:
-    """Raise a TypeError if a value is not a number, and a ValueError if it is negative or not finite."""
+    """Raise a TypeError if a value is not a number, or a ValueError if below 0 or not finite."""
     check_number(name, value)
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be finite and at least 0, not {value}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise a TypeError if a value is not a number, and a ValueError if it is not finite and above 0."""
+    """Raise a TypeError if a value is not a number, or a ValueError if not finite and above 0."""
     check_number(name, value)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and positive, not {value}")
@@ -98,5 +105,6 @@ def check_rank(rank: Any, world_size: Any) -> None:
     check_int("world_size", world_size)
     if not 0 <= operator.index(rank) < world_size:
         raise ValueError(
-            f"rank must be from 0 to {world_size - 1}, not {rank}: ranks count from 0 and world_size is {world_size}"
+            f"rank must be from 0 to {world_size - 1}, not {rank}: "
+            f"ranks count from 0 and world_size is {world_size}"
         )

@@ -1,7 +1,8 @@
-"""The place from which a user starts runs: the current folder and the variables that a run takes from there.
+"""Describe the call that starts a run: its folder, and the variables that the run takes from it.
 
-A master serves many calls, and each of them may come from another folder with another environment. So a call sends its
-own to the master, and the workers of its runs do not inherit those of the call that happened to start the master.
+A master serves many calls, and each call may come from another folder with another environment. So
+each call sends its own folder and variables to the master. The workers of its runs do not inherit
+the folder and variables of the call that started the master.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,57 +32,59 @@ __all__ = [
 ]
 
 PREFIXES = (
-    *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
-    *(
-        "NCCL_",
-        "RCCL_",
-        "GLOO_",
-        "TP_",
-        "UCX_",
-        "UCC_",
-        "FI_",
-        "OMPI_MCA_",
-        "PRTE_MCA_",
-        "PMIX_MCA_",
-        "I_MPI_",
-        "MPICH_",
-    ),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "ONEDNN_", "DNNL_", "MALLOC_"),
-    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_"),
-    *("PYTHON", "CONDA_", "LD_", "DYLD_", "LC_"),
-    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_"),
-)
-"""Beginnings of the names of variables that a run takes from the call that starts it."""
+    # GPUs
+    "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "MIOPEN_",
+    # communication
+    "NCCL_", "RCCL_", "GLOO_", "TP_", "UCX_", "UCC_", "FI_",
+    "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "MPICH_",
+    # threads, linear algebra and memory
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_",
+    "ONEDNN_", "DNNL_", "MALLOC_",
+    # frameworks and compilers
+    "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_",
+    # Python, the loader of libraries, and the language
+    "PYTHON", "CONDA_", "LD_", "DYLD_", "LC_",
+    # services and their clients
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_",
+)  # fmt: skip
+"""Prefixes of the environment variables that a run takes from the call that starts it."""
 
 VARIABLES = frozenset(
-    (
-        *("PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES"),
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-        *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
-        *("SBATCH_TIMELIMIT", "SBATCH_WCKEY", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE"),
-    )
-)
-"""Further variables that a run takes from the call that starts it."""
+    {
+        "PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES",
+        # proxies and certificates
+        "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+        "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+        # Slurm
+        "SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS",
+        "SBATCH_RESERVATION", "SBATCH_TIMELIMIT", "SBATCH_WCKEY",
+        "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE",
+    }
+)  # fmt: skip
+"""Other environment variables that a run takes from the call that starts it."""
 
-# They describe the terminal of the call. The output of workers goes to a log, whose lines are UTF-8.
+# These variables are for the terminal of the call. The output of workers goes to a log in UTF-8.
 _OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
 
 _OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_MASTER = re.compile("MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)")
+_OF_MASTER = re.compile(
+    "MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)"
+)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
-"""The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
+"""Variable of the workers that lists the variables the user chose, separated by spaces."""
 
-# Without its first entry, the folder of the call, as with the option -P of Python 3.11.
+# Like the option -P of Python 3.11, remove the first entry of sys.path: the folder of the call.
 _SAFE = (
-    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), "
+    "run_name='__main__', alter_sys=True)"
 )
 
 
 def is_carried(name: str) -> bool:
-    """Return whether a run takes a variable from the call that starts it.
+    """Return True if a run takes a variable from the call that starts it.
 
     Example:
         >>> is_carried("NCCL_ALGO"), is_carried("HOME")
@@ -91,10 +94,10 @@ def is_carried(name: str) -> bool:
 
 
 def check_variable(name: str) -> str:
-    """Return the name of a variable that a user may give to the workers of a run.
+    """Return ``name`` if a user may set this variable for the workers of a run.
 
     Raises:
-        ValueError: It is not a name, or the variable is one that MLBench sets for each worker.
+        ValueError: ``name`` is not a valid name, or MLBench sets this variable for each worker.
 
     Example:
         >>> check_variable("NCCL_ALGO")
@@ -102,10 +105,14 @@ def check_variable(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give for example NCCL_DEBUG"
+            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: "
+            "give for example NCCL_DEBUG"
         )
     if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
-        raise ValueError(f"the variable must be one that MLBench does not set itself, not {name[:80]}: leave it out")
+        raise ValueError(
+            "the variable must be one that MLBench does not set itself, "
+            f"not {name[:80]}: leave it out"
+        )
     return name
 
 
@@ -124,45 +131,55 @@ def call_folder(given: Path | None = None) -> str:
         if given is not None and given.is_absolute():
             return str(given)
         raise ConfigurationError(
-            f"the current folder must be one that exists ({error.strerror}): change to another one, or give --cwd"
+            f"the current folder cannot be used ({error.strerror}): "
+            "change to another one, or give --cwd"
         ) from None
-    return str(here / given.expanduser() if given is not None else here)
+    if given is None:
+        return str(here)
+    return str(here / given.expanduser())
 
 
 def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that a run takes from a call, of those of this process.
+    """Return the environment variables that a run takes from a call.
 
-    The ``python`` of the workers is the one that runs the call, unless another environment of Python is active.
+    In the returned ``PATH``, ``python`` is the Python of this process, unless another virtual or
+    Conda environment is active.
 
     Args:
-        variables: The environment of the call; by default that of this process.
+        variables: The environment of the call; by default the environment of this process.
 
     Example:
-        >>> found = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
-        >>> found["NCCL_ALGO"], "HOME" in found
+        >>> carried = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
+        >>> carried["NCCL_ALGO"], "HOME" in carried
         ('Ring', False)
     """
-    known = os.environ if variables is None else variables
-    carried = {name: value for name, value in known.items() if is_carried(name)}
-    path = known.get("PATH", os.defpath)
+    if variables is None:
+        variables = os.environ
+    carried = {name: value for name, value in variables.items() if is_carried(name)}
+    path = variables.get("PATH", os.defpath)
     own = str(Path(sys.executable).parent)
-    # If an environment is active, a shell in this folder would find its Python.
-    active = [os.path.join(known[name], "bin") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if known.get(name)]
-    found = shutil.which("python", path=path)
-    if found is None or os.path.dirname(found) not in (own, *active):
+    folders = [own]
+    # If an environment is active, a shell would find the Python of that environment.
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if variables.get(name):
+            folders.append(os.path.join(variables[name], "bin"))
+    python = shutil.which("python", path=path)
+    if python is None or os.path.dirname(python) not in folders:
         path = os.pathsep.join([own, path])
     return {**carried, "PATH": path}
 
 
 def safe_environment() -> dict[str, str]:
-    """Return the environment for a program of MLBench, which imports nothing from the current folder.
+    """Return an environment in which a program of MLBench imports nothing from this folder.
 
-    The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not replace the module of the
-    standard library in a master. So ``PYTHONPATH`` has neither that folder nor a relative entry. At its end it has the
-    folder of this package, which Python would not find if it is not installed.
+    The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not
+    replace the module of the standard library in a master. So ``PYTHONPATH`` has neither that
+    folder nor a relative entry. Its last entry is the folder that contains this package, because
+    Python would not find a package that is not installed.
     """
     here = ""
-    with contextlib.suppress(OSError):  # it was deleted
+    # The folder may have been deleted.
+    with contextlib.suppress(OSError):
         here = os.getcwd()
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if os.path.isabs(entry) and os.path.realpath(entry) != here]
@@ -171,22 +188,26 @@ def safe_environment() -> dict[str, str]:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of MLBench in this Python, and imports nothing from the current folder.
+    """Return the command that runs a module of MLBench in this Python.
+
+    The module imports nothing from the current folder.
 
     Args:
-        module: Its full name.
+        module: Full name of the module.
         *arguments: The arguments of the program.
 
     Example:
-        >>> module_command("mlbench_core.cli", "tasks")[-2:]
-        ['mlbench_core.cli', 'tasks']
+        >>> module_command("mlbench_cli", "tasks")[-2:]
+        ['mlbench_cli', 'tasks']
     """
-    start: Sequence[str] = ("-P", "-m") if sys.version_info >= (3, 11) else ("-c", _SAFE)
-    return [sys.executable, *start, module, *arguments]
+    options = ["-P", "-m"]
+    if sys.version_info < (3, 11):
+        options = ["-c", _SAFE]
+    return [sys.executable, *options, module, *arguments]
 
 
 def describe_call(folder: Path | None = None) -> dict[str, Any]:
-    """Return the field ``caller`` of a request for a run: the folder and the environment of this call.
+    """Return the field ``caller`` of a request for a run: this call's folder and environment.
 
     Args:
         folder: The folder in which the workers start; None for the current one.

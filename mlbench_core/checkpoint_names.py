@@ -1,4 +1,7 @@
-"""Name the files of checkpoints; ``controlflow/pytorch/checkpoint_files.py`` describes their content."""
+"""Name the files of checkpoints.
+
+``controlflow/pytorch/checkpoint_files.py`` describes their content.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import os
 import re
 from pathlib import Path
 
-# Scripts written for version 3.0 look for these names. An epoch's name holds the epoch and the rank.
+# Scripts written for version 3.0 look for these names. An epoch's name holds the epoch and the
+# rank.
 BEST_NAME = "model_best.pth.tar"
 EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
 STATISTICS_NAME = re.compile(r"\d+_\d+\.json")
@@ -21,10 +25,18 @@ def epoch_name(epoch: int, rank: int) -> str:
 
 
 def saved_epochs(folder: str | os.PathLike[str], rank: int) -> set[int]:
-    """Return the epochs that a worker can read from a folder, which need not exist: those of its own and of rank 0."""
-    names = os.listdir(folder) if os.path.isdir(folder) else ()
-    matches = [match for name in names if (match := EPOCH_NAME.fullmatch(name))]
-    return {int(match[1]) for match in matches if int(match[2]) in (0, rank)}
+    """Return the epochs, its own and those of rank 0, that a worker can read from a folder.
+
+    The folder need not exist.
+    """
+    epochs: set[int] = set()
+    if not os.path.isdir(folder):
+        return epochs
+    for name in os.listdir(folder):
+        match = EPOCH_NAME.fullmatch(name)
+        if match is not None and int(match[2]) in (0, rank):
+            epochs.add(int(match[1]))
+    return epochs
 
 
 def statistics_name(epoch: int, rank: int) -> str:
@@ -49,12 +61,16 @@ def is_checkpoint(name: str) -> bool:
 
 
 def remove_checkpoints(ckpt_run_dir: str | os.PathLike[str]) -> None:
-    """Delete the checkpoints in a folder and the files of interrupted saves; files with other names stay.
+    """Delete the checkpoints in a folder and the files of interrupted saves.
+
+    Files with other names stay.
 
     Args:
         ckpt_run_dir: The folder, which need not exist.
     """
     folder = Path(ckpt_run_dir)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         if is_checkpoint(path.name) and path.is_file():
             path.unlink(missing_ok=True)

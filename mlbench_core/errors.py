@@ -1,7 +1,8 @@
 """Define the library's exceptions as one tree.
 
-Every error about the outside world (a network, a file, a process, a missing package) derives from
-:class:`MLBenchError`. A wrong argument is a plain :class:`ValueError` or :class:`TypeError`.
+Every error from outside the process (a network, a file, another process, a missing package)
+derives from :class:`MLBenchError`. A wrong argument is a plain :class:`ValueError` or
+:class:`TypeError`.
 
 .. code-block:: text
 
@@ -11,7 +12,7 @@ Every error about the outside world (a network, a file, a process, a missing pac
     |   +-- MasterAddressError    the given address of the master is not valid (also a ValueError)
     |   +-- MasterTokenError      the token of the master cannot be sent (also a ValueError)
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
-    +-- MasterError               talking to the master failed
+    +-- MasterError               the communication with the master failed
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
     |   +-- MasterRequestError    the master refused a request or answered with an error
     +-- CheckpointError           a checkpoint is missing, damaged or does not fit
@@ -45,7 +46,7 @@ __all__ = [
 
 
 class MLBenchError(Exception):
-    """Base class of every error that this library raises about the outside world."""
+    """Base class of every error that this library raises for a cause outside the process."""
 
 
 class ConfigurationError(MLBenchError):
@@ -65,7 +66,7 @@ class MasterTokenError(ConfigurationError, ValueError):
 
 
 class MissingDependencyError(ConfigurationError, ImportError):
-    """An optional package is not installed; the message says which ``pip install`` line installs it."""
+    """An optional package is not installed; the message has the ``pip install`` line for it."""
 
 
 class MasterError(MLBenchError):
@@ -112,12 +113,13 @@ class DownloadError(DatasetError):
 class WorkerError(MLBenchError, RuntimeError):
     """Another worker of the run was lost.
 
-    It is also a ``RuntimeError``, like the error that torch raises. So scripts that catch torch's error catch this one.
+    It is also a ``RuntimeError``, like the error that torch raises. So scripts that catch torch's
+    error catch this one.
     """
 
 
 def require(module: str, extra: str) -> object:
-    """Import an optional module, or raise an error that says how to install it.
+    """Import an optional module, or raise an error with the command that installs it.
 
     Args:
         module: Dotted name of the module, for example ``"sacrebleu"``.
@@ -138,9 +140,11 @@ def require(module: str, extra: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # If the package is installed but lacks a module that it imports itself, installing the extra would not help.
+        # If the package is installed but lacks a module that it imports itself, installing the
+        # extra would not help.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(
-            f"this needs the package '{error.name}', which is not installed: pip install 'mlbench-core[{extra}]'"
+            f"this needs the package '{error.name}', which is not installed: "
+            f"pip install 'mlbench-core[{extra}]'"
         ) from error

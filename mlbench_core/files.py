@@ -1,8 +1,9 @@
 """Write files whole or not at all, lock them between processes, and compute their digests.
 
-A file or folder is first written under a temporary name in the same folder. When its content is on disk, it is renamed.
-So its path holds either the old content or the complete new content at any moment: after an error, on a full disk, and
-after a killed process or a power cut. This module imports no framework.
+A file or folder is first written under a temporary name in the same folder. When its content is on
+disk, it is renamed. So its path holds either the old content or the complete new content at any
+moment: after an error, on a full disk, and after a killed process or a power cut. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 24  # settings, names and lists that people write have a few kilobytes
+# Settings, names and lists that people write have a few kilobytes.
+_SMALL_BYTES = 1 << 24
 
 
 @contextlib.contextmanager
@@ -39,12 +41,14 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: The file to write; its folder is created.
-        temporary: The path to write to first, in the same folder. By default it has a random name, so that several
-            processes can write at the same time. If a process is killed, its temporary file then stays. Give a path if
-            only one process writes at a time: the next write then removes the file of a killed process.
+        temporary: The path to write to first, in the same folder. By default it has a random name,
+            so that several processes can write at the same time. If a process is killed, its
+            temporary file then stays. Give a path if only one process writes at a time: the next
+            write then removes the file of a killed process.
 
     Yields:
-        The temporary path. The block creates the file. If the block or the rename fails, the file is removed.
+        The temporary path. The block creates the file. If the block or the rename fails, the file
+        is removed.
 
     Example:
         >>> import pathlib, tempfile
@@ -56,7 +60,8 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or _new_name(path)
-    # The file is removed and not overwritten, because it may be a hard link to a file that is in use.
+    # The file is removed and not overwritten, because it may be a hard link to a file that is in
+    # use.
     temporary.unlink(missing_ok=True)
     try:
         with _naming(path):
@@ -68,7 +73,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def creating_folder(path: Path) -> Iterator[Path]:
-    """Create a folder with its files at once when the block ends, or not at all if the block raises.
+    """Create a folder with its files when the block ends, or not at all if the block raises.
 
     If the folder exists when the block ends, because another process was faster, it stays as it is.
 
@@ -129,7 +134,9 @@ def move_into_place(source: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock between processes. The system releases it when the process ends, even if it is killed.
+    """Hold a lock between processes.
+
+    The system releases it when the process ends, even if it is killed.
 
     Args:
         path: The lock file. Its folder is created, and the empty file stays.
@@ -164,14 +171,16 @@ def check_only_own(path: Path, found: os.stat_result | None = None) -> None:
         return
     if found.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
-            f"{path} must belong to this user, not to user {found.st_uid}, who could change it: delete it, or choose "
+            f"{path} belongs to user {found.st_uid}, who could change it: delete it, or choose "
             "another folder with MLBENCH_HOME"
         )
     writes = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if writes == stat.S_IWGRP and _is_private_group(found.st_gid):
         return
     if writes:
-        raise ConfigurationError(f"{path} must be writable by its owner only, because it is trusted: chmod go-w {path}")
+        raise ConfigurationError(
+            f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}"
+        )
 
 
 def _is_private_group(number: int) -> bool:
@@ -182,7 +191,8 @@ def _is_private_group(number: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
     except KeyError:
         return False
-    return group.gr_name == user.pw_name and number == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+    is_own = group.gr_name == user.pw_name and number == user.pw_gid
+    return is_own and set(group.gr_mem) <= {user.pw_name}
 
 
 def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
@@ -202,21 +212,21 @@ def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
     if isinstance(source, Path):
         with source.open("rb") as file:
             return digest(file, algorithm)
-    # Some systems refuse MD5 unless the caller says that it does not protect anything.
-    found = hashlib.new(algorithm, usedforsecurity=False)
+    # Some systems refuse MD5 without the argument that it does not protect anything.
+    hasher = hashlib.new(algorithm, usedforsecurity=False)
     if isinstance(source, bytes):
-        found.update(source)
+        hasher.update(source)
     else:
         while chunk := source.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     """Read a whole file, which must be a regular one of limited size.
 
-    A directory, a pipe or a device is refused at once: reading ``/dev/zero`` would never end, and a pipe without a
-    writer would wait.
+    A directory, a pipe or a device is refused at once: reading ``/dev/zero`` would never end, and a
+    pipe without a writer would wait.
 
     Args:
         path: The file, or a link to it.
@@ -231,25 +241,30 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     Example:
         >>> read_bytes(Path("/dev/zero"))
         Traceback (most recent call last):
-        OSError: /dev/zero must be a regular file, not a folder, a pipe or a device
+        OSError: /dev/zero is a folder, a pipe or a device, not a regular file
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} must be a regular file, not a folder, a pipe or a device")
+            raise OSError(f"{path} is a folder, a pipe or a device, not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             # One byte more than allowed shows that a file is too large, also one that grows.
             content = file.read(most_bytes + 1)
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:
-        raise OSError(f"{path} must have at most {most_bytes} bytes: it is not the file that is meant here")
+        raise OSError(
+            f"{path} has more than {most_bytes} bytes: it is not the file that is meant here"
+        )
     return content
 
 
 def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
-    """Read a text file as :func:`read_bytes` does. It must be UTF-8; a byte order mark at its start is left out.
+    """Read a text file as :func:`read_bytes` does.
+
+    It must be UTF-8. A byte order mark at its start is left out.
 
     Args:
         path: The file, or a link to it.
@@ -262,7 +277,8 @@ def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
         OSError: The file cannot be read, is not a regular file, or is larger.
         UnicodeDecodeError: It is not UTF-8, a ``ValueError``.
     """
-    return read_bytes(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    text = read_bytes(path, most_bytes).decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _new_name(path: Path) -> Path:

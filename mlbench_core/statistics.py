@@ -48,7 +48,9 @@ class AverageMeter:
             ValueError: ``n`` is negative.
         """
         if n < 0:
-            raise ValueError(f"n must be at least 0, not {n}: pass the number of samples behind the value")
+            raise ValueError(
+                f"n must be at least 0, not {n}: pass the number of samples behind the value"
+            )
         self.val = val
         # A mean over no samples may be nan, and nan times 0 would make the sum nan.
         if n == 0:
@@ -62,17 +64,17 @@ class AverageMeter:
 
 
 class QuantileSketch:
-    r"""Quantiles of a stream of durations, with a relative error of at most 1 % and in bounded memory.
+    r"""Quantiles of a stream of durations, with an error of at most 1 % and in bounded memory.
 
-    A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with
-    :math:`\gamma = (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from
-    :math:`2 \gamma^i / (\gamma + 1)` by at most the fraction :math:`\alpha` = 1 % of the value. The sketch counts all
-    values and uses no random generator. Values below 1e-9 count as 0 and values above 1e9 as 1e9, so there are at most
-    about 2,100 bins.
+    A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with :math:`\gamma =
+    (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from :math:`2 \gamma^i / (\gamma +
+    1)` by at most the fraction :math:`\alpha` = 1 % of the value. The sketch counts all values and
+    uses no random generator. Values below 1e-9 count as 0 and values above 1e9 as 1e9, so there are
+    at most about 2,100 bins.
 
     References:
-        Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees.
-        arXiv:1908.10693.
+        Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error
+        guarantees. arXiv:1908.10693.
 
     Example:
         >>> sketch = QuantileSketch()
@@ -101,7 +103,8 @@ class QuantileSketch:
         Args:
             value: The value, for example in seconds; below 1e-9 it counts as 0.
         """
-        # 1e-9 and 1e9 are SMALLEST and LARGEST. This runs in every batch, and literals save two attribute look-ups.
+        # 1e-9 and 1e9 are SMALLEST and LARGEST. This runs in every batch, and literals save two
+        # attribute look-ups.
         self.count += 1
         if value < 1e-9:
             self._zeros += 1
@@ -123,7 +126,9 @@ class QuantileSketch:
             ValueError: ``share`` is outside [0, 1].
         """
         if not 0 <= share <= 1:
-            raise ValueError(f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile")
+            raise ValueError(
+                f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile"
+            )
         if self.count == 0:
             return None
         # The rank of the quantile among the sorted values, from 0.
@@ -140,7 +145,7 @@ class QuantileSketch:
 
     def state(self) -> list[list[int]]:
         """Return pairs of bin and count, in order; the first pair is ``[0, number of zeros]``."""
-        return [[0, self._zeros], *([index, self._bins[index]] for index in sorted(self._bins))]
+        return [[0, self._zeros], *map(list, sorted(self._bins.items()))]
 
     def load(self, state: Iterable[Iterable[int]]) -> None:
         """Restore the state that :meth:`state` returned."""

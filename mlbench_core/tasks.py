@@ -1,6 +1,7 @@
-"""Define the benchmark tasks as data, which ``mlbench tasks`` lists and ``mlbench run --task`` starts.
+"""Define the benchmark tasks as data.
 
-Targets and budgets belong to a task's specification, not to its training script. This module imports no framework.
+``mlbench tasks`` lists them, and ``mlbench run --task`` starts one. Targets and budgets belong to a
+task's specification, not to its training script. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ __all__ = [
 ]
 
 TRAIN_LIMIT = "MLBENCH_TRAIN_LIMIT_S"
-"""The variable with the training time, in seconds, after which a run ends without its goal; a sweep sets it."""
+"""The variable with the training time, in seconds, after which a run ends without its goal.
+
+A sweep sets it.
+"""
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""
 
 _IMAGE_REGISTRY_VARIABLE = "MLBENCH_IMAGE_REGISTRY"
 _SCRIPT_IN_CONTAINER = "/workspace/main.py"
-# RFC 1123, the form that Kubernetes requires of the names of its objects.
-# Menu entries and images of earlier versions end with these. Today every task scales its rate and takes every backend.
+# RFC 1123, the form that Kubernetes requires of the names of its objects. Menu entries and images
+# of earlier versions end with these. Today every task scales its rate and takes every backend.
 _OLD_ENDING = re.compile(r"( open-mpi)?( \(scaling lr\))?$|-scaling$")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -47,7 +51,8 @@ def is_run_name(name: str) -> bool:
     """Return True if a run may have this name: a DNS label, as a run on Kubernetes needs it.
 
     Args:
-        name: 1 to 63 lowercase letters, digits and hyphens, without a hyphen at the beginning or end.
+        name: 1 to 63 lowercase letters, digits and hyphens, without a hyphen at the beginning or
+            end.
 
     Example:
         >>> is_run_name("my-run-2"), is_run_name("My run")
@@ -59,7 +64,8 @@ def is_run_name(name: str) -> bool:
 def container_image(name: str) -> str:
     """Return the full name of an image of this version, as ``docker/build.py`` builds it.
 
-    The variable ``MLBENCH_IMAGE_REGISTRY`` replaces the ``mlbench`` before the name, for images of your own registry.
+    The variable ``MLBENCH_IMAGE_REGISTRY`` replaces the ``mlbench`` before the name, for images of
+    your own registry.
 
     Args:
         name: ``"base"``, ``"master"``, or the name of a task, for example ``"task1a"``.
@@ -95,11 +101,12 @@ def option_value(arguments: Sequence[str], option: str) -> str | None:
 
 @dataclass(frozen=True)
 class Image:
-    """A container image of version 3.0, with the arguments with which the task's script does the same as the image.
+    """A container image of version 3.0, and the arguments with which a task's script replaces it.
 
     Attributes:
         title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
-        name: Name in the registry, without user and tag, for example ``"pytorch-cifar10-resnet20-ddp"``.
+        name: Name in the registry, without user and tag, for example
+            ``"pytorch-cifar10-resnet20-ddp"``.
         arguments: Arguments with which the task's script does the same as the image.
         other_names: Other names and menu entries of the same image.
     """
@@ -119,7 +126,8 @@ class Image:
 class Task:
     """One benchmark task.
 
-    A task that only measures has no metric, goal, light goal and budget of epochs; all four are None.
+    A task that only measures has no metric, goal, light goal and budget of epochs; all four are
+    None.
 
     Attributes:
         key: Short name, for example ``"1a"``.
@@ -133,12 +141,15 @@ class Task:
         minimize: True if smaller values of the metric are better.
         max_epochs: Budget in epochs, or None.
         backends: Communication backends it runs on, the default first.
-        stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
-            does not count as a result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
-        goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded, but does not stop
-            the run.
-        images: Images of version 3.0 that this task replaces: a run with such an image runs the task's script.
-        optimizers: Values of the script's ``--optimizer``, the default first; none if it has no such option.
+        stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light
+            goal). Reaching one does not count as a result of the task. ``DATASET-PRESET`` is a data
+            set with ``--preset PRESET``.
+        goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded,
+            but does not stop the run.
+        images: Images of version 3.0 that this task replaces: a run with such an image runs the
+            task's script.
+        optimizers: Values of the script's ``--optimizer``, the default first; none if it has no
+            such option.
 
     Raises:
         ValueError: Some of metric, goal, light goal and budget are given and others are not.
@@ -161,11 +172,12 @@ class Task:
     optimizers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
-        if any(given) and not all(given):
+        values = (self.metric, self.goal, self.light_goal, self.max_epochs)
+        if 0 < values.count(None) < len(values):
             raise ValueError(
-                f"metric, goal, light_goal and max_epochs of task {self.key} must be all given or all None, not "
-                f"{self.metric!r}, {self.goal}, {self.light_goal}, {self.max_epochs}: give none if it only measures"
+                f"metric, goal, light_goal and max_epochs of task {self.key} must be all given "
+                f"or all None, not {self.metric!r}, {self.goal}, {self.light_goal}, "
+                f"{self.max_epochs}: give none if it only measures"
             )
 
     @property
@@ -189,7 +201,8 @@ class Task:
         if not self.has_goal:
             return ()
         # "wikitext2-small" is the own data set with another model.
-        return (self.dataset, *sorted(name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")))
+        others = [name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")]
+        return (self.dataset, *sorted(others))
 
     def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
@@ -197,11 +210,12 @@ class Task:
         Args:
             dataset: Name of the task's own data set or of a stand-in; None is the task's own.
             light: True for the light goal.
-            preset: The preset of the model. Some tasks have another goal with a smaller model, which ``stand_ins`` has
-                under the name ``"DATASET-PRESET"``.
+            preset: The preset of the model. Some tasks have another goal with a smaller model,
+                which ``stand_ins`` has under the name ``"DATASET-PRESET"``.
 
         Raises:
-            ValueError: The task has no goal on that data set (the message lists the known ones), or none at all.
+            ValueError: The task has no goal on that data set (the message lists the known ones), or
+                none at all.
 
         Example:
             >>> get_task("1a").goal_on("digits")
@@ -211,9 +225,13 @@ class Task:
             raise ValueError(f"task {self.key} has no goal: it only measures")
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
-            raise ValueError(f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}")
+            allowed = ", ".join(sorted(goals))
+            raise ValueError(
+                f"dataset must be one of {allowed} for task {self.key}, not {dataset!r}"
+            )
         dataset = dataset or self.dataset
-        return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]
+        goal, light_goal = goals.get(f"{dataset}-{preset}", goals[dataset])
+        return light_goal if light else goal
 
     def goal_of(self, arguments: Sequence[str], light: bool = False) -> float | None:
         """Return the threshold of the goal of a run with these arguments, or None if it has none.
@@ -226,8 +244,9 @@ class Task:
             >>> get_task("1a").goal_of(["--dataset", "digits", "--channels-last"], light=True)
             90.0
         """
+        dataset = option_value(arguments, "--dataset")
         try:
-            return self.goal_on(option_value(arguments, "--dataset"), light, option_value(arguments, "--preset"))
+            return self.goal_on(dataset, light, option_value(arguments, "--preset"))
         except ValueError:
             return None
 
@@ -238,9 +257,12 @@ class Task:
         Raises:
             ConfigurationError: The reference implementations are not installed.
         """
-        found = importlib.util.find_spec("mlbench_benchmarks")
-        roots = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-        # In a checkout, the scripts are in the folder benchmarks beside the library, even if they are not installed.
+        roots: list[Path] = []
+        spec = importlib.util.find_spec("mlbench_benchmarks")
+        if spec is not None:
+            roots += map(Path, spec.submodule_search_locations or ())
+        # In a checkout, the scripts are in the folder benchmarks next to the library, even if they
+        # are not installed.
         roots.append(Path(__file__).resolve().parent.parent / "benchmarks")
         for root in roots:
             script = root / self.folder / "main.py"
@@ -257,199 +279,207 @@ class Task:
         return container_image(f"task{self.key}")
 
     def command(self, *arguments: str, in_container: bool = False) -> str:
-        """Return the shell command of one worker, as the master's launchers take it.
+        """Return the shell command of one worker, as the master's engines take it.
 
         Args:
             arguments: Further arguments of the script, already quoted.
-            in_container: True for the script in the task's image, False for the one on this machine.
+            in_container: True for the script in the task's image, False for the one on this
+                machine.
 
         Returns:
-            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from the environment.
+            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from
+            the environment.
         """
         # Quoted, because the path of a checkout may contain a space.
         script = _SCRIPT_IN_CONTAINER if in_container else str(self.script)
-        return " ".join([shlex.quote(script), "--run_id", "{run_id}", "--backend", "{backend}", *arguments])
+        options = ("--run_id", "{run_id}", "--backend", "{backend}")
+        return " ".join([shlex.quote(script), *options, *arguments])
 
 
-TASKS: dict[str, Task] = {
-    task.key: task
-    for task in (
-        Task(
-            key="0",
-            folder="task0_allreduce",
-            title="Communication backends",
-            model="none",
-            data="random tensors",
-            images=(
-                Image(
-                    "PyTorch Backend Benchmark",
-                    "pytorch-backend-benchmark",
-                    other_names=("PyTorch Communication Backends", "PyTorch Distributed Backend benchmarking"),
+_TASKS = (
+    Task(
+        key="0",
+        folder="task0_allreduce",
+        title="Communication backends",
+        model="none",
+        data="random tensors",
+        images=(
+            Image(
+                "PyTorch Backend Benchmark",
+                "pytorch-backend-benchmark",
+                other_names=(
+                    "PyTorch Communication Backends",
+                    "PyTorch Distributed Backend benchmarking",
                 ),
             ),
         ),
-        Task(
-            key="1a",
-            folder="task1a_resnet20_cifar10",
-            title="Image classification",
-            model="ResNet-20 (v1)",
-            data="CIFAR-10",
-            metric="Prec@1",
-            goal=80.0,
-            light_goal=70.0,
-            max_epochs=164,
-            stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
-            images=(
-                Image(
-                    "PyTorch Cifar-10 ResNet-20",
-                    "pytorch-cifar10-resnet20-all-reduce",
-                    # The task on TensorFlow has the same goal, and needs an environment of its own.
-                    other_names=(
-                        "pytorch-cifar10-resnet",
-                        "pytorch-cifar10-resnet20",
-                        "tensorflow-cifar10-resnet",
-                        "Tensorflow Cifar-10 ResNet-20",
-                    ),
-                ),
-                Image(
-                    "PyTorch Cifar-10 ResNet-20 (DDP)",
-                    "pytorch-cifar10-resnet20-ddp",
-                    arguments=("--optimizer", "ddp"),
-                    other_names=("pytorch-cifar10-resnet-ddp",),
+    ),
+    Task(
+        key="1a",
+        folder="task1a_resnet20_cifar10",
+        title="Image classification",
+        model="ResNet-20 (v1)",
+        data="CIFAR-10",
+        metric="Prec@1",
+        goal=80.0,
+        light_goal=70.0,
+        max_epochs=164,
+        stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
+        images=(
+            Image(
+                "PyTorch Cifar-10 ResNet-20",
+                "pytorch-cifar10-resnet20-all-reduce",
+                # The task on TensorFlow has the same goal, and needs a separate environment.
+                other_names=(
+                    "pytorch-cifar10-resnet",
+                    "pytorch-cifar10-resnet20",
+                    "tensorflow-cifar10-resnet",
+                    "Tensorflow Cifar-10 ResNet-20",
                 ),
             ),
-            optimizers=(
-                "centralized_sgd",
-                "ddp",
-                "centralized_adam",
-                "power_sgd",
-                "sign_sgd",
-                "ef_sign_sgd",
-                "sparsified_sgd",
-                "centralized_sparsified_sgd",
-                "decentralized_sgd",
-                "choco_sgd",
-                "local_sgd",
-                "diloco",
-                "qsgd",
-                "scaffold",
-                "demo",
-                "one_bit_adam",
-                "dion",
-                "muon",
-                "muloco",
-                "streaming_diloco",
-                "sparse_loco",
+            Image(
+                "PyTorch Cifar-10 ResNet-20 (DDP)",
+                "pytorch-cifar10-resnet20-ddp",
+                arguments=("--optimizer", "ddp"),
+                other_names=("pytorch-cifar10-resnet-ddp",),
             ),
         ),
-        Task(
-            key="1b",
-            folder="task1b_resnet50_imagenet",
-            title="Photo classification",
-            model="ResNet-50",
-            data="ImageNet",
-            metric="Prec@1",
-            # The goal is that of MLPerf's former image classification.
-            goal=75.9,
-            light_goal=70.0,
-            max_epochs=90,
-            # Any JPEG images in one folder for each class; set for those of CIFAR-10's test set.
-            stand_ins={"imagenet-small": (50.0, 40.0)},
-            optimizers=("sgd", "lars"),
+        optimizers=(
+            "centralized_sgd",
+            "ddp",
+            "centralized_adam",
+            "power_sgd",
+            "sign_sgd",
+            "ef_sign_sgd",
+            "sparsified_sgd",
+            "centralized_sparsified_sgd",
+            "decentralized_sgd",
+            "choco_sgd",
+            "local_sgd",
+            "diloco",
+            "qsgd",
+            "scaffold",
+            "demo",
+            "one_bit_adam",
+            "dion",
+            "muon",
+            "muloco",
+            "streaming_diloco",
+            "sparse_loco",
         ),
-        Task(
-            key="2a",
-            folder="task2a_logistic_epsilon",
-            title="Logistic regression",
-            model="Logistic regression, L2",
-            data="epsilon",
-            metric="Prec@1",
-            goal=89.0,
-            light_goal=80.0,
-            # The specification of the task gives this loss and 89 % as the same point of the training.
-            goal_loss=0.2828,
-            max_epochs=164,
-            stand_ins={
-                "a9a": (84.5, 83.0),
-                "agaricus": (99.5, 98.0),
-                "australian": (85.0, 83.0),
-                "heart_scale": (83.0, 80.0),
-                "rcv1": (95.0, 93.0),
-                "synthetic_dense": (87.0, 80.0),
-                "webspam": (98.0, 95.0),
-            },
-            images=(
-                Image(
-                    "PyTorch Linear Logistic Regression",
-                    "pytorch-epsilon-logistic-regression-all-reduce",
-                    other_names=("pytorch-epsilon-logistic-regression", "PyTorch Epsilon Logistic Regression"),
-                ),
-            ),
-        ),
-        Task(
-            key="3a",
-            folder="task3a_lstm_wikitext2",
-            title="Language modeling",
-            model="AWD-LSTM",
-            data="WikiText-2",
-            metric="Perplexity",
-            goal=70.0,
-            light_goal=90.0,
-            minimize=True,
-            max_epochs=750,
-            stand_ins={"wikitext2-small": (300.0, 400.0)},
-            images=(
-                Image(
-                    "PyTorch Language Modeling",
-                    "pytorch-wikitext2-lstm-all-reduce",
-                    other_names=(
-                        "pytorch-wikitext2-lstm",
-                        "PyTorch WikiText-2 AWD-LSTM",
-                        "PyTorch Language Modeling (AWD-LSTM)",
-                    ),
+    ),
+    Task(
+        key="1b",
+        folder="task1b_resnet50_imagenet",
+        title="Photo classification",
+        model="ResNet-50",
+        data="ImageNet",
+        metric="Prec@1",
+        # The goal is that of MLPerf's former image classification.
+        goal=75.9,
+        light_goal=70.0,
+        max_epochs=90,
+        # Any JPEG images in one folder for each class; set for those of CIFAR-10's test set.
+        stand_ins={"imagenet-small": (50.0, 40.0)},
+        optimizers=("sgd", "lars"),
+    ),
+    Task(
+        key="2a",
+        folder="task2a_logistic_epsilon",
+        title="Logistic regression",
+        model="Logistic regression, L2",
+        data="epsilon",
+        metric="Prec@1",
+        goal=89.0,
+        light_goal=80.0,
+        # The specification of the task gives this loss and 89 % as the same point of the
+        # training.
+        goal_loss=0.2828,
+        max_epochs=164,
+        stand_ins={
+            "a9a": (84.5, 83.0),
+            "agaricus": (99.5, 98.0),
+            "australian": (85.0, 83.0),
+            "heart_scale": (83.0, 80.0),
+            "rcv1": (95.0, 93.0),
+            "synthetic_dense": (87.0, 80.0),
+            "webspam": (98.0, 95.0),
+        },
+        images=(
+            Image(
+                "PyTorch Linear Logistic Regression",
+                "pytorch-epsilon-logistic-regression-all-reduce",
+                other_names=(
+                    "pytorch-epsilon-logistic-regression",
+                    "PyTorch Epsilon Logistic Regression",
                 ),
             ),
         ),
-        Task(
-            key="4a",
-            folder="task4a_gnmt_wmt16",
-            title="Translation, recurrent",
-            model="GNMT",
-            data="WMT16",
-            metric="BLEU-Score",
-            goal=24.0,
-            light_goal=20.0,
-            max_epochs=8,
-            stand_ins={"multi30k": (15.0, 10.0)},
-            images=(
-                Image(
-                    "PyTorch Machine Translation GNMT",
-                    "pytorch-wmt16-gnmt-all-reduce",
-                    other_names=("pytorch-wmt16-gnmt", "PyTorch WMT16 GNMT"),
+    ),
+    Task(
+        key="3a",
+        folder="task3a_lstm_wikitext2",
+        title="Language modeling",
+        model="AWD-LSTM",
+        data="WikiText-2",
+        metric="Perplexity",
+        goal=70.0,
+        light_goal=90.0,
+        minimize=True,
+        max_epochs=750,
+        stand_ins={"wikitext2-small": (300.0, 400.0)},
+        images=(
+            Image(
+                "PyTorch Language Modeling",
+                "pytorch-wikitext2-lstm-all-reduce",
+                other_names=(
+                    "pytorch-wikitext2-lstm",
+                    "PyTorch WikiText-2 AWD-LSTM",
+                    "PyTorch Language Modeling (AWD-LSTM)",
                 ),
             ),
         ),
-        Task(
-            key="4b",
-            folder="task4b_transformer_wmt17",
-            title="Translation, attention",
-            model="Transformer (big)",
-            data="WMT17",
-            metric="BLEU-Score",
-            goal=25.0,
-            light_goal=20.0,
-            max_epochs=10,
-            stand_ins={"multi30k": (20.0, 15.0)},
-            images=(
-                Image(
-                    "PyTorch Machine Translation Transformer",
-                    "pytorch-wmt17-transformer-all-reduce",
-                    other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
-                ),
+    ),
+    Task(
+        key="4a",
+        folder="task4a_gnmt_wmt16",
+        title="Translation, recurrent",
+        model="GNMT",
+        data="WMT16",
+        metric="BLEU-Score",
+        goal=24.0,
+        light_goal=20.0,
+        max_epochs=8,
+        stand_ins={"multi30k": (15.0, 10.0)},
+        images=(
+            Image(
+                "PyTorch Machine Translation GNMT",
+                "pytorch-wmt16-gnmt-all-reduce",
+                other_names=("pytorch-wmt16-gnmt", "PyTorch WMT16 GNMT"),
             ),
         ),
-    )
-}
+    ),
+    Task(
+        key="4b",
+        folder="task4b_transformer_wmt17",
+        title="Translation, attention",
+        model="Transformer (big)",
+        data="WMT17",
+        metric="BLEU-Score",
+        goal=25.0,
+        light_goal=20.0,
+        max_epochs=10,
+        stand_ins={"multi30k": (20.0, 15.0)},
+        images=(
+            Image(
+                "PyTorch Machine Translation Transformer",
+                "pytorch-wmt17-transformer-all-reduce",
+                other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
+            ),
+        ),
+    ),
+)
+TASKS: dict[str, Task] = {task.key: task for task in _TASKS}
 
 
 def get_task(key: str) -> Task:
@@ -476,12 +506,13 @@ def get_task(key: str) -> Task:
 
 
 def find_image(image: str) -> tuple[Task, Image]:
-    """Look up the task that an image of version 3.0 stands for.
+    """Look up the task of an image of version 3.0.
 
     Args:
-        image: Its name or its menu entry, in upper or lower case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
-            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The endings ``" Open-MPI"`` and
-            ``" (Scaling LR)"`` of earlier menus are ignored. The image of another user, for example
+        image: Its name or its menu entry, in upper or lower case:
+            ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``, ``"pytorch-cifar10-resnet20-ddp"``,
+            ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The endings ``" Open-MPI"`` and ``" (Scaling
+            LR)"`` of earlier menus are ignored. The image of another user, for example
             ``"someone/pytorch-cifar10-resnet20-ddp"``, is not known.
 
     Returns:
@@ -500,10 +531,13 @@ def find_image(image: str) -> tuple[Task, Image]:
     # A tag is ignored, and underscores count as hyphens.
     name = _OLD_ENDING.sub("", wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-"))
     wanted = _OLD_ENDING.sub("", wanted)
+    references = []
     for task in TASKS.values():
         for candidate in task.images:
-            names = [known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)]
-            if wanted in names or name in names:
+            names = (candidate.name, candidate.title, *candidate.other_names)
+            lowercase_names = list(map(str.lower, names))
+            if wanted in lowercase_names or name in lowercase_names:
                 return task, candidate
-    known = ", ".join(candidate.reference for task in TASKS.values() for candidate in task.images)
-    raise ValueError(f"image must be one of {known}, not {image[:80]!r}: or give a task instead")
+            references.append(candidate.reference)
+    allowed = ", ".join(references)
+    raise ValueError(f"image must be one of {allowed}, not {image[:80]!r}: or give a task instead")

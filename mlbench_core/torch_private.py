@@ -1,12 +1,13 @@
 """Collect the private parts of torch that the library uses.
 
-torch may change a name that begins with an underscore in any release. So the library calls such parts through the
-functions of this module, and :data:`PARTS` lists them, each with its user and the reason. The version test looks up
-every part in the installed torch. If torch lacks one, the test names the part and its user.
+torch may change a name that begins with an underscore in any release. So the library calls such
+parts through the functions of this module, and :data:`PARTS` lists them, each with its user and the
+reason. The version test looks up every part in the installed torch. If torch lacks one, the test
+names the part and its user.
 
-Some parts are methods that a subclass overrides or attributes that it sets. They stay in the subclass and are only
-listed here. The operations ``torch._foreach_...`` are included too: torch's own optimizers are built on them, but torch
-does not document them.
+Some parts are methods that a subclass overrides or attributes that it sets. They stay in the
+subclass and are only listed here. The operations ``torch._foreach_...`` are included too: torch's
+own optimizers are built on them, but torch does not document them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Part:
         user: The module or package, below ``mlbench_core``.
         reason: The purpose of the use.
         names: The names, below ``torch``.
-        file: The file of torch whose text has the names, for attributes that only objects have. None for names that
-            can be looked up.
+        file: The file of torch whose text has the names, for attributes that only objects have.
+            None for names that can be looked up.
     """
 
     user: str
@@ -43,7 +44,7 @@ class Part:
     file: str | None = None
 
     def problem(self) -> str | None:
-        """Return a message that names the parts which the installed torch lacks; None if it has all of them.
+        """Return a message with the parts that the installed torch lacks; None if it has all.
 
         Example:
             >>> PARTS[0].problem() is None
@@ -52,10 +53,11 @@ class Part:
         missing = ", ".join(name for name in self.names if not self._has(name))
         if not missing:
             return None
-        where = "" if self.file is None else f" in torch/{self.file}"
+        if self.file is not None:
+            missing += f" in torch/{self.file}"
         return (
-            f"torch {torch.__version__} no longer has {missing}{where}, which mlbench_core.{self.user} uses for "
-            f"{self.reason}"
+            f"torch {torch.__version__} no longer has {missing}, which "
+            f"mlbench_core.{self.user} uses for {self.reason}"
         )
 
     def _has(self, name: str) -> bool:
@@ -63,7 +65,8 @@ class Part:
             if self.file is None:
                 attrgetter(name)(torch)
                 return True
-            # A look-up would need an object of each class, and an import of the compiler, which takes seconds.
+            # A look-up would need an object of each class, and an import of the compiler, which
+            # takes seconds.
             text = (Path(torch.__file__).parent / self.file).read_text(encoding="utf-8")
             return re.search(rf"\b{re.escape(name)}\b", text) is not None
         except (AttributeError, OSError):
@@ -87,9 +90,11 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def storage_users(storage: torch.UntypedStorage) -> int | None:
-    """Return the number of tensors and storage objects that share some memory; None if torch cannot count them."""
+    """Return the number of tensors and storages that share some memory; None if unknown."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else int(count(storage._cdata))
+    if count is None:
+        return None
+    return int(count(storage._cdata))
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -118,7 +123,7 @@ _CHECKPOINT_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 
 
 def is_called_by_checkpoint_functions() -> bool:
-    """Return True if ``torch.distributed.checkpoint.state_dict`` has called the function that calls this one."""
+    """Return True if ``torch.distributed.checkpoint.state_dict`` has called the caller."""
     frame: FrameType | None = sys._getframe(1)
     # A few frames of decorators and hooks lie between.
     for _ in range(12):
@@ -134,7 +139,10 @@ def is_called_by_checkpoint_functions() -> bool:
 
 
 def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """Return the buffers of one module, without those of its children. Changes of the mapping change the module."""
+    """Return the buffers of one module, without those of its children.
+
+    Changes of the mapping change the module.
+    """
     return module._buffers
 
 
@@ -159,10 +167,16 @@ def pack_for_cudnn(module: nn.RNNBase, weights: list[Tensor]) -> None:
     """Move the weights of a recurrent module into one new buffer, in cuDNN's order."""
     import torch.backends.cudnn.rnn as cudnn_rnn
 
+    # Number of tensors per layer and direction: two matrices, with bias two vectors, and perhaps a
+    # projection.
+    tensors_per_layer = 2
+    if module.bias:
+        tensors_per_layer += 2
+    if module.proj_size > 0:
+        tensors_per_layer += 1
     torch._cudnn_rnn_flatten_weight(
         weights,
-        # Number of tensors per layer and direction: two matrices, with bias two vectors, and perhaps a projection.
-        (4 if module.bias else 2) + (module.proj_size > 0),
+        tensors_per_layer,
         module.input_size,
         cudnn_rnn.get_cudnn_mode(module.mode),
         module.hidden_size,
@@ -184,7 +198,8 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
 
     Args:
         optimizer: The optimizer.
-        kind: ``"state_dict_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` or ``"load_state_dict_post"``.
+        kind: ``"state_dict_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` or
+            ``"load_state_dict_post"``.
     """
     hooks: dict[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_{kind}_hooks")
     return hooks.values()
@@ -199,7 +214,7 @@ def default_store() -> Any:
 
 
 def group_timeout_s(group: Any, device: str) -> float | None:
-    """Return the time limit of a group's collectives on a kind of device; None if the backend has no such option."""
+    """Return the time limit of a group's collectives on a kind of device; None without a limit."""
     try:
         return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
@@ -207,7 +222,7 @@ def group_timeout_s(group: Any, device: str) -> float | None:
 
 
 def mpi_class() -> Any:
-    """Return the class that torch uses for the backend ``mpi``; None if it was built without MPI."""
+    """Return the class that torch uses for the backend ``mpi``; None if built without MPI."""
     return getattr(dist.distributed_c10d, "ProcessGroupMPI", None)
 
 
@@ -221,12 +236,12 @@ def set_mpi_class(maker: Any) -> None:
 
 PARTS = (
     Part(
-        "aggregation.pytorch.overlap",
-        "telling one backward pass from another that runs inside it, and acting at its end",
+        "aggregation.pytorch.transport.overlap",
+        "distinguishing a backward pass from another that runs inside it, and acting at its end",
         ("_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback"),
     ),
     Part(
-        "aggregation.pytorch.buckets",
+        "aggregation.pytorch.transport.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",
         ("_C._storage_Use_Count", "UntypedStorage._cdata"),
     ),
@@ -248,7 +263,7 @@ PARTS = (
     ),
     Part(
         "optim.pytorch",
-        "refusing to take the step with which torch creates the state of an optimizer before it saves or loads it",
+        "refusing the step by which torch creates an optimizer's state before saving or loading it",
         ("_init_optim_state",),
         "distributed/checkpoint/state_dict.py",
     ),
@@ -271,8 +286,11 @@ PARTS = (
     Part(
         "optim.pytorch",
         "calling a user's hooks around the state dict of a distributed optimizer",
-        tuple(
-            f"_optimizer_{kind}_{time}_hooks" for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")
+        (
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
         ),
         "optim/optimizer.py",
     ),
@@ -290,7 +308,7 @@ PARTS = (
     ),
     Part(
         "optim.pytorch",
-        "skipping a step on all workers if the gradients of one overflow, so that their weights stay equal",
+        "skipping a step on all workers if the gradients of one overflow",
         ("_step_supports_amp_scaling",),
         "amp/grad_scaler.py",
     ),
@@ -308,7 +326,10 @@ PARTS = (
     Part(
         "distributed.pytorch.process_groups",
         "the records of the workers, which name a lost worker, and the time limit of a subgroup",
-        ("distributed.distributed_c10d._get_default_store", "distributed.ProcessGroup._get_backend"),
+        (
+            "distributed.distributed_c10d._get_default_store",
+            "distributed.ProcessGroup._get_backend",
+        ),
     ),
     Part(
         "distributed.pytorch.mpi",
@@ -318,7 +339,7 @@ PARTS = (
     ),
     Part(
         "distributed.pytorch.mpi",
-        "collectives on one tensor, blocks of operations, and the sender of a message from any rank",
+        "collectives on one tensor, blocks of operations, and the sender of a message",
         (
             "distributed.ProcessGroup._allgather_base",
             "distributed.ProcessGroup._reduce_scatter_base",

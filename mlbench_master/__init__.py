@@ -1,13 +1,14 @@
 """The master keeps runs and their metrics, starts and stops runs, and shows them.
 
-Importing this package loads neither FastAPI nor SQLAlchemy nor torch. :func:`create_app` loads them on first use
-(:pep:`562`)::
+Importing this package loads neither FastAPI nor SQLAlchemy nor torch. :func:`create_app` loads them
+on first use (:pep:`562`)::
 
     mlbench master --port 5080                           # as a server
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
 
-The path of a request: ``security`` (authentication) -> ``routes`` (HTTP) -> ``schemas`` (validation) -> ``store``
-(the database) and ``scheduler`` (the order of runs) -> ``launchers`` (processes).
+The path of a request: ``access`` (authentication) -> ``routes`` (HTTP) -> ``schemas``
+(validation) -> ``store`` (the database) and ``scheduler`` (the order of runs) -> ``engines``
+(processes).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A connection goes through these states, each with its own limit::
 
-    header -- complete within HEADER_S ---------------------------> body, or else closed with status 408
-    body ---- at least BODY_BYTES_PER_S after the first BODY_S ---> answer, or else closed with status 408
-    answer -- the client reads some of it within WRITE_S ---------> idle, or else closed
-    idle ---- the next request begins within uvicorn's keep-alive time -> header, or else closed
+    header -- complete within HEADER_S --------------------------> body, else closed (status 408)
+    body ---- at least BODY_BYTES_PER_S after the first BODY_S --> answer, else closed (status 408)
+    answer -- the client reads some of it within WRITE_S --------> idle, else closed
+    idle ---- the next request within uvicorn's keep-alive time -> header, else closed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ACCEPTED_AT_ONCE", "LISTEN_BACKLOG", "Connection", "LogLimit", "max_
 
 # Seconds for the header of a request; a browser may open a connection before it needs it.
 HEADER_S = 10.0
-# A body may take this long, and longer only if it arrives at this speed, which a slow network still has.
+# A body may take this long, and longer only at the speed that a slow network still has.
 BODY_S = 20.0
 BODY_BYTES_PER_S = 10_000
 # Seconds in which a client reads nothing of an answer that waits for it.
@@ -40,7 +40,7 @@ MAX_PER_ADDRESS = 128
 _MAX_CONNECTIONS = 1024
 # asyncio accepts this number of connections at once, before this module can count and refuse them.
 ACCEPTED_AT_ONCE = 64
-# The system holds this number of connections that were not accepted yet. Further ones would wait for a second.
+# The system holds this number of connections before they are accepted. Others wait a second.
 LISTEN_BACKLOG = 1024
 
 
@@ -54,16 +54,18 @@ def max_connections() -> int:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    available = _MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit // 2
-    return max(16, min(_MAX_CONNECTIONS, available))
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(16, min(_MAX_CONNECTIONS, limit // 2))
 
 
 class Connection(H11Protocol):
     """A connection of a client, with limits against clients that are slow on purpose (slow loris).
 
-    If the master or an address has too many connections, a new one takes the place of the connection that has waited
-    longest for a complete request. So an attacker, whose connections never send one, cannot keep others out. A new
-    connection is refused only if all others are in use.
+    If the master or an address has too many connections, a new one takes the place of the
+    connection that has waited longest for a complete request. So an attacker, whose connections
+    never send one, cannot keep others out. A new connection is refused only if all others are in
+    use.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._waits_since = 0.0  # start of the header or body that is not complete, or of the idle time
+        # Start of the header or body that is not complete, or of the idle time.
+        self._waits_since = 0.0
         self._received = 0  # bytes of the body
 
     @property
@@ -87,7 +90,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
-        others = [other for other in self.connections if other is not self and isinstance(other, Connection)]
+        others = [other for other in self.connections if isinstance(other, Connection)]
+        others.remove(self)  # uvicorn has added it
         address = self._address
         neighbors = [other for other in others if other._address == address]
         if len(neighbors) >= MAX_PER_ADDRESS and not is_loopback(address):
@@ -110,7 +114,8 @@ class Connection(H11Protocol):
         if not self.is_waiting:
             self._cancel_timer()
         elif self._timer is None or not was_waiting:
-            # The first byte of the next request on this connection; the following ones do not extend its time.
+            # The first byte of the next request on this connection; the following ones do not
+            # extend its time.
             self._await_request()
 
     def on_response_complete(self) -> None:
@@ -123,7 +128,8 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn's own answer is plain text, unlike every other one of the master.
-        self._refuse("400 Bad Request", "the request must be HTTP/1.1, with a header of at most 16 KiB")
+        message = "the request must be HTTP/1.1, with a header of at most 16 KiB"
+        self._refuse("400 Bad Request", message)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -163,9 +169,12 @@ class Connection(H11Protocol):
             self._refuse("408 Request Timeout", f"the request did not arrive within {allowed:g} s")
 
     def _take_place_of(self, others: Iterable[Connection]) -> None:
-        waiting = [other for other in others if other.is_waiting and not other.transport.is_closing()]
+        waiting = [
+            other for other in others if other.is_waiting and not other.transport.is_closing()
+        ]
         if not waiting:
-            self._refuse("503 Service Unavailable", "too many connections are open; try again later")
+            message = "too many connections are open; try again later"
+            self._refuse("503 Service Unavailable", message)
             return
         # A client that has sent a request before is more likely an honest one between two requests.
         oldest = min(waiting, key=lambda other: (other.cycle is not None, other._waits_since))
@@ -173,22 +182,24 @@ class Connection(H11Protocol):
         self.connections.discard(oldest)
 
     def _refuse(self, status: str, message: str) -> None:
-        """Answer without the application, unless it has answered before the end of the body, and close."""
-        is_answered = self.cycle is not None and self.cycle.response_started and self.conn.their_state is h11.SEND_BODY
-        if not is_answered:
+        """Answer without the application and close the connection."""
+        is_started = self.cycle is not None and self.cycle.response_started
+        # The application may have answered before the end of the body.
+        if not (is_started and self.conn.their_state is h11.SEND_BODY):
             body = json.dumps({"status": status[4:], "message": message})
             self.transport.write(
-                f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                f"HTTP/1.1 {status}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
                 f"Retry-After: 1\r\nConnection: close\r\n\r\n{body}".encode()
             )
         self.transport.close()
 
 
 class LogLimit(logging.Filter):
-    """A filter that lets only some records of each cause pass, so that no client can fill the disk with a log.
+    """A filter that lets only some records of each cause pass.
 
-    A cause is the line of code that logs, with the type of the exception. The first record after a silence says how
-    many were left out.
+    Without it, a client could fill the disk with a log. A cause is the line of code that logs, with
+    the type of the exception. The first record after a silence has the number of those left out.
 
     Args:
         records: Number of records of a cause in each period.
@@ -200,12 +211,14 @@ class LogLimit(logging.Filter):
         self._records = records
         self._period_s = period_s
         self._lock = threading.Lock()
-        # Start of the period and number of records in it, by cause; the number of causes is that of lines of code.
+        # Start of the period and number of records in it, by cause. The lines of code bound the
+        # number of causes.
         self._causes: dict[tuple[str, int, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to write a record."""
-        cause = (record.pathname, record.lineno, record.exc_info[0] if record.exc_info else None)
+        exception = record.exc_info[0] if record.exc_info else None
+        cause = (record.pathname, record.lineno, exception)
         now = time.monotonic()
         with self._lock:
             start, count = self._causes.get(cause, (now, 0))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
-__all__ = ["Date", "format_date", "now_us", "to_us"]
+__all__ = ["Date", "format_date", "now_us", "to_us", "us_of"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _ZONE = re.compile(r"(:\d\d(?:[.,]\d{1,12})?)([ +-])(\d\d)(?::?(\d\d))?$")
@@ -31,8 +31,9 @@ def format_date(us: int) -> str:
     """Format a date as the API writes it.
 
     Args:
-        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest date inside them, and
-            another type becomes 1970: one entry of a database must not make the others unreadable.
+        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest
+            date inside them, and another type becomes 1970: one entry of a database must not make
+            the others unreadable.
 
     Returns:
         ``%Y-%m-%dT%H:%M:%S.%fZ``.
@@ -41,18 +42,31 @@ def format_date(us: int) -> str:
         >>> format_date(1500000)
         '1970-01-01T00:00:01.500000Z'
     """
-    whole = us if isinstance(us, int) else 0
-    date = _EPOCH + timedelta(microseconds=min(max(whole, _FIRST_US), _LAST_US))
+    date = _EPOCH + timedelta(microseconds=min(max(us_of(us), _FIRST_US), _LAST_US))
     return date.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
+def us_of(value: object) -> int:
+    """Return a date of the database, 0 if it is not a number: SQLite may hold any type."""
+    return value if isinstance(value, int) else 0
+
+
 def _iso_text(value: object) -> str:
-    """Accept only text that begins with a year; pydantic would read a number as seconds since 1970."""
+    """Accept only text that begins with a year."""
+    # pydantic would read a number as seconds since 1970.
     text = value.strip() if isinstance(value, str) else ""
     if text[4:5] != "-":
         raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
-    # A query string turns the + of a zone into a blank, and PostgreSQL writes zones without minutes.
-    return _ZONE.sub(lambda m: f"{m[1]}{'+' if m[2] == ' ' else m[2]}{m[3]}:{m[4] or '00'}", text)
+    return _ZONE.sub(_full_zone, text)
+
+
+def _full_zone(match: re.Match[str]) -> str:
+    time, sign, hours, minutes = match.groups()
+    # A query string turns the + of a zone into a blank.
+    if sign == " ":
+        sign = "+"
+    # PostgreSQL writes zones without minutes.
+    return f"{time}{sign}{hours}:{minutes or '00'}"
 
 
 def _utc(date: datetime) -> datetime:
@@ -69,4 +83,4 @@ _FIRST_US = to_us(datetime.min.replace(tzinfo=timezone.utc))
 _LAST_US = to_us(datetime.max.replace(tzinfo=timezone.utc))
 
 Date = Annotated[datetime, BeforeValidator(_iso_text), AfterValidator(_utc)]
-"""A field of a pydantic model: ISO 8601 text, with ``T`` or a blank before the time, with or without a zone."""
+"""A field of a pydantic model: ISO 8601 text, with or without a zone, with ``T`` or a blank."""

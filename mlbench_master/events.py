@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 __all__ = ["EventBus", "TooManyStreamsError"]
 
-# A message of the server is about this long: the least that hides its costs. Each subscriber's connection may hold
-# two of them, so a slow subscriber needs little memory.
+# A message of the server is about this long: the least that hides its costs. Each subscriber's
+# connection may hold two of them, so a slow subscriber needs little memory.
 _CHUNK_BYTES = 65_536
 _LOST = b"event: lost\ndata: {}\n\n"
 
@@ -25,8 +25,9 @@ class TooManyStreamsError(Exception):
 class EventBus:
     """A bus that passes events from any thread to the subscribers of ``GET /api/events/``.
 
-    Every event is encoded once and kept once, in a ring that all subscribers read at their own speed. A subscriber that
-    falls behind the ring gets the event ``lost``, so that it can read the state from the API again.
+    Every event is encoded once and kept once, in a ring that all subscribers read at their own
+    speed. A subscriber that falls behind the ring gets the event ``lost``, so that it can read the
+    state from the API again.
 
     Args:
         max_bytes: Size of the ring, which is how far a subscriber may fall behind.
@@ -34,11 +35,13 @@ class EventBus:
         max_per_client: Number of subscribers of one client.
     """
 
-    def __init__(self, max_bytes: int = 4 * 2**20, max_streams: int = 256, max_per_client: int = 64) -> None:
+    def __init__(
+        self, max_bytes: int = 4 * 2**20, max_streams: int = 256, max_per_client: int = 64
+    ) -> None:
         self._max_bytes = max_bytes
         self._max_streams = max_streams
         self._max_per_client = max_per_client
-        # Reentrant, because a signal may interrupt the thread that holds it, and its handler calls close().
+        # Reentrant: a signal may interrupt the thread that holds it, and its handler calls close().
         self._lock = threading.RLock()
         self._chunks: deque[bytes] = deque()
         self._first = 0  # number of the first chunk in the ring
@@ -65,6 +68,7 @@ class EventBus:
         with self._lock:
             self._chunks.extend(chunks)
             self._size += sum(map(len, chunks))
+            # The newest chunk stays, even if it alone is larger.
             while self._size > self._max_bytes and len(self._chunks) > 1:
                 self._size -= len(self._chunks.popleft())
                 self._first += 1
@@ -80,7 +84,8 @@ class EventBus:
 
         Args:
             client: Address of the subscriber.
-            keep_alive_s: Seconds of silence after which a comment is sent, so that proxies keep the connection open.
+            keep_alive_s: Seconds of silence after which a comment is sent, so that proxies keep the
+                connection open.
 
         Yields:
             One or more events, each ending with an empty line.
@@ -91,10 +96,13 @@ class EventBus:
         wake = asyncio.Event()
         with self._lock:
             if len(self._subscribers) >= self._max_streams:
-                raise TooManyStreamsError(f"events: at most {self._max_streams} streams may be open: try again later")
+                raise TooManyStreamsError(
+                    f"events: at most {self._max_streams} streams may be open: try again later"
+                )
             if self._clients[client] >= self._max_per_client:
                 raise TooManyStreamsError(
-                    f"events: at most {self._max_per_client} streams of one client may be open: close one of them"
+                    f"events: at most {self._max_per_client} streams of one client may be open: "
+                    "close one of them"
                 )
             self._subscribers[wake] = asyncio.get_running_loop()
             self._clients[client] += 1
@@ -123,11 +131,15 @@ class EventBus:
                     self._size = 0
 
     def _read(self, position: int) -> tuple[bytes, int]:
-        """Return one message from a position in the ring on, empty at its end, and the position after it."""
+        """Return the message at a position in the ring and the position after it.
+
+        The message is empty at the end of the ring.
+        """
+        parts = []
         with self._lock:
-            lost = position < self._first
-            position = max(position, self._first)
-            parts = [_LOST] if lost else []
+            if position < self._first:
+                parts.append(_LOST)
+                position = self._first
             size = 0
             # Single events are collected in one message, too.
             for index in range(position - self._first, len(self._chunks)):
@@ -140,24 +152,26 @@ class EventBus:
         return b"".join(parts), position
 
     def _wake(self) -> None:
+        wakes: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
         with self._lock:
-            subscribers = list(self._subscribers.items())
-        for loop in {loop for _, loop in subscribers}:
+            for wake, loop in self._subscribers.items():
+                wakes[loop].append(wake)
+        for loop, events in wakes.items():
             # asyncio's events are not thread-safe: only the subscribers' own loop may set them.
             with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-                loop.call_soon_threadsafe(_set, [wake for wake, own in subscribers if own is loop])
+                loop.call_soon_threadsafe(_set, events)
 
 
-def _set(wakes: Iterable[asyncio.Event]) -> None:
-    for wake in wakes:
-        wake.set()
+def _set(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def _in_chunks(kind: str, events: Iterable[dict[str, Any]]) -> Iterable[bytes]:
     texts: list[str] = []
     size = 0
     for event in events:
-        # JSON has no line break here: a line break would end the field of the event.
+        # A line break would end the field "data"; json.dumps writes none without an indent.
         text = f"event: {kind}\ndata: {json.dumps(event)}\n\n"
         texts.append(text)
         size += len(text)

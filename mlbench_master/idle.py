@@ -1,4 +1,4 @@
-"""Measure for how long nothing has used the master, so that one that a command started can end by itself."""
+"""Track idle time, so that an auto-started master can exit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# The whole machine may be suspended between two polls. Runs and clients are suspended too, so that time does not count.
+# The machine, with its runs and clients, may be suspended between two polls: not idle time.
 _LONGEST_STEP_S = 1.0
 
 
 class IdleClock:
     """A middleware that measures the time since the last request or run.
 
-    A request counts until its answer has ended. A dashboard that is open therefore counts as long as its event stream.
+    A request counts until its answer has ended. A dashboard that is open therefore counts as long
+    as its event stream.
 
     Args:
         app: The application.
@@ -40,6 +41,7 @@ class IdleClock:
         try:
             await self._app(scope, receive, send)
         finally:
+            # A request may begin and end between two looks, so it also leaves a mark.
             self._open -= 1
             self._was_used = True
 

@@ -16,7 +16,10 @@ __all__ = ["end_processes", "place", "processes_with", "start_mark"]
 
 
 def place() -> str:
-    """Return a text for the set of processes that this one can see: a machine since its boot, or a container on it."""
+    """Return a text for the set of processes that this one can see.
+
+    The set is that of a machine since its boot, or of a container on it.
+    """
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -26,13 +29,14 @@ def place() -> str:
 def processes_with(variable: str, value: str) -> Iterator[psutil.Process]:
     """Yield the other processes that have a variable with this value in their environment."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # of another user, or ended in the meantime
+        # A process of another user, or one that has ended in the meantime, is not readable.
+        with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(variable) == value:
                 yield process
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """End processes with SIGTERM, or SIGKILL after ``grace_s`` seconds, and wait until they are gone."""
+    """End processes with SIGTERM, or SIGKILL after ``grace_s`` seconds, and wait for their end."""
     alive = list(processes)
     for process in alive:
         _signal(process, signal.SIGTERM)

@@ -18,13 +18,14 @@ from mlbench_core import files
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
-from mlbench_master.launchers import make_launcher
-from mlbench_master.security import CODE_S, Access, make_private, random_token
+from mlbench_master.access.credentials import CODE_S, Access, make_private, random_token
+from mlbench_master.engines import make_engine
 
 __all__ = ["Listen", "serve"]
 
 _log = logging.getLogger("mlbench_master")
-# Other users of this machine may try a thousand tokens per second. Random letters and digits of this length resist.
+# Other users of this machine may try a thousand tokens per second. This number of random letters
+# and digits resists.
 _SHORT_TOKEN = 16
 # From malloc.h of glibc.
 _M_ARENA_MAX = -8
@@ -32,13 +33,15 @@ _M_ARENA_MAX = -8
 
 @dataclass(frozen=True)
 class Listen:
-    """The place at which a master listens.
+    """The address at which a master listens.
 
     Args:
         host: The address. It must be one of loopback if the master demands no token.
         port: The port; 0 chooses a free one.
-        certificate: File with the certificate for https and those between it and its authority, as PEM.
-        key: File with the certificate's private key, as PEM; by default it is in the certificate's file.
+        certificate: File with the certificate for https and those between it and its authority, as
+            PEM.
+        key: File with the certificate's private key, as PEM; by default it is in the certificate's
+            file.
     """
 
     host: str
@@ -54,7 +57,7 @@ def serve(
     no_token: bool = False,
     database_url: str | None = None,
     data_dir: Path | None = None,
-    launcher: str = "local",
+    engine: str = "local",
     end_when_idle_s: float | None = None,
     root_path: str = "",
 ) -> None:
@@ -62,14 +65,17 @@ def serve(
 
     Args:
         listen: The address to listen on.
-        token: Secret that requests must carry; None for a random one, which is kept in the data folder.
+        token: Secret that requests must carry; None for a random one, which is kept in the data
+            folder.
         started: Called with the master's URL and secrets once it owns the port and the data folder.
         no_token: Demand no token: every user of this machine can then run commands as this process.
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
-        launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
-        end_when_idle_s: Seconds without a run or a request after which the master ends; None to keep running.
-        root_path: The path below which a proxy serves the master, for example ``/user/me/proxy/5080``.
+        engine: One of :data:`~mlbench_master.engines.ENGINES`.
+        end_when_idle_s: Seconds without a run or a request after which the master ends; None to
+            keep running.
+        root_path: The path below which a proxy serves the master, for example
+            ``/user/me/proxy/5080``.
 
     Raises:
         ConfigurationError: The address, the certificate, the folder or the database cannot be used.
@@ -84,24 +90,32 @@ def serve(
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts at once
+            # asyncio has set it to the number that it accepts at once.
+            listener.listen(LISTEN_BACKLOG)
 
         async def on_tick(self, counter: int) -> bool:
             """Return True if the server must end, which uvicorn asks ten times per second."""
-            if end_when_idle_s is not None and clock.look() >= end_when_idle_s and not self.should_exit:
-                _log.info("the master is ending: no run and no request for %g s", end_when_idle_s)
-                self.should_exit = True
+            if end_when_idle_s is not None:
+                is_idle = clock.look() >= end_when_idle_s
+                if is_idle and not self.should_exit:
+                    text = "the master is ending: no run and no request for %g s"
+                    _log.info(text, end_when_idle_s)
+                    self.should_exit = True
             return await super().on_tick(counter)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """End at a signal, without uvicorn's second raise of the signal, which would skip the callers' cleanup."""
+            """End at a signal."""
+            # uvicorn's own handler raises the signal again, which would skip the callers' cleanup.
             _log.info("the master is ending")
             events: EventBus = app.state.events
             events.close()  # otherwise the server would wait for open dashboards
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
-    _use_few_arenas()
+    # glibc gives threads their own arenas, up to eight for each core. The threads that answer
+    # requests would each keep what their largest answer needed, so the memory would grow for hours.
+    with contextlib.suppress(AttributeError, OSError):  # a system without glibc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
     _check_certificate(listen)
     with _listen(listen.host, listen.port) as listener, contextlib.ExitStack() as stack:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -116,8 +130,11 @@ def serve(
                 f"another master uses the folder {folder}; choose another with --data-dir"
             ) from None
         url = _url(listen, listener.getsockname()[1])
-        token = None if no_token else token or random_token(folder)
-        app = create_app(database_url, folder, token, make_launcher(launcher, folder), url, root_path)
+        if no_token:
+            token = None
+        elif not token:
+            token = random_token(folder)
+        app = create_app(database_url, folder, token, make_engine(engine, folder), url, root_path)
         clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
@@ -129,12 +146,13 @@ def serve(
             http=Connection,
             ws="none",
             backlog=ACCEPTED_AT_ONCE,
-            log_config=None,  # the handler above, whose records are limited, gets uvicorn's records, too
+            # The handler above, whose records are limited, gets uvicorn's records, too.
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=30,
-            # Anybody on this machine could give another address as the client's in a header of a proxy.
+            # Anybody on this machine could give a false address of the client in such a header.
             proxy_headers=False,
             ssl_certfile=listen.certificate,
             ssl_keyfile=listen.key,
@@ -142,34 +160,32 @@ def serve(
         Server(config).run(sockets=[listener])
 
 
-def _use_few_arenas() -> None:
-    """Let the threads of the master share their free memory.
-
-    glibc gives threads arenas of their own, up to eight for each core. The threads that answer requests would each keep
-    what their largest answer needed, so the memory would grow for hours.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # a system without glibc
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
 def _url(listen: Listen, port: int) -> str:
     """Return the URL under which workers on this machine reach the master."""
-    # They cannot connect to the address that stands for all addresses.
+    # They cannot connect to the wildcard address, which means all addresses.
     host = listen.host.strip("[]")
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{'https' if listen.certificate else 'http'}://{f'[{name}]' if ':' in name else name}:{port}"
+    if ":" in name:
+        name = f"[{name}]"
+    scheme = "https" if listen.certificate else "http"
+    return f"{scheme}://{name}:{port}"
 
 
 def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
-    from mlbench_master.login import login_path
+    from mlbench_master.access.login import login_path
 
     if access.token is None:
-        _log.warning("no token is needed: every program and user of this machine can run commands as you")
+        _log.warning(
+            "no token is needed: every program and user of this machine can run commands as you"
+        )
         return
     path = login_path(access)
     _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
     if listen.certificate is None and not is_loopback(listen.host):
-        _log.warning("the network can read the token: use --certificate, or a proxy with https on this machine")
+        _log.warning(
+            "the network can read the token: "
+            "use --certificate, or a proxy with https on this machine"
+        )
     if len(access.token) < _SHORT_TOKEN:
         _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
 
@@ -183,20 +199,24 @@ def _check_certificate(listen: Listen) -> None:
         context.load_cert_chain(listen.certificate, listen.key, password="")
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigurationError(f"cannot use --certificate {listen.certificate} and its key: {reason}") from None
+        raise ConfigurationError(
+            f"cannot use --certificate {listen.certificate} and its key: {reason}"
+        ) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return the listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named. It saves 40 ms for each small answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
+        # A restarted master gets its port although connections of the old one are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), port))
         listener.listen(128)
     except (OSError, UnicodeError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from None
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --port"
+        ) from None
     return listener

@@ -18,7 +18,8 @@ SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """New folders, one after the other: ``mktemp`` would look through those of all tests so far for each."""
+    """New folders, one after the other: ``mktemp`` would look through those of all tests so far for
+    each."""
     folder = tmp_path_factory.mktemp("homes")
     return (folder / str(number) for number in itertools.count())
 
@@ -43,7 +44,8 @@ def no_leaks(homes: Iterator[Path]) -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
+    """Tensors this small are no work to share, least of all where other processes take the
+    cores."""
     import torch
 
     before = torch.get_num_threads()

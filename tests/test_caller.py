@@ -1,4 +1,5 @@
-"""The folder and the variables that a run takes from its call, and programs that take nothing from that folder."""
+"""The folder and the variables that a run takes from its call, and programs that take nothing from
+that folder."""
 
 from __future__ import annotations
 
@@ -22,8 +23,20 @@ def make_python(folder: Path) -> str:
 
 
 def test_a_call_sends_what_libraries_read_and_nothing_of_its_terminal() -> None:
-    sent = {"NCCL_ALGO": "Ring", "LD_LIBRARY_PATH": "/x", "HF_TOKEN": "t", "PYTHONPATH": "lib", "https_proxy": "p"}
-    kept = {"HOME": "/h", "PYTHONIOENCODING": "latin-1", "TERM": "xterm", "RANK": "1", "MLBENCH_TOKEN": "s"}
+    sent = {
+        "NCCL_ALGO": "Ring",
+        "LD_LIBRARY_PATH": "/x",
+        "HF_TOKEN": "t",
+        "PYTHONPATH": "lib",
+        "https_proxy": "p",
+    }
+    kept = {
+        "HOME": "/h",
+        "PYTHONIOENCODING": "latin-1",
+        "TERM": "xterm",
+        "RANK": "1",
+        "MLBENCH_TOKEN": "s",
+    }
     found = caller.call_environment({**sent, **kept, "PATH": OWN})
     assert found == {**sent, "PATH": OWN}
 
@@ -32,23 +45,29 @@ def test_python_is_that_of_the_call_or_of_the_active_environment(tmp_path: Path)
     other = make_python(tmp_path / "other")
     assert caller.call_environment({"PATH": other})["PATH"] == os.pathsep.join([OWN, other])
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        assert caller.call_environment({"PATH": other, name: str(tmp_path / "other")})["PATH"] == other
+        assert (
+            caller.call_environment({"PATH": other, name: str(tmp_path / "other")})["PATH"] == other
+        )
     first = os.pathsep.join(["/mine", OWN, other])
     assert caller.call_environment({"PATH": first})["PATH"] == first
 
 
-@pytest.mark.parametrize("name", ["", "1A", "A-B", "a b", "RANK", "MASTER_PORT", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"])
+@pytest.mark.parametrize(
+    "name", ["", "1A", "A-B", "a b", "RANK", "MASTER_PORT", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"]
+)
 def test_a_variable_that_a_user_cannot_choose_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         caller.check_variable(name)
 
 
-def test_a_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ConfigurationError, match="the current folder must be one that exists"):
+    with pytest.raises(ConfigurationError, match="the current folder cannot be used"):
         caller.describe_call()
     assert caller.call_folder(tmp_path) == str(tmp_path)
     assert caller.safe_environment()["PYTHONPATH"].endswith(str(Path(caller.__file__).parents[1]))
@@ -65,7 +84,7 @@ def test_a_program_of_mlbench_imports_nothing_from_the_folder_of_its_call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))
     monkeypatch.setattr(sys, "version_info", version)
-    command = caller.module_command("mlbench_core.cli", "tasks")
+    command = caller.module_command("mlbench_cli", "tasks")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))

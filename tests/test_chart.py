@@ -21,25 +21,36 @@ import yaml
 from fastapi.testclient import TestClient
 
 import mlbench_core
-from mlbench_core.cli._helm_chart import chart_folder
-from mlbench_core.cli.master import master
+from mlbench_cli._kind import chart_folder
+from mlbench_cli.commands.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.kubernetes_manifests import job_manifest
-from mlbench_master.launchers.kubernetes_options import KubernetesOptions
-from mlbench_master.launchers.kubernetes_settings import read_setting
+from mlbench_master.engines import Job
+from mlbench_master.engines.kubernetes.manifests import job_manifest
+from mlbench_master.engines.kubernetes.options import KubernetesOptions
+from mlbench_master.engines.kubernetes.settings import read_setting
 from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "charts" / "mlbench"
+CHART = ROOT / "helm" / "mlbench"
 VALUE_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 HELM = os.environ.get("MLBENCH_HELM") or shutil.which("helm")
-needs_helm = pytest.mark.skipif(HELM is None, reason="no helm here: put it on PATH, or name it in MLBENCH_HELM")
+needs_helm = pytest.mark.skipif(
+    HELM is None, reason="no helm here: put it on PATH, or name it in MLBENCH_HELM"
+)
 # The newest that kubernetes-validate has, one in the middle, and the oldest that Chart.yaml allows.
 KUBERNETES = ("1.37.0", "1.31.0", "1.25.0")
 # Kinds of volumes that the Pod Security Standard "restricted" allows.
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 
 COMPONENT = "app.kubernetes.io/component"
 
@@ -62,7 +73,8 @@ def merged(values: Values, changes: Values) -> Values:
 
 
 def refusal(changes: Values) -> str:
-    """The reason for which the schema refuses changes of the default values; empty if it accepts them."""
+    """The reason for which the schema refuses changes of the default values; empty if it accepts
+    them."""
     check = fastjsonschema.compile(json.loads((CHART / "values.schema.json").read_text()))
     try:
         check(merged(read(CHART / "values.yaml"), changes))
@@ -73,7 +85,14 @@ def refusal(changes: Values) -> str:
 
 def helm(*arguments: str, chart: Path = CHART) -> subprocess.CompletedProcess[str]:
     """Run ``helm template`` for the release ``demo`` in the namespace ``bench``."""
-    command = [str(HELM), "template", "demo", str(chart), "--namespace=bench", f"--kube-version={KUBERNETES[0]}"]
+    command = [
+        str(HELM),
+        "template",
+        "demo",
+        str(chart),
+        "--namespace=bench",
+        f"--kube-version={KUBERNETES[0]}",
+    ]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
 
 
@@ -87,12 +106,14 @@ def render(name: str) -> tuple[Values, ...]:
 
 def find(name: str, kind: str, suffix: str = "") -> Values:
     """The only object of a kind whose name has a suffix."""
-    (found,) = (o for o in render(name) if o["kind"] == kind and o["metadata"]["name"].endswith(suffix))
+    (found,) = (
+        o for o in render(name) if o["kind"] == kind and o["metadata"]["name"].endswith(suffix)
+    )
     return found
 
 
 def worker_pod(name: str) -> Values:
-    """The template of workers that the chart gives to the launcher."""
+    """The template of workers that the chart gives to the engine."""
     template: Values = yaml.safe_load(find(name, "ConfigMap")["data"]["worker.yaml"])
     return template
 
@@ -111,7 +132,8 @@ def variables(name: str) -> dict[str, Any]:
 
 @cache
 def validate_object(text: str, version: str) -> None:
-    """Raise an error if a version of Kubernetes refuses an object or does not know one of its fields."""
+    """Raise an error if a version of Kubernetes refuses an object or does not know one of its
+    fields."""
     validate = pytest.importorskip("kubernetes_validate")
     validate.validate(json.loads(text), version, strict=True)
 
@@ -165,14 +187,21 @@ def test_the_schema_accepts_every_value_file(path: Path) -> None:
         ({"persistence": {"size": "big"}}, "data.persistence.size"),
         ({"persistence": {"accessModes": []}}, "data.persistence.accessModes"),
         ({"nfs": {"path": "exports"}}, "data.nfs.path"),
-        ({"networkPolicy": {"master": {"cidrs": ["everybody"]}}}, "data.networkPolicy.master.cidrs"),
+        (
+            {"networkPolicy": {"master": {"cidrs": ["everybody"]}}},
+            "data.networkPolicy.master.cidrs",
+        ),
     ],
 )
-def test_the_schema_refuses_wrong_names_and_values_and_names_the_place(changes: Values, name: str) -> None:
+def test_the_schema_refuses_wrong_names_and_values_and_names_the_place(
+    changes: Values, name: str
+) -> None:
     assert refusal(changes).startswith(name)
 
 
-@pytest.mark.parametrize("cpu", ["8000m", "8", "0.5", ".5", "2.", "10", "1e3", "500000u", 8, 0.5, None])
+@pytest.mark.parametrize(
+    "cpu", ["8000m", "8", "0.5", ".5", "2.", "10", "1e3", "500000u", 8, 0.5, None]
+)
 def test_the_schema_accepts_every_quantity_of_cores(cpu: object) -> None:
     assert refusal({"limits": {"cpu": cpu}}) == ""
     # Helm compiles patterns with Go's regular expressions, which have no lookahead.
@@ -183,7 +212,11 @@ def test_the_schema_and_the_default_values_have_the_same_names() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def compare(place: str, values: Values, properties: Values) -> None:
-        old = {name for name, entry in properties.items() if "version 3.0" in entry.get("description", "")}
+        old = {
+            name
+            for name, entry in properties.items()
+            if "version 3.0" in entry.get("description", "")
+        }
         assert set(values) == set(properties) - old - {"global"}, place
         for name, value in values.items():
             if "properties" in properties[name] and place + name != "master.resources":
@@ -210,16 +243,25 @@ def rules() -> set[tuple[str, str, str]]:
 def test_the_role_has_no_right_for_everything() -> None:
     assert rules()
     assert not any("*" in part for rule in rules() for part in rule)
-    # With these, a stolen token of the master would give access to other secrets or to running containers.
-    assert not {rule for rule in rules() if rule[1] in ("pods/exec", "pods/attach", "roles", "rolebindings")}
-    assert {verb for _, resource, verb in rules() if resource == "secrets"} <= {"create", "delete", "patch"}
+    # With these, a stolen token of the master would give access to other secrets or to running
+    # containers.
+    assert not {
+        rule for rule in rules() if rule[1] in ("pods/exec", "pods/attach", "roles", "rolebindings")
+    }
+    assert {verb for _, resource, verb in rules() if resource == "secrets"} <= {
+        "create",
+        "delete",
+        "patch",
+    }
 
 
 def test_the_role_has_exactly_the_rights_of_the_page_on_kubernetes() -> None:
     page = ROOT / "docs" / "howto" / "kubernetes.md"
     table = page.read_text().partition("| API group | resource | verb |")[2]
     rows = re.findall(r"^\| `?([a-z0-9.]+)`? \| `([a-z/]+)` \| `([a-z]+)` \| ", table, re.MULTILINE)
-    assert {("" if group == "core" else group, resource, verb) for group, resource, verb in rows} == rules()
+    assert {
+        ("" if group == "core" else group, resource, verb) for group, resource, verb in rows
+    } == rules()
 
 
 # With Helm.
@@ -228,7 +270,14 @@ def test_the_role_has_exactly_the_rights_of_the_page_on_kubernetes() -> None:
 @needs_helm
 @every_value_file
 def test_helm_lint_finds_nothing(name: str) -> None:
-    command = [str(HELM), "lint", "--strict", str(CHART), "--values", str(CHART / "ci" / f"{name}-values.yaml")]
+    command = [
+        str(HELM),
+        "lint",
+        "--strict",
+        str(CHART),
+        "--values",
+        str(CHART / "ci" / f"{name}-values.yaml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     # It advises an icon, which the chart does not have.
@@ -271,8 +320,12 @@ def test_every_pod_satisfies_the_restricted_security_standard(name: str) -> None
 @needs_helm
 @every_value_file
 def test_nothing_belongs_to_the_whole_cluster_but_a_volume_with_data_sets(name: str) -> None:
-    without_namespace = {entry["kind"] for entry in render(name) if "namespace" not in entry["metadata"]}
-    expected = {"PersistentVolume"} if name in ("gpu", "nfs-writable", "gce-disk", "version-3") else set()
+    without_namespace = {
+        entry["kind"] for entry in render(name) if "namespace" not in entry["metadata"]
+    }
+    expected = (
+        {"PersistentVolume"} if name in ("gpu", "nfs-writable", "gce-disk", "version-3") else set()
+    )
     assert without_namespace == expected
     assert {entry["metadata"].get("namespace", "bench") for entry in render(name)} == {"bench"}
 
@@ -282,21 +335,34 @@ def test_nothing_belongs_to_the_whole_cluster_but_a_volume_with_data_sets(name: 
 def test_service_policy_and_binding_select_what_is_there(name: str) -> None:
     deployment = find(name, "Deployment")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
-    selectors = [find(name, "Service")["spec"]["selector"], deployment["spec"]["selector"]["matchLabels"]]
+    selectors = [
+        find(name, "Service")["spec"]["selector"],
+        deployment["spec"]["selector"]["matchLabels"],
+    ]
     if name != "ephemeral":
-        of_master, of_workers = (entry["spec"] for entry in render(name) if entry["kind"] == "NetworkPolicy")
+        of_master, of_workers = (
+            entry["spec"] for entry in render(name) if entry["kind"] == "NetworkPolicy"
+        )
         selectors.append(of_master["podSelector"]["matchLabels"])
         workers = worker_pod(name)["metadata"]["labels"]
-        for spec in (of_workers, of_workers["ingress"][0]["from"][0], of_master["ingress"][0]["from"][0]):
+        for spec in (
+            of_workers,
+            of_workers["ingress"][0]["from"][0],
+            of_master["ingress"][0]["from"][0],
+        ):
             assert spec["podSelector"]["matchLabels"].items() <= workers.items()
             assert not spec["podSelector"]["matchLabels"].items() <= labels.items()
     assert all(selector.items() <= labels.items() for selector in selectors)
     # Clients of version 3.0 look for these.
-    assert {"app": "mlbench", "component": "master"}.items() <= find(name, "Service")["metadata"]["labels"].items()
+    assert {"app": "mlbench", "component": "master"}.items() <= find(name, "Service")["metadata"][
+        "labels"
+    ].items()
     account = find(name, "RoleBinding")["subjects"][0]["name"]
     assert account == deployment["spec"]["template"]["spec"]["serviceAccountName"]
     assert account != worker_pod(name)["spec"]["serviceAccountName"]
-    accounts = {entry["metadata"]["name"] for entry in render(name) if entry["kind"] == "ServiceAccount"}
+    accounts = {
+        entry["metadata"]["name"] for entry in render(name) if entry["kind"] == "ServiceAccount"
+    }
     assert accounts == {account, worker_pod(name)["spec"]["serviceAccountName"]}
 
 
@@ -313,7 +379,9 @@ def test_the_master_gets_its_secrets_from_secrets() -> None:
     assert [entry for entry in render("postgres") if entry["kind"] == "Secret"] == []
     (container,) = find("postgres", "Deployment")["spec"]["template"]["spec"]["containers"]
     assert {
-        entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in container["env"] if "valueFrom" in entry
+        entry["name"]: entry["valueFrom"]["secretKeyRef"]
+        for entry in container["env"]
+        if "valueFrom" in entry
     } == {
         "MLBENCH_TOKEN": {"name": "bench-token", "key": "master-token"},
         "MLBENCH_DATABASE_URL": {"name": "bench-database", "key": "uri"},
@@ -325,7 +393,7 @@ def test_the_arguments_of_the_master_are_those_of_the_command() -> None:
     (container,) = find("default", "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["mlbench", "master"]
     context = master.make_context("master", list(container["args"]))
-    assert context.params["launcher"] == "kubernetes"
+    assert context.params["engine"] == "kubernetes"
     assert str(context.params["data_dir"]).startswith("/data/")
     assert [port["containerPort"] for port in container["ports"]] == [context.params["port"]]
 
@@ -333,15 +401,20 @@ def test_the_arguments_of_the_master_are_those_of_the_command() -> None:
 @needs_helm
 def test_the_probes_ask_a_path_that_needs_no_token(tmp_path: Path) -> None:
     (container,) = find("default", "Deployment")["spec"]["template"]["spec"]["containers"]
-    paths = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    paths = {
+        container[f"{kind}Probe"]["httpGet"]["path"]
+        for kind in ("startup", "readiness", "liveness")
+    }
     (path,) = paths
-    with TestClient(create_app(data_dir=tmp_path, token="t" * 32), base_url="http://10.244.0.7:5080") as client:
+    with TestClient(
+        create_app(data_dir=tmp_path, token="t" * 32), base_url="http://10.244.0.7:5080"
+    ) as client:
         assert client.get(path).status_code == 200
         assert client.get("/api/runs/").status_code == 401
 
 
 @needs_helm
-def test_the_launcher_gets_the_address_of_the_service_and_the_claim_that_workers_can_mount() -> None:
+def test_the_engine_gets_the_address_of_the_service_and_the_claim_that_workers_can_mount() -> None:
     given = variables("default")
     assert given["MLBENCH_KUBERNETES_MASTER_URL"] == "http://demo-mlbench-master.bench.svc:80"
     assert given["MLBENCH_KUBERNETES_NAMESPACE"] == "bench"
@@ -352,7 +425,8 @@ def test_the_launcher_gets_the_address_of_the_service_and_the_claim_that_workers
     assert "MLBENCH_KUBERNETES_SHARED_CLAIM" not in given
     shared = variables("shared-claim")
     assert (
-        shared["MLBENCH_KUBERNETES_SHARED_CLAIM"] == find("shared-claim", "PersistentVolumeClaim")["metadata"]["name"]
+        shared["MLBENCH_KUBERNETES_SHARED_CLAIM"]
+        == find("shared-claim", "PersistentVolumeClaim")["metadata"]["name"]
     )
     assert shared["MLBENCH_KUBERNETES_SHARED_MOUNT"] == "/data"
 
@@ -370,7 +444,11 @@ def test_the_mark_of_a_long_release_name_is_short_and_its_own() -> None:
         (mark,) = re.findall(r'KUBERNETES_MARK\n +value: "(.*)"', done.stdout)
         assert len(mark) <= 30 and is_run_name(mark)
         marks.add(mark)
-        assert all(is_run_name(entry["metadata"]["name"]) for entry in yaml.safe_load_all(done.stdout) if entry)
+        assert all(
+            is_run_name(entry["metadata"]["name"])
+            for entry in yaml.safe_load_all(done.stdout)
+            if entry
+        )
     assert len(marks) == 3
 
 
@@ -396,8 +474,16 @@ def test_the_limits_become_a_quota_a_range_and_annotations() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "mode"),
     [
-        ("gpu", {"nfs": {"server": "nfs.example.org", "path": "/exports/datasets", "readOnly": True}}, "ReadOnlyMany"),
-        ("nfs-writable", {"nfs": {"server": "10.0.0.7", "path": "/exports", "readOnly": False}}, "ReadWriteMany"),
+        (
+            "gpu",
+            {"nfs": {"server": "nfs.example.org", "path": "/exports/datasets", "readOnly": True}},
+            "ReadOnlyMany",
+        ),
+        (
+            "nfs-writable",
+            {"nfs": {"server": "10.0.0.7", "path": "/exports", "readOnly": False}},
+            "ReadWriteMany",
+        ),
         (
             "gce-disk",
             {"gcePersistentDisk": {"pdName": "my-pd-name", "fsType": "ext4", "readOnly": True}},
@@ -413,9 +499,13 @@ def test_workers_mount_data_sets_through_a_claim(name: str, source: Values, mode
     assert volume["spec"]["claimRef"]["name"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == volume["spec"]["accessModes"] == [mode]
     spec = worker_pod(name)["spec"]
-    mounted = next(entry for entry in spec["volumes"] if entry["name"] == "datasets")["persistentVolumeClaim"]
+    mounted = next(entry for entry in spec["volumes"] if entry["name"] == "datasets")[
+        "persistentVolumeClaim"
+    ]
     assert mounted == {"claimName": claim["metadata"]["name"], "readOnly": mode == "ReadOnlyMany"}
-    place = next(entry for entry in spec["containers"][0]["volumeMounts"] if entry["name"] == "datasets")
+    place = next(
+        entry for entry in spec["containers"][0]["volumeMounts"] if entry["name"] == "datasets"
+    )
     assert place["mountPath"] == ("/datasets" if name == "nfs-writable" else "/data/datasets")
 
 
@@ -431,7 +521,10 @@ def test_only_named_places_may_reach_the_master() -> None:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
     ]
     assert sources("kind") == [{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}]
-    assert sources("load-balancer") == [{"ipBlock": {"cidr": "203.0.113.0/24"}}, {"ipBlock": {"cidr": "2001:db8::/32"}}]
+    assert sources("load-balancer") == [
+        {"ipBlock": {"cidr": "203.0.113.0/24"}},
+        {"ipBlock": {"cidr": "2001:db8::/32"}},
+    ]
 
 
 @needs_helm
@@ -443,10 +536,15 @@ def test_an_ingress_below_a_path_tells_the_master() -> None:
         (deployment,) = (one for one in objects if one["kind"] == "Deployment")
         arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
         (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
-        return path["path"], [argument for argument in arguments if argument.startswith("--root-path")]
+        return path["path"], [
+            argument for argument in arguments if argument.startswith("--root-path")
+        ]
 
     assert paths() == ("/", [])
-    assert paths("--set", "ingress.path=/tools/mlbench") == ("/tools/mlbench", ["--root-path=/tools/mlbench"])
+    assert paths("--set", "ingress.path=/tools/mlbench") == (
+        "/tools/mlbench",
+        ["--root-path=/tools/mlbench"],
+    )
 
 
 @needs_helm
@@ -455,7 +553,10 @@ def test_workers_reach_one_another_the_master_and_name_servers_until_a_value_ope
         return list(find(name, "NetworkPolicy", "-worker")["spec"]["egress"])
 
     workers, to_master, dns = destinations("default")
-    assert "ports" not in workers and workers["to"][0]["podSelector"]["matchLabels"][COMPONENT] == "worker"
+    assert (
+        "ports" not in workers
+        and workers["to"][0]["podSelector"]["matchLabels"][COMPONENT] == "worker"
+    )
     assert to_master["to"][0]["podSelector"]["matchLabels"][COMPONENT] == "master"
     assert [port["port"] for port in dns["ports"]] == [53, 53]
     *_, downloads = destinations("nfs-writable")
@@ -490,7 +591,10 @@ def test_values_for_nodes_and_pods_arrive() -> None:
         assert spec["imagePullSecrets"] == [{"name": "registry-one"}, {"name": "registry-two"}]
     gpu = worker_pod("gpu")["spec"]
     assert gpu["nodeSelector"] == {"example.org/gpu": "a100"}
-    assert gpu["containers"][0]["resources"] == {"requests": {"memory": "64Gi"}, "limits": {"memory": "64Gi"}}
+    assert gpu["containers"][0]["resources"] == {
+        "requests": {"memory": "64Gi"},
+        "limits": {"memory": "64Gi"},
+    }
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in gpu["volumes"]
 
 
@@ -500,11 +604,19 @@ def test_the_claim_of_the_master_stays_after_an_uninstallation() -> None:
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert "storageClassName" not in claim["spec"]
     own = find("scheduling", "PersistentVolumeClaim")
-    assert own["spec"]["storageClassName"] == "fast" and own["metadata"]["annotations"]["example.org/backup"] == "daily"
+    assert (
+        own["spec"]["storageClassName"] == "fast"
+        and own["metadata"]["annotations"]["example.org/backup"] == "daily"
+    )
     volumes = find("existing-claim", "Deployment")["spec"]["template"]["spec"]["volumes"]
     assert volumes[0] == {"name": "data", "persistentVolumeClaim": {"claimName": "bench-data"}}
-    assert not [entry for entry in render("existing-claim") if entry["kind"] == "PersistentVolumeClaim"]
-    assert find("ephemeral", "Deployment")["spec"]["template"]["spec"]["volumes"][0] == {"name": "data", "emptyDir": {}}
+    assert not [
+        entry for entry in render("existing-claim") if entry["kind"] == "PersistentVolumeClaim"
+    ]
+    assert find("ephemeral", "Deployment")["spec"]["template"]["spec"]["volumes"][0] == {
+        "name": "data",
+        "emptyDir": {},
+    }
 
 
 @needs_helm
@@ -512,7 +624,10 @@ def test_the_claim_of_the_master_stays_after_an_uninstallation() -> None:
     ("given", "sentence"),
     [
         (["worker.sshKey.id_rsa=x"], "worker.sshKey must be left out"),
-        (["worker.image.tag=latest"], "worker.image.repository and worker.image.tag must be left out"),
+        (
+            ["worker.image.tag=latest"],
+            "worker.image.repository and worker.image.tag must be left out",
+        ),
         (["nvidiaDevicePlugin.enabled=true"], "nvidiaDevicePlugin must be left out"),
         (["nfs.enabled=true"], "nfs.server and nfs.path must be set"),
         (
@@ -521,16 +636,25 @@ def test_the_claim_of_the_master_stays_after_an_uninstallation() -> None:
         ),
         (["gcePersistentDisk.enabled=true"], "gcePersistentDisk.pdName must be set"),
         (
-            ["gcePersistentDisk.enabled=true", "gcePersistentDisk.pdName=x", "datasets.readOnly=false"],
+            [
+                "gcePersistentDisk.enabled=true",
+                "gcePersistentDisk.pdName=x",
+                "datasets.readOnly=false",
+            ],
             "datasets.readOnly must be true",
         ),
         (["ingress.enabled=true"], "ingress.host must be set"),
-        (["ingress.enabled=true", "ingress.host=x.org"], "networkPolicy.master.namespaces must name"),
+        (
+            ["ingress.enabled=true", "ingress.host=x.org"],
+            "networkPolicy.master.namespaces must name",
+        ),
         (["master.service.nodePort=30080"], "master.service.nodePort must be left out"),
         (["limits.worker=2"], "limits: Additional property worker is not allowed"),
     ],
 )
-def test_values_without_a_meaning_are_refused_with_a_sentence(given: list[str], sentence: str) -> None:
+def test_values_without_a_meaning_are_refused_with_a_sentence(
+    given: list[str], sentence: str
+) -> None:
     done = helm(*(f"--set={value}" for value in given))
     assert done.returncode != 0
     assert sentence in done.stderr
@@ -543,7 +667,9 @@ def test_the_notes_name_the_objects_and_do_not_print_the_token(tmp_path: Path) -
     shutil.copytree(CHART, chart)
     notes = (chart / "templates" / "NOTES.txt").read_text()
     body = "\n".join(f"  {line}" for line in notes.splitlines())
-    (chart / "templates" / "notes.yaml").write_text(f"kind: Notes\nmetadata: {{name: notes}}\ntext: |\n{body}\n")
+    (chart / "templates" / "notes.yaml").write_text(
+        f"kind: Notes\nmetadata: {{name: notes}}\ntext: |\n{body}\n"
+    )
     for name in ("default", "postgres", "ingress", "kind", "ephemeral"):
         done = helm("--values", str(CHART / "ci" / f"{name}-values.yaml"), chart=chart)
         assert done.returncode == 0, done.stderr
@@ -582,7 +708,9 @@ def test_the_token_stays_over_an_upgrade_and_the_claim_over_an_uninstallation(
 
     def run(*arguments: str) -> str:
         command = [str(HELM), *arguments, "--namespace=bench"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
 
     def token() -> str:
         return str(store.objects[f"{folder}/secrets/demo-mlbench-master-token"]["data"]["token"])
@@ -604,24 +732,45 @@ def test_the_token_stays_over_an_upgrade_and_the_claim_over_an_uninstallation(
 @needs_helm
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
 def test_kubectl_accepts_the_objects(cluster: tuple[Store, dict[str, str]]) -> None:
-    command = ["kubectl", "apply", "--dry-run=client", "--validate=false", "--namespace=bench", "--filename=-"]
+    command = [
+        "kubectl",
+        "apply",
+        "--dry-run=client",
+        "--validate=false",
+        "--namespace=bench",
+        "--filename=-",
+    ]
     text = yaml.safe_dump_all([*render("default"), *render("ingress"), *render("gpu")])
-    done = subprocess.run(command, env=cluster[1], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=cluster[1], input=text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len([*render("default"), *render("ingress"), *render("gpu")])
+    assert len(done.stdout.splitlines()) == len(
+        [*render("default"), *render("ingress"), *render("gpu")]
+    )
 
 
 @needs_helm
 @every_value_file
-def test_the_jobs_that_the_launcher_makes_of_the_template_are_restricted_and_valid(
+def test_the_jobs_that_the_engine_makes_of_the_template_are_restricted_and_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.yaml").write_text(find(name, "ConfigMap")["data"]["worker.yaml"])
     for variable, value in variables(name).items():
         if value is not None and variable.startswith("MLBENCH_KUBERNETES_"):
-            monkeypatch.setenv(variable, value.replace("/etc/mlbench", str(tmp_path)).replace("/data", str(tmp_path)))
+            monkeypatch.setenv(
+                variable,
+                value.replace("/etc/mlbench", str(tmp_path)).replace("/data", str(tmp_path)),
+            )
     setting = read_setting(tmp_path, "bench")
-    run = Job(7, "demo", "python main.py --rank {rank}", 2, image="mlbench/task1a:latest", gpu_enabled=name == "gpu")
+    run = Job(
+        7,
+        "demo",
+        "python main.py --rank {rank}",
+        2,
+        image="mlbench/task1a:latest",
+        gpu_enabled=name == "gpu",
+    )
     job = job_manifest(run, KubernetesOptions(), setting, attempt="1", folder="runs/7")
     validate_object(json.dumps(job), KUBERNETES[0])
     pod = job["spec"]["template"]
@@ -632,7 +781,9 @@ def test_the_jobs_that_the_launcher_makes_of_the_template_are_restricted_and_val
     assert pod["spec"]["serviceAccountName"].endswith("-worker")
     assert pod["spec"]["automountServiceAccountToken"] is False
     (container,) = pod["spec"]["containers"]
-    assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(container["volumeMounts"])
+    assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(
+        container["volumeMounts"]
+    )
     assert container["image"] == run.image
     memory = "64Gi" if name == "gpu" else None
     assert container["resources"]["limits"].get("memory") == memory

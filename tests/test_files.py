@@ -22,7 +22,9 @@ def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
         with files.replacing(path) as temporary:
             assert temporary.parent == path.parent
             temporary.write_text(content)
-            assert (path.read_text() if path.exists() else "") == ("old" if content == "new" else "")
+            assert (path.read_text() if path.exists() else "") == (
+                "old" if content == "new" else ""
+            )
         assert path.read_text() == content
     assert os.listdir(path.parent) == ["file"]
 
@@ -58,7 +60,9 @@ def test_a_temporary_file_that_a_kill_left_is_not_written_through(tmp_path: Path
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace"])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -134,7 +138,9 @@ def take(path: Path) -> bool:
 def test_a_lock_is_held_until_its_holder_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "lock"
     with (
-        subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True) as holder,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True
+        ) as holder,
         ThreadPoolExecutor(1) as pool,
     ):
         try:
@@ -166,7 +172,10 @@ def test_a_full_disk_is_reported_with_the_path(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for writing in (replacing, creating_folder):
-        with pytest.raises(OSError, match="No space left") as caught, writing(tmp_path / "new") as temporary:
+        with (
+            pytest.raises(OSError, match="No space left") as caught,
+            writing(tmp_path / "new") as temporary,
+        ):
             fill(temporary)
         assert caught.value.filename == str(tmp_path / "new")
         assert str(tmp_path / "new") in str(caught.value)

@@ -44,7 +44,9 @@ def script(page: str) -> str:
     return code
 
 
-def test_the_script_for_the_own_network_turns_measured_times_into_the_text_of_the_page(tmp_path: Path) -> None:
+def test_the_script_for_the_own_network_turns_measured_times_into_the_text_of_the_page(
+    tmp_path: Path,
+) -> None:
     """The times are those of two workers in the emulated network that the page names."""
     result = tmp_path / "result.csv"
     with result.open("w", newline="") as file:

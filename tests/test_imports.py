@@ -1,4 +1,5 @@
-"""Imports load nothing heavy, and no framework outside the folders ``pytorch`` and ``tensorflow``."""
+"""Imports load nothing heavy, and no framework outside the folders ``pytorch`` and
+``tensorflow``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import mlbench_core
 FRAMEWORK_FREE = [
     "mlbench_core",
     "mlbench_core.client.api",
-    "mlbench_core.cli",
+    "mlbench_cli",
     "mlbench_core.dataset.download",
     "mlbench_core.dataset.preparation",
     "mlbench_core.dataset.verification",
@@ -41,8 +42,8 @@ FRAMEWORK_FREE = [
 @pytest.mark.parametrize("module", FRAMEWORK_FREE)
 def test_imports_no_torch_and_prints_nothing(module: str) -> None:
     code = (
-        f"import sys, threading, {module}; assert not {{'torch', 'tensorflow'}}.intersection(sys.modules); "
-        "assert threading.active_count() == 1"
+        f"import sys, threading, {module}; assert not "
+        f"{{'torch', 'tensorflow'}}.intersection(sys.modules); assert threading.active_count() == 1"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -63,17 +64,22 @@ def test_every_subpackage_that_loads_on_first_use_exists() -> None:
     for path in sorted(Path(mlbench_core.__file__).parent.rglob("__init__.py")):
         # `make test-tensorflow` imports the packages that need TensorFlow.
         if "lazy_subpackages(" in path.read_text() and "tensorflow" not in path.parts:
-            name = ".".join(["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts])
+            name = ".".join(
+                ["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts]
+            )
             package = importlib.import_module(name)
             load = getattr(package, "_subpackage", package.__getattr__)
             lazy = inspect.getclosurevars(load).nonlocals["names"]
-            assert [one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None] == [], name
+            assert [
+                one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None
+            ] == [], name
 
 
 def test_parts_of_utils_load_on_first_use() -> None:
     code = (
-        "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; mlbench_core.utils.tracker; "
-        "assert 'torch' not in sys.modules; print(mlbench_core.utils.pytorch.topology.FCGraph.__name__)"
+        "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; "
+        "mlbench_core.utils.tracker; assert 'torch' not in sys.modules; "
+        "print(mlbench_core.utils.pytorch.topology.FCGraph.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "FCGraph"), done.stderr
@@ -86,18 +92,24 @@ def test_parts_of_utils_load_on_first_use() -> None:
         ("tensorflow", "tensorflow", "mlbench_core.models.tensorflow"),
     ],
 )
-def test_without_its_framework_every_package_names_the_extra(framework: str, folder: str, example: str) -> None:
+def test_without_its_framework_every_package_names_the_extra(
+    framework: str, folder: str, example: str
+) -> None:
     root = Path(mlbench_core.__file__).parent
-    packages = [".".join(path.relative_to(root.parent).parts) for path in sorted(root.rglob(folder))]
+    packages = [
+        ".".join(path.relative_to(root.parent).parts) for path in sorted(root.rglob(folder))
+    ]
     assert example in packages
     code = (
-        f"import importlib, sys\nsys.modules[{framework!r}] = None\n"
-        f"for name in {packages!r}:\n"
-        "    try:\n        importlib.import_module(name)\n"
-        "    except ImportError as error:\n        print(error)"
+        f"import importlib, sys\nsys.modules[{framework!r}] = None\nfor name in "
+        f"{packages!r}:\n    try:\n        importlib.import_module(name)\n    except "
+        "ImportError as error:\n        print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    line = f"this needs the package '{framework}', which is not installed: pip install 'mlbench-core[{framework}]'"
+    line = (
+        f"this needs the package '{framework}', which is not "
+        f"installed: pip install 'mlbench-core[{framework}]'"
+    )
     assert done.stdout.splitlines() == [line] * len(packages), done.stderr
 
 

@@ -1,4 +1,5 @@
-"""The public names that scripts of version 3.0 import, held literally: path, arguments in order, defaults."""
+"""The public names that scripts of version 3.0 import, held literally: path, arguments in order,
+defaults."""
 
 from __future__ import annotations
 
@@ -365,21 +366,29 @@ def test_name_is_there_and_takes_its_arguments(name: PublicName) -> None:
     if name.arguments is None or (isinstance(found, type) and issubclass(found, enum.Enum)):
         return
     expected = ast.parse(f"def f({name.arguments}): pass").body[0].args  # type: ignore[attr-defined]
-    parameters = [p for p in inspect.signature(found).parameters.values() if p.name not in ("self", "cls")]  # type: ignore[arg-type]
+    parameters = [
+        p for p in inspect.signature(found).parameters.values() if p.name not in ("self", "cls")
+    ]  # type: ignore[arg-type]
     names = [argument.arg for argument in expected.args]
     taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert taken[: len(names)] == names
-    for argument, default in zip(names[len(names) - len(expected.defaults) :], expected.defaults, strict=True):
+    for argument, default in zip(
+        names[len(names) - len(expected.defaults) :], expected.defaults, strict=True
+    ):
         parameter = next(p for p in parameters if p.name == argument)
         assert parameter.default is not inspect.Parameter.empty, f"{argument} has no default"
         text = ast.unparse(default)
         if argument in OTHER_DEFAULTS or f"{argument}={text.split('.')[0]}" in OTHER_DEFAULTS:
             continue
-        scope = {"float": float, "CheckpointFreq": getattr(inspect.getmodule(found), "CheckpointFreq", None)}
+        scope = {
+            "float": float,
+            "CheckpointFreq": getattr(inspect.getmodule(found), "CheckpointFreq", None),
+        }
         value = eval(text, scope)
         actual = tuple(parameter.default) if isinstance(value, list) else parameter.default
         assert actual == (tuple(value) if isinstance(value, list) else value), argument
     for p in parameters[len(names) :]:
-        assert p.default is not inspect.Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD), (
-            f"the new argument {p.name} has no default"
-        )
+        assert p.default is not inspect.Parameter.empty or p.kind in (
+            p.VAR_POSITIONAL,
+            p.VAR_KEYWORD,
+        ), f"the new argument {p.name} has no default"

@@ -1,4 +1,5 @@
-"""The plain versions of the algorithms are short and stand alone, and the pages that show them are true."""
+"""The plain versions of the algorithms are short and stand alone, and the pages that show them are
+true."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 
 ROOT = Path(__file__).parent.parent
-REFERENCES = sorted(p for p in (ROOT / "tests" / "references").glob("*.py") if p.name != "__init__.py")
+REFERENCES = sorted(
+    p for p in (ROOT / "tests" / "references").glob("*.py") if p.name != "__init__.py"
+)
 PAGES = sorted(p for p in (ROOT / "docs" / "algorithms").glob("*.md") if p.name != "index.md")
 
 
@@ -43,7 +48,9 @@ def test_a_reference_is_short_and_imports_nothing_of_the_library(path: Path) -> 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_is_listed_and_its_examples_run(path: Path) -> None:
     text = path.read_text()
-    assert re.search(rf"^{path.stem}$", (ROOT / "docs" / "algorithms" / "index.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^{path.stem}$", (ROOT / "docs" / "algorithms" / "index.md").read_text(), re.MULTILINE
+    )
     for target in re.findall(r"\{literalinclude\} (\S+)", text):
         assert (path.parent / target).is_file()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -17,6 +17,8 @@ def test_the_imports_are_found() -> None:
     """The other tests would pass on an empty list."""
     assert len(TREES) > 200
     assert len(IMPORTS) > 500
+    task = "benchmarks.task1a_resnet20_cifar10"
+    assert (f"{task}.main", f"{task}.variants") in {(each.source, each.target) for each in IMPORTS}
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
@@ -71,7 +73,9 @@ def test_every_module_is_in_a_layer() -> None:
         ("dataset.download", "import mlbench_core.dataset.util", False, True),
     ],
 )
-def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_up: bool, takes_a_face: bool) -> None:
+def test_an_import_in_the_wrong_direction_is_found(
+    source: str, line: str, goes_up: bool, takes_a_face: bool
+) -> None:
     names = [
         "errors",
         "aggregation.power",
@@ -83,7 +87,9 @@ def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_
         "dataset.download",
         "dataset.util",
     ]
-    trees = {f"mlbench_core.{name}": ("", ast.parse(line if name == source else "")) for name in names}
+    trees = {
+        f"mlbench_core.{name}": ("", ast.parse(line if name == source else "")) for name in names
+    }
     trees["mlbench_core.dataset.util.tools"] = ("", ast.parse("sys.modules[__name__] = download"))
     found: list[Import] = read_imports(trees)
     assert [(each.goes_up, each.takes_a_face) for each in found] == [(goes_up, takes_a_face)]

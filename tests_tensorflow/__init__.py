@@ -1,1 +1,2 @@
-"""Tests of the TensorFlow modules, which `make test-tensorflow` runs in an environment of their own."""
+"""Tests of the TensorFlow modules, which `make test-tensorflow` runs in an environment of their
+own."""

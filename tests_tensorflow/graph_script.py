@@ -8,7 +8,9 @@ from mlbench_core.controlflow.tensorflow import TrainValidation
 from mlbench_core.dataset.imagerecognition import published
 from mlbench_core.dataset.imagerecognition.tensorflow import DatasetCifar
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
-from mlbench_core.evaluation.tensorflow.criterion import softmax_cross_entropy_with_logits_v2_l2_regularized
+from mlbench_core.evaluation.tensorflow.criterion import (
+    softmax_cross_entropy_with_logits_v2_l2_regularized,
+)
 from mlbench_core.evaluation.tensorflow.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.tensorflow.lr import manual_stepping
 from mlbench_core.models.tensorflow.resnet_model import Cifar10Model
@@ -23,9 +25,15 @@ def main(run_id, dataset_root, rank, world_size, batch_size, steps):
     model = Cifar10Model(resnet_size=20, resnet_version=1)
     logits = model(dataset.inputs, dataset.training)
     loss = softmax_cross_entropy_with_logits_v2_l2_regularized(
-        logits, dataset.labels, l2=2e-4, loss_filter_fn=lambda name: "batch_normalization" not in name
+        logits,
+        dataset.labels,
+        l2=2e-4,
+        loss_filter_fn=lambda name: "batch_normalization" not in name,
     )
-    metrics = [TopKAccuracy(logits, dataset.labels, topk=1), TopKAccuracy(logits, dataset.labels, topk=5)]
+    metrics = [
+        TopKAccuracy(logits, dataset.labels, topk=1),
+        TopKAccuracy(logits, dataset.labels, topk=5),
+    ]
     global_step = tf.compat.v1.train.get_or_create_global_step()
     per_epoch = dataset.num_batches_per_epoch_for_train
     rate = manual_stepping(global_step, [per_epoch, 3 * per_epoch], [0.01, 0.05, 0.01], warmup=True)
@@ -35,7 +43,8 @@ def main(run_id, dataset_root, rank, world_size, batch_size, steps):
         session.run(tf.compat.v1.global_variables_initializer())
         tracker = Tracker(metrics, run_id, rank, task1_time_to_accuracy_goal())
         loop = TrainValidation(
-            train_op, session, loss, metrics, steps, dataset.train_init_op, dataset.validation_init_op, run_id, rank,
+            train_op, session, loss, metrics, steps, dataset.train_init_op,
+            dataset.validation_init_op, run_id, rank,
             lr_scheduler_level="epoch", tracker=tracker,
         )  # fmt: skip
         loop.train_and_eval(initial_epoch=0, lr_tensor_name=rate.name)

@@ -18,14 +18,17 @@ import mlbench_core
 
 NAMES = """
 mlbench_core.controlflow.tensorflow
-  TrainValidation(train_op, sess, loss, metrics, max_train_steps, train_set_init_op, validation_set_init_op, run_id,
+  TrainValidation(train_op, sess, loss, metrics, max_train_steps, train_set_init_op,
+    validation_set_init_op, run_id,
     rank, lr_scheduler_level="epoch", tracker=None)
   TrainValidation.train_one_epoch(self, lr_tensor_name=None)
   TrainValidation.valid_one_epoch(self)
   TrainValidation.train_and_eval(self, initial_epoch=0, lr_tensor_name=None)
-  train_round(session, train_set_init_op, train_op, loss_op, metrics, batch_size, num_batches_per_epoch, tracker,
+  train_round(session, train_set_init_op, train_op, loss_op, metrics, batch_size,
+    num_batches_per_epoch, tracker,
     lr_tensor=None, lr_scheduler_level=None)
-  validation_round(session, validation_set_init_op, loss_op, metrics, batch_size, num_batches_per_epoch, tracker)
+  validation_round(session, validation_set_init_op, loss_op, metrics, batch_size,
+    num_batches_per_epoch, tracker)
 mlbench_core.dataset.imagerecognition.tensorflow
   DatasetCifar(dataset, dataset_root, batch_size, world_size, rank, seed, tf_dtype=float32)
   DatasetCifar.input_fn(self, is_train, repeat_count=-1, num_shards=1, shard_index=0)
@@ -38,7 +41,8 @@ mlbench_core.lr_scheduler.tensorflow.lr
   manual_stepping(global_step, boundaries, rates, warmup=False)
 mlbench_core.models.tensorflow.resnet_model
   Cifar10Model(resnet_size, data_format=None, num_classes=10, resnet_version=2, dtype=float32)
-  Model(resnet_size, bottleneck, num_classes, num_filters, kernel_size, conv_stride, first_pool_size, first_pool_stride,
+  Model(resnet_size, bottleneck, num_classes, num_filters, kernel_size, conv_stride,
+    first_pool_size, first_pool_stride,
     block_sizes, block_strides, resnet_version=2, data_format=None, dtype=float32)
   fixed_padding(inputs, kernel_size, data_format)
   conv2d_fixed_padding(inputs, filters, kernel_size, strides, data_format)
@@ -70,7 +74,8 @@ def test_name_is_there_and_takes_its_arguments(module: str, call: str) -> None:
     assert [p.name for p in parameters] == [argument.arg for argument in expected.args]
     defaults = [p.default for p in parameters if p.default is not p.empty]
     assert [getattr(default, "name", default) for default in defaults] == [
-        default.id if isinstance(default, ast.Name) else ast.literal_eval(default) for default in expected.defaults
+        default.id if isinstance(default, ast.Name) else ast.literal_eval(default)
+        for default in expected.defaults
     ]
 
 
@@ -86,7 +91,8 @@ def test_no_module_for_tensorflow_loads_torch() -> None:
     names = [name for _, name, _ in found if ".tensorflow" in name]
     assert len(names) > 10
     code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert "
+        "'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -95,9 +101,11 @@ def test_no_module_for_tensorflow_loads_torch() -> None:
 def test_packages_load_their_modules_on_first_use() -> None:
     code = (
         "import mlbench_core; assert mlbench_core.models.tensorflow.resnet_model.Cifar10Model; "
-        "assert mlbench_core.evaluation.tensorflow.metrics and mlbench_core.evaluation.tensorflow.criterion; "
+        "assert mlbench_core.evaluation.tensorflow.metrics and "
+        "mlbench_core.evaluation.tensorflow.criterion; "
         "assert mlbench_core.lr_scheduler.tensorflow.lr and mlbench_core.utils.tensorflow; "
-        "assert mlbench_core.distributed.tensorflow.mirrored and mlbench_core.distributed.tensorflow.settings"
+        "assert mlbench_core.distributed.tensorflow.mirrored and "
+        "mlbench_core.distributed.tensorflow.settings"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -105,8 +113,14 @@ def test_packages_load_their_modules_on_first_use() -> None:
 
 def modules_with_examples() -> list[str]:
     root = Path(mlbench_core.__file__).parent
-    paths = [path for path in sorted(root.rglob("*.py")) if "tensorflow" in path.parts and ">>> " in path.read_text()]
-    return [".".join(["mlbench_core", *path.relative_to(root).with_suffix("").parts]) for path in paths]
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if "tensorflow" in path.parts and ">>> " in path.read_text()
+    ]
+    return [
+        ".".join(["mlbench_core", *path.relative_to(root).with_suffix("").parts]) for path in paths
+    ]
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
@@ -114,8 +128,12 @@ def test_examples(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_the_script_of_the_page_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(mlbench_core.__file__).parents[1] / "docs" / "howto" / "tensorflow.md").read_text(encoding="utf-8")
+def test_the_script_of_the_page_prints_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(mlbench_core.__file__).parents[1] / "docs" / "howto" / "tensorflow.md").read_text(
+        encoding="utf-8"
+    )
     ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     exec(compile(code, "tensorflow.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == shown

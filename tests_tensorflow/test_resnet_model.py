@@ -31,11 +31,17 @@ TOLERANCE = 1e-4
 def layers_of_block(block: Block) -> Iterator[Any]:
     """The layers in the order in which torch registers them."""
     if block.version == 1:
-        yield from (layer for layer in (block.projection, block.projection_norm) if layer is not None)
+        yield from (
+            layer for layer in (block.projection, block.projection_norm) if layer is not None
+        )
         for convolution, norm in zip(block.convolutions, block.norms, strict=True):
             yield from (convolution, norm)
     else:
-        yield from (layer for layer in (block.projection, block.norms[0], block.convolutions[0]) if layer is not None)
+        yield from (
+            layer
+            for layer in (block.projection, block.norms[0], block.convolutions[0])
+            if layer is not None
+        )
         for norm, convolution in zip(block.norms[1:], block.convolutions[1:], strict=True):
             yield from (norm, convolution)
 
@@ -51,9 +57,12 @@ def layers(model: Model) -> Iterator[Any]:
 
 
 def copy_weights(source: nn.Module, target: Model) -> None:
-    """Give the model of TensorFlow the weights of that of torch, and random running statistics to both."""
+    """Give the model of TensorFlow the weights of that of torch, and random running statistics to
+    both."""
     generator = torch.Generator().manual_seed(0)
-    known = [module for module in source.modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d)]
+    known = [
+        module for module in source.modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d)
+    ]
     for theirs, ours in zip(known, layers(target), strict=True):
         if isinstance(theirs, nn.Conv2d):
             assert isinstance(ours, Convolution)
@@ -103,13 +112,17 @@ def test_the_number_of_parameters_is_that_of_torch(version: int, size: int) -> N
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("bottleneck", [False, True])
-def test_the_same_weights_give_the_same_logits_gradients_and_statistics(version: int, bottleneck: bool) -> None:
+def test_the_same_weights_give_the_same_logits_gradients_and_statistics(
+    version: int, bottleneck: bool
+) -> None:
     theirs, ours = both(version, bottleneck)
     images = np.random.default_rng(0).standard_normal((4, 32, 32, 3)).astype(np.float32)
     planes = torch.from_numpy(images).permute(0, 3, 1, 2)
     with torch.no_grad():
         expected = theirs.eval()(planes).numpy()
-    assert ours(images, training=False).numpy() == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    assert ours(images, training=False).numpy() == pytest.approx(
+        expected, rel=TOLERANCE, abs=TOLERANCE
+    )
     output = theirs.train()(planes)
     output.square().mean().backward()
     with tf.GradientTape() as tape:
@@ -123,7 +136,9 @@ def test_the_same_weights_give_the_same_logits_gradients_and_statistics(version:
     gradient = tape.gradient(loss, ours.stem.kernel).numpy()
     scale = float(first.abs().max())
     assert gradient / scale == pytest.approx(first.permute(2, 3, 1, 0).numpy() / scale, abs=1e-3)
-    assert own.moving_mean.numpy() == pytest.approx(last.running_mean.numpy(), rel=1e-3, abs=TOLERANCE)  # type: ignore[union-attr]
+    assert own.moving_mean.numpy() == pytest.approx(
+        last.running_mean.numpy(), rel=1e-3, abs=TOLERANCE
+    )  # type: ignore[union-attr]
     assert own.moving_variance.numpy() == pytest.approx(last.running_var.numpy(), rel=1e-3)  # type: ignore[union-attr]
 
 
@@ -153,9 +168,13 @@ def test_in_a_graph_the_model_and_its_running_statistics_are_the_same() -> None:
         for variable, value in zip(model.variables, values, strict=True):
             variable.load(value, session)
         before = session.run(model.non_trainable_variables)
-        assert session.run(logits, {training: False}) == pytest.approx(evaluated, rel=TOLERANCE, abs=TOLERANCE)
+        assert session.run(logits, {training: False}) == pytest.approx(
+            evaluated, rel=TOLERANCE, abs=TOLERANCE
+        )
         assert all(map(np.array_equal, before, session.run(model.non_trainable_variables)))
-        assert session.run(logits, {training: True}) == pytest.approx(trained, rel=TOLERANCE, abs=TOLERANCE)
+        assert session.run(logits, {training: True}) == pytest.approx(
+            trained, rel=TOLERANCE, abs=TOLERANCE
+        )
         found = session.run(model.non_trainable_variables)
     for own, expected in zip(found, statistics, strict=True):
         assert own == pytest.approx(expected, rel=1e-3, abs=TOLERANCE)
@@ -181,7 +200,10 @@ def test_a_network_for_larger_images_pools_after_its_first_convolution() -> None
     [
         ({"resnet_size": 21}, "resnet_size must be 6n"),
         ({"resnet_version": 3}, "resnet_version must be 1"),
-        ({"data_format": "NCHW"}, "data_format must be one of channels_first, channels_last, not 'NCHW'"),
+        (
+            {"data_format": "NCHW"},
+            "data_format must be one of channels_first, channels_last, not 'NCHW'",
+        ),
         ({"num_classes": 0}, "num_classes"),
         ({"dtype": tf.int32}, "dtype must be one of float32, float16, bfloat16"),
     ],
@@ -193,8 +215,18 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
 
 def test_fixed_padding_does_not_depend_on_the_size_of_the_image() -> None:
     for size in (7, 8):
-        assert fixed_padding(tf.ones((1, size, size, 2)), 3, "channels_last").shape == (1, size + 2, size + 2, 2)
-        assert fixed_padding(tf.ones((1, 2, size, size)), 4, "channels_first").shape == (1, 2, size + 3, size + 3)
+        assert fixed_padding(tf.ones((1, size, size, 2)), 3, "channels_last").shape == (
+            1,
+            size + 2,
+            size + 2,
+            2,
+        )
+        assert fixed_padding(tf.ones((1, 2, size, size)), 4, "channels_first").shape == (
+            1,
+            2,
+            size + 3,
+            size + 3,
+        )
 
 
 def test_functions_that_create_layers_need_a_graph() -> None:
@@ -208,7 +240,9 @@ def test_functions_that_create_layers_need_a_graph() -> None:
 
 
 def test_layers_of_a_graph_train() -> None:
-    def block(inputs: Any, filters: int, training: Any, projection: Any, strides: int, data_format: str) -> Any:
+    def block(
+        inputs: Any, filters: int, training: Any, projection: Any, strides: int, data_format: str
+    ) -> Any:
         shortcut = inputs if projection is None else projection(inputs)
         x = conv2d_fixed_padding(inputs, filters, 3, strides, data_format)
         return tf.nn.relu(batch_norm(x, training, data_format) + shortcut)
@@ -219,7 +253,11 @@ def test_layers_of_a_graph_train() -> None:
         x = block_layer(images, 4, False, block, 2, 2, True, "stage", "channels_last")
         assert (x.name, x.shape) == ("stage:0", (8, 4, 4, 4))
         # One projection and two convolutions.
-        shapes = [tuple(variable.shape) for variable in tf.compat.v1.trainable_variables() if len(variable.shape) == 4]
+        shapes = [
+            tuple(variable.shape)
+            for variable in tf.compat.v1.trainable_variables()
+            if len(variable.shape) == 4
+        ]
         assert shapes == [(1, 1, 3, 4), (3, 3, 3, 4), (3, 3, 4, 4)]
         loss = tf.reduce_mean(tf.square(x - 1))
         step = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss)

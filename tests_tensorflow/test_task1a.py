@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.table import compare_runs
 from mlbench_core.results.folder import read_environment, read_result, verify_folder
-from mlbench_core.results.load import load
-from mlbench_core.results.table import compare_runs
 from tests.helpers.data import test_data
 from tests.helpers.processes import ROOT, environment, free_port
 
@@ -29,7 +29,8 @@ def run(*words: str, world_size: int = 1) -> list[subprocess.CompletedProcess[st
         subprocess.Popen(
             [sys.executable, *words],
             env=environment(
-                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
                 TF_CPP_MIN_LOG_LEVEL="2",
             ),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -48,8 +49,13 @@ def run(*words: str, world_size: int = 1) -> list[subprocess.CompletedProcess[st
 
 
 def train(folder: Path, world_size: int, *arguments: str) -> dict[str, Any]:
-    roots = [word for root in ("dataset", "checkpoint", "output") for word in (f"--root-{root}", str(folder / root))]
-    done = run(SCRIPT, "--run_id", str(world_size), "--dataset", "digits", "--image-size", "8", *roots, *arguments,
+    roots = [
+        word
+        for root in ("dataset", "checkpoint", "output")
+        for word in (f"--root-{root}", str(folder / root))
+    ]
+    done = run(SCRIPT, "--run_id", str(world_size), "--dataset", "digits", "--image-size", "8",
+    *roots, *arguments,
                world_size=world_size)  # fmt: skip
     assert [worker.returncode for worker in done] == [0] * world_size, done
     found = folder / "output" / "task1a" / str(world_size)
@@ -66,18 +72,41 @@ def test_one_and_two_workers_leave_results_that_stand_in_one_table(tmp_path: Pat
         assert (configuration["workers"], configuration["algorithm"], configuration["backend"]) == (
             workers, "tensorflow_mirrored", "grpc",
         )  # fmt: skip
-        assert configuration["goal"] == {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}
+        assert configuration["goal"] == {
+            "metric": "val_global_Prec@1",
+            "threshold": 95.0,
+            "minimize": False,
+        }
         assert (configuration["threads"], configuration["changed"]) == (1, ["image_size"])
         assert result["software"]["tensorflow"]
         assert result["software"]["torch"] is None
-        assert (result["epochs"], result["batches"], result["samples"]) == (2, 2 * math.ceil(12 / workers), 2 * 1438)
+        assert (result["epochs"], result["batches"], result["samples"]) == (
+            2,
+            2 * math.ceil(12 / workers),
+            2 * 1438,
+        )
     alone, together = results
     # 272,474 float32 numbers in each of the 12 batches.
-    assert (alone["bytes_sent"]["all_workers"], together["bytes_sent"]["rank_0"]) == (0, 12 * 4 * 272_474)
+    assert (alone["bytes_sent"]["all_workers"], together["bytes_sent"]["rank_0"]) == (
+        0,
+        12 * 4 * 272_474,
+    )
     assert together["collectives"] == [
-        {"op": "all_reduce", "group": 2, "calls": 12, "bytes": 12 * 4 * 272_474, "overlapped": False}
+        {
+            "op": "all_reduce",
+            "group": 2,
+            "calls": 12,
+            "bytes": 12 * 4 * 272_474,
+            "overlapped": False,
+        }
     ]
-    assert set(together["steps_s"]["rank_0"]) == {"batch_load", "backprop", "agg", "opt_step", "comp_metrics"}
+    assert set(together["steps_s"]["rank_0"]) == {
+        "batch_load",
+        "backprop",
+        "agg",
+        "opt_step",
+        "comp_metrics",
+    }
     assert read_environment(tmp_path / "output" / "task1a" / "2")["tensorflow"]["threads"] == 1
     folder = tmp_path / "output" / "task1a"
     _, comparison = compare_runs(load([folder / "1", folder / "2"]))
@@ -100,11 +129,17 @@ def test_training_learns_and_the_light_goal_ends_it(tmp_path: Path) -> None:
         (["--backend", "gloo"], 1, "--backend must be left out, not gloo"),
         (["--dataset", "faces"], 2, "faces"),
         (["--image-size", "16"], 1, "--image-size is for the digits"),
-        (["--dataset", "digits", "--data", "/my/digits"], 1, "--data does not go with --dataset digits"),
+        (
+            ["--dataset", "digits", "--data", "/my/digits"],
+            1,
+            "--data does not go with --dataset digits",
+        ),
         (["--dataset", "digits", "--partial"], 1, "--partial does not go with --dataset digits"),
     ],
 )
-def test_wrong_options_are_one_clear_line(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+def test_wrong_options_are_one_clear_line(
+    tmp_path: Path, arguments: list[str], status: int, message: str
+) -> None:
     roots = [f"--root-{root}={tmp_path / root}" for root in ("dataset", "checkpoint", "output")]
     (done,) = run(SCRIPT, *roots, *arguments)
     assert done.returncode == status, done.stderr

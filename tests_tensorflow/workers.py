@@ -22,7 +22,9 @@ if __name__ == "__main__":
     # Each worker has a folder of its own, as on hosts without a shared one.
     folder = Path(sys.argv[1], str(workers.rank))
     with (
-        RunFolder(folder, Configuration(workers=workers.size), "7", workers.rank, workers=workers) as results,
+        RunFolder(
+            folder, Configuration(workers=workers.size), "7", workers.rank, workers=workers
+        ) as results,
         Tracker([], "7", workers.rank, sinks=[results.sink]) as tracker,
     ):
         tracker.batch_start()

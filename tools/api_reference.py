@@ -1,13 +1,12 @@
 """Write the pages of the API reference from the public modules.
 
-A page of ``docs/reference/api`` names a package in the marker ``{modules} mlbench_core.optim``, an empty code block.
-When Sphinx reads the page, the marker becomes a table of the public modules of this package, and a section for each
-of them. A package below it that has a page of its own is left out. No list is kept by hand, so no module can be
-forgotten.
+A page of ``docs/reference/api`` names a package in the marker ``{modules} mlbench_core.optim``, an
+empty code block. When Sphinx reads the page, the marker becomes a table of the public modules of
+this package, and a section for each of them. A package below it with a separate page is left out.
+No list is kept by hand, so no module can be forgotten.
 
-A module is public if no part of its name begins with an underscore and if it has or hands on public names. The import
-paths of version 3.0 (``utils`` and ``api``) are not part of the reference.
-"""
+A module is public if no part of its name begins with an underscore and if it has or hands on public
+names. The import paths of version 3.0 (``utils`` and ``api``) are not part of the reference."""
 
 from __future__ import annotations
 
@@ -25,63 +24,85 @@ MARKER = re.compile(r"^```\{modules\} (\S+)\n```$", re.MULTILINE)
 
 
 def own_names(tree: ast.Module) -> list[str]:
-    """Return the public names that a module defines: those of ``__all__``, or without it all functions and classes."""
-    defined: dict[str, bool] = {}
+    """Return the public names that a module defines.
+
+    They are those of ``__all__``, or without it all functions and classes.
+    """
+    is_public: dict[str, bool] = {}
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            defined[node.name] = not node.name.startswith("_")
+            is_public[node.name] = not node.name.startswith("_")
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            # "A, B = 1, 2" has one target, a tuple.
-            names = (name for target in targets for name in getattr(target, "elts", [target]))
-            defined.update((name.id, False) for name in names if isinstance(name, ast.Name))
+            is_public.update(dict.fromkeys(assigned_names(node), False))
     exported = all_names(tree)
-    return [name for name in defined if (defined[name] if exported is None else name in exported)]
+    if exported is not None:
+        return [name for name in is_public if name in exported]
+    return list(filter(is_public.get, is_public))
+
+
+def assigned_names(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """Return the variables that a statement assigns to."""
+    names = []
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        # "A, B = 1, 2" has one target, a tuple.
+        for item in getattr(target, "elts", [target]):
+            if isinstance(item, ast.Name):
+                names.append(item.id)
+    return names
 
 
 def all_names(tree: ast.Module) -> list[str] | None:
     """Return the names that are written in ``__all__``; None if a module has no such list."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
+            items = ast.walk(node.value)
+            return [str(item.value) for item in items if isinstance(item, ast.Constant)]
     return None
 
 
 def handed_on(tree: ast.Module) -> dict[str, str]:
     """Return the full names that a module imports and lists in ``__all__``, by short name."""
     exported = all_names(tree) or []
-    return {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-        if (alias.asname or alias.name) in exported
-    }
+    full_names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if name in exported:
+                    full_names[name] = f"{node.module}.{alias.name}"
+    return full_names
 
 
 def find_origin(module: str, name: str, modules: dict[str, ast.Module]) -> str:
     """Return the full name of a name that a module hands on, from the module that defines it."""
     target = handed_on(modules[module])[name]
     origin, _, name = target.rpartition(".")
-    is_passed = origin != module and origin in modules and name in handed_on(modules[origin])
-    return find_origin(origin, name, modules) if is_passed else target
+    if origin != module and origin in modules and name in handed_on(modules[origin]):
+        return find_origin(origin, name, modules)
+    return target
 
 
 @cache
 def public_modules(root: Path = ROOT) -> dict[str, ast.Module]:
     """Return the syntax trees of all public modules of library and master, by full name."""
-    return {
-        name: tree
-        for name, (_, tree) in read_trees(root).items()
-        if name.startswith("mlbench_") and layer(name) not in FACES and not re.search(r"(^|\.)_", name)
-        if own_names(tree) or handed_on(tree)
-    }
+    modules = {}
+    for name, (_, tree) in read_trees(root).items():
+        if not name.startswith("mlbench_") or layer(name) in FACES:
+            continue
+        is_private = re.search(r"(^|\.)_", name)
+        if not is_private and (own_names(tree) or handed_on(tree)):
+            modules[name] = tree
+    return modules
 
 
 def page_packages() -> dict[str, str]:
     """Return the package of each page, by the name of the page without its ending."""
-    found = {page.stem: MARKER.search(page.read_text()) for page in sorted(PAGES.glob("*.md"))}
-    return {page: marker[1] for page, marker in found.items() if marker is not None}
+    packages = {}
+    for page in sorted(PAGES.glob("*.md")):
+        marker = MARKER.search(page.read_text())
+        if marker is not None:
+            packages[page.stem] = marker[1]
+    return packages
 
 
 def modules_of(package: str, packages: set[str], modules: dict[str, ast.Module]) -> list[str]:
@@ -93,11 +114,13 @@ def modules_of(package: str, packages: set[str], modules: dict[str, ast.Module])
         modules: All public modules.
 
     Returns:
-        The public modules of which ``package`` is the innermost package with a page, in the order of their names.
+        The public modules of which ``package`` is the innermost package with a page, in the order
+        of their names.
     """
 
     def owner(module: str) -> str:
-        return max((other for other in packages if f"{module}.".startswith(f"{other}.")), key=len, default="")
+        owners = [other for other in packages if f"{module}.".startswith(f"{other}.")]
+        return max(owners, key=len, default="")
 
     return sorted(module for module in modules if owner(module) == package)
 
@@ -119,49 +142,65 @@ def write_reference(package: str) -> str:
         source = read_trees(ROOT)[name][0]
         text += [f"({name})=", f"## {short(name, package)}", "", f"Source: `{source}`", ""]
         text += ["```{eval-rst}", f".. automodule:: {name}"]
-        own = own_names(modules[name])
-        text += [f"   :members: {', '.join(own)}" if own else "   :no-members:", ""]
-        text += [line for entry in left_out(modules[name]) for line in write_entry(name, *entry)] + ["```", ""]
-        others = [f"{{py:obj}}`~{find_origin(name, other, modules)}`" for other in sorted(handed_on(modules[name]))]
-        text += ["Can also be imported from here: " + ", ".join(others) + ".", ""] if others else []
+        own = ", ".join(own_names(modules[name]))
+        text += [f"   :members: {own}" if own else "   :no-members:", ""]
+        for entry in left_out(modules[name]):
+            text += write_entry(name, *entry)
+        text += ["```", ""]
+        others = []
+        for other in sorted(handed_on(modules[name])):
+            others.append(f"{{py:obj}}`~{find_origin(name, other, modules)}`")
+        if others:
+            text += ["Can also be imported from here: " + ", ".join(others) + ".", ""]
     return "\n".join(text)
 
 
 def left_out(tree: ast.Module) -> list[tuple[str, str]]:
-    """Return the public names that autodoc leaves out: constants without a docstring, and commands of click.
+    """Return the public names that autodoc leaves out.
+
+    They are constants without a docstring, and commands of click.
 
     Returns:
-        Pairs of the name and its description in reStructuredText: the value, or the summary of the command.
+        Pairs of the name and its description in reStructuredText: the value, or the summary of the
+        command.
     """
-    public, found = own_names(tree), []
+    public, entries = own_names(tree), []
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and not is_text(after):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [name for target in targets for name in getattr(target, "elts", [target])]
+            values = filter(None, getattr(node.value, "elts", [node.value]))
             # autodoc has an entry for another name of a class.
-            is_alias = {ast.unparse(value) for value in getattr(node.value, "elts", [node.value]) if value} <= classes
-            listed = [name.id for name in names if isinstance(name, ast.Name) and name.id in public and not is_alias]
-            found += [(name, describe_value(node.value)) for name in listed]
+            if classes.issuperset(map(ast.unparse, values)):
+                continue
+            for name in assigned_names(node):
+                if name in public:
+                    entries.append((name, describe_value(node.value)))
         elif isinstance(node, ast.FunctionDef) and node.name in public and is_command(node):
-            found.append((node.name, (ast.get_docstring(node) or "").partition("\n")[0]))
-    return found
+            entries.append((node.name, (ast.get_docstring(node) or "").partition("\n")[0]))
+    return entries
 
 
 def describe_value(value: ast.expr | None) -> str:
-    """Return the value of a constant in reStructuredText; the place of the code if it is long."""
+    """Return the value of a constant in reStructuredText; a reference to the code if it is long."""
     text = "" if value is None else ast.unparse(value)
-    return f"Value: ``{text}``" if 0 < len(text) <= LONGEST_VALUE and "`" not in text else "See the source."
+    if 0 < len(text) <= LONGEST_VALUE and "`" not in text:
+        return f"Value: ``{text}``"
+    return "See the source."
 
 
 def is_command(node: ast.FunctionDef) -> bool:
     """Return True if click makes a command or a group of a function."""
-    return any(re.match(r"\w+\.(command|group)\b", ast.unparse(decorator)) for decorator in node.decorator_list)
+    decorators = map(ast.unparse, node.decorator_list)
+    return any(re.match(r"\w+\.(command|group)\b", decorator) for decorator in decorators)
 
 
 def is_text(node: ast.stmt) -> bool:
     """Return True if a statement is a text, such as the docstring of the constant before it."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def write_entry(module: str, name: str, text: str) -> list[str]:
@@ -170,23 +209,28 @@ def write_entry(module: str, name: str, text: str) -> list[str]:
 
 
 def short(module: str, package: str) -> str:
-    """Return the name of a module without that of the page's package, or the whole name of the package itself."""
+    """Return the name of a module below the page's package; that of the package itself as it is."""
     return module.removeprefix(f"{package}.").replace("_", r"\_")
 
 
 def summary(tree: ast.Module) -> str:
     """Return the first line of a module's docstring as Markdown."""
     line = (ast.get_docstring(tree) or "").partition("\n")[0].replace("|", r"\|")
-    line = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", line)  # a role of reStructuredText
+    # A role of reStructuredText becomes code.
+    line = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", line)
     return re.sub(r"``([^`]+)``", r"`\1`", line)
 
 
 def list_members(module: str) -> list[str]:
-    """Return the lines, in reStructuredText, of the table of the functions and classes of a public module.
+    """Return the table of the functions and classes of a public module, in reStructuredText.
 
     Constants are left out: their docstring is that of their type.
     """
     tree = public_modules().get(module, ast.Module([], []))
-    functions = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    rows = [f"   {name}" for name in own_names(tree) if name in functions]
+    own = own_names(tree)
+    documented = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            documented.add(node.name)
+    rows = [f"   {name}" for name in own if name in documented]
     return ["", ".. autosummary::", "   :nosignatures:", "", *rows, ""] if rows else []

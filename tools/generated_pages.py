@@ -1,8 +1,8 @@
 """Replace the markers of documentation pages by text that is generated from the code.
 
-A marker is an empty code block, for example ``{commands} run stop``. The writer of its name gets the words after it.
-The text is generated when Sphinx reads the page, so it is that of the code from which the documentation is built.
-"""
+A marker is an empty code block, for example ``{commands} run stop``. The writer of its name gets
+the words after it. The text is generated when Sphinx reads the page, so it is that of the code from
+which the documentation is built."""
 
 from __future__ import annotations
 

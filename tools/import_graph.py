@@ -1,9 +1,8 @@
 """Read which module imports which, and judge each import by the layers of the house.
 
-Every layer may import the ground floor; every other layer names the layers that it may import. A face is an import path
-of version 3.0: it only hands on the names of other modules, and nothing in the library imports it. An import inside a
-function counts as any other import.
-"""
+Every layer may import the ground floor; every other layer names the layers that it may import. A
+face is an import path of version 3.0: it only hands on the names of other modules, and nothing in
+the library imports it. An import inside a function counts as any other import."""
 
 from __future__ import annotations
 
@@ -14,35 +13,57 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOTS = ("mlbench_core", "mlbench_master", "benchmarks")
-GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names", "caller"}
-GROUND |= {"wire_bytes", "install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
-FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
+ROOTS = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
+GROUND = {
+    "", "addresses", "arguments", "caller", "checkpoint_names", "errors", "files",
+    "install_cuda_extensions", "paths", "run_terms", "statistics", "tasks", "torch_private",
+    "wire_bytes", "_lazy", "_torch", "_torchvision", "_tensorflow",
+}  # fmt: skip
+# Layers that have faces only; `find_faces` finds the others by their code.
+FACES = {"utils", "api", "cli"}
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
-LAYERS: dict[str, set[str]] = {
-    **{name: set() for name in GROUND},
+LAYERS: dict[str, set[str]] = {name: set() for name in GROUND}
+LAYERS |= {name: {"distributed"} for name in SIDE_BY_SIDE}
+LAYERS |= {
     "distributed": set(),
     "results": set(),
+    "comparison": {"results"},
     "aggregation": {"distributed"},
     "optim": {"aggregation", "distributed"},
     "lr_scheduler": {"optim"},
-    **{name: {"distributed"} for name in SIDE_BY_SIDE},
-    "models": {"distributed", "ops"},  # a model calls operators, which know no models
-    "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
-    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
-    "prediction": {"results", "network"},
-    "sweep": {"client", "results", "network", "prediction"},
-    # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
-    "mlbench_master": {"client", "results", "network"},
+
+    # A model calls operators, which know no models.
+    "models": {"distributed", "ops"},
+    # As in version 3.0, a Tracker reports to the master.
+    "tracking": {"distributed", "client"},
+    "controlflow": {
+        "distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE,
+    },
+    "prediction": {"comparison", "network"},
+    "sweep": {"client", "results", "comparison", "network", "prediction"},
+    # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
+    # networks of runs.
+    "mlbench_master": {"client", "results", "comparison", "network"},
     # `mlbench master` runs the master in its own process.
-    "cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
-}
+    "mlbench_cli": {
+        "client", "dataset", "results", "comparison", "network", "prediction", "sweep",
+        "mlbench_master",
+    },
+}  # fmt: skip
 LAYERS["benchmarks"] = set(LAYERS)
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of the tree: its place, both modules' full names, and if it should not import a face."""
+    """One import of a module of the tree.
+
+    Attributes:
+        file: The file of the importing module.
+        line: The line of the import.
+        source: Full name of the importing module.
+        target: Full name of the imported module.
+        takes_a_face: True if the import is of a face, by a module that is not a face.
+    """
 
     file: str
     line: int
@@ -61,19 +82,26 @@ class Import:
     def goes_up(self) -> bool:
         """True if the importing layer may not import the other one."""
         source, target = self.layers
-        return source in LAYERS and target in LAYERS and target not in {source} | GROUND | LAYERS[source]
+        if source not in LAYERS or target not in LAYERS:
+            return False
+        return target not in {source} | GROUND | LAYERS[source]
 
 
 def layer(module: str) -> str:
-    """Return the layer of a module: the package below ``mlbench_core``, "" for that itself, else the top package."""
+    """Return the layer of a module.
+
+    It is the package or module below ``mlbench_core``, "" for ``mlbench_core`` itself, and the top
+    package for all others.
+    """
     first, *rest = module.split(".")
-    return (rest[0] if rest else "") if first == "mlbench_core" else first
+    if first != "mlbench_core":
+        return first
+    return rest[0] if rest else ""
 
 
 def module_name(file: Path) -> str:
-    """Return the full name of the module in a file, which is given relative to the root of the tree."""
-    parts = file.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """Return the full name of a module from its file, relative to the root of the tree."""
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
@@ -86,14 +114,22 @@ def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
     Returns:
         File, relative to ``root``, and syntax tree of each module, by its full name.
     """
-    paths = [path.relative_to(root) for name in ROOTS for path in sorted((root / name).rglob("*.py"))]
-    return {module_name(path): (str(path), ast.parse((root / path).read_text())) for path in paths}
+    trees = {}
+    for name in ROOTS:
+        for path in sorted((root / name).rglob("*.py")):
+            file = path.relative_to(root)
+            trees[module_name(file)] = str(file), ast.parse(path.read_text())
+    return trees
 
 
 def replaces_itself(tree: ast.Module) -> bool:
     """Return True if a module puts another one in its place: ``sys.modules[__name__] = ...``."""
-    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
-    return any(ast.unparse(target) == "sys.modules[__name__]" for target in targets)
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets = map(ast.unparse, node.targets)
+            if "sys.modules[__name__]" in targets:
+                return True
+    return False
 
 
 def find_faces(trees: Mapping[str, ast.Module]) -> set[str]:
@@ -103,11 +139,12 @@ def find_faces(trees: Mapping[str, ast.Module]) -> set[str]:
         trees: Syntax tree of each module, by its full name.
 
     Returns:
-        The full names of modules in a layer of faces, of modules that put another one in their place, and of packages
-        all of whose modules are faces.
+        The full names of modules in a layer of faces, of modules that put another one in their
+        place, and of packages all of whose modules are faces.
     """
     faces = {name for name, tree in trees.items() if layer(name) in FACES or replaces_itself(tree)}
-    for name in sorted(trees, reverse=True):  # packages inside a package come before it
+    # In this order, packages inside a package come before it.
+    for name in sorted(trees, reverse=True):
         modules = [other for other in trees if other.startswith(f"{name}.")]
         if modules and faces.issuperset(modules):
             faces.add(name)
@@ -123,25 +160,30 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
     Returns:
         Every import, in the order of ``trees``. ``from package import module`` imports the module.
     """
-    found = []
+    imports = []
     faces = find_faces({name: tree for name, (_, tree) in trees.items()})
     for source, (file, tree) in trees.items():
         for node in ast.walk(tree):
-            names: list[str] = []
+            names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                names = [name if name in trees else node.module for name in names]
-            for target in dict.fromkeys(names):
+                for alias in node.names:
+                    # The name is that of a module, or of a part of one.
+                    name = f"{node.module}.{alias.name}"
+                    names.append(name if name in trees else node.module)
+            for name in dict.fromkeys(names):
+                # A script of a task imports the modules beside it by their last name.
+                beside = f"{source.rpartition('.')[0]}.{name.partition('.')[0]}"
+                target = name if name in trees else beside
                 if target in trees and target != source:
                     takes_a_face = target in faces and source not in faces
-                    found.append(Import(file, node.lineno, source, target, takes_a_face))  # type: ignore[attr-defined]
-    return found
+                    imports.append(Import(file, node.lineno, source, target, takes_a_face))
+    return imports
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the groups of names that reach one another along the edges, each as one line of text."""
+    """Return the groups of names that reach one another along the edges, each as one line."""
     graph: dict[str, set[str]] = defaultdict(set)
     for source, target in edges:
         graph[source].add(target)
@@ -154,5 +196,9 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
             seen |= new
             left += new
         reached[start] = seen
-    groups = {frozenset(other for other in seen if start in reached.get(other, ())) for start, seen in reached.items()}
-    return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)
+    groups = set()
+    for start, seen in reached.items():
+        group = [other for other in seen if start in reached.get(other, ())]
+        if len(group) > 1:
+            groups.add(" ".join(sorted(group)))
+    return sorted(groups)

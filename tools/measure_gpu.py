@@ -1,16 +1,16 @@
 """Run the tests that need a GPU and take all timings of a GPU, within ten minutes.
 
-``make gpu`` runs this script; docs/howto/gpus.md describes it. Nothing is installed or downloaded. Each step runs in a
-process of its own with a time limit, and the steps with the most valuable results come first::
+``make gpu`` runs this script; docs/howto/gpus.md describes it. Nothing is installed or downloaded.
+Each step runs in a separate process with a time limit, and the steps with the most valuable
+results come first::
 
     probe -> tests -> timings
       |        |         |
-      |        `---------+---> OUTPUT/steps/NAME.json          moved into place whole when the step ends
-      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md    written again after each step
+      |        `---------+---> OUTPUT/steps/NAME.json     moved into place when the step ends
+      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md     written after each step
 
-So a run that is killed keeps all steps that had ended. The next run leaves out the steps that succeeded with the same
-sources, GPU and command.
-"""
+So a run that is killed keeps all steps that had ended. The next run leaves out the steps that
+succeeded with the same sources, GPU and command."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "benchmarks" / "micro"
 TASK_1A = "benchmarks/task1a_resnet20_cifar10/main.py"
-ONE_PROCESS = ("--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu")
+ONE_PROCESS = (
+    "--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu",
+)  # fmt: skip
 FAST, GRAPHS = ("--channels-last", "--autocast", "bf16"), "--cuda-graphs"
 PROBE_LIMIT_S = 40
 LEAST_CAPABILITY = (8, 0)  # earlier GPUs only emulate bfloat16
 TEST_PACKAGES = ("freezegun", "pytest", "pytest-mock", "scikit-learn")
 KILLED = 128 + signal.SIGKILL
 OUTPUT_KEPT = 20_000  # characters
-SMI = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,power.limit,memory.total"
+SMI = (
+    "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,"
+    "temperature.gpu,power.draw,power.limit,memory.total"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Step:
         name: Name of its result file.
         title: What it does, for people.
         limit_s: Seconds after which it is killed.
-        command: Arguments of Python; ``{results}`` stands for a folder whose JSON files are kept.
+        command: Arguments of Python; ``{results}`` becomes a folder whose JSON files are kept.
     """
 
     name: str
@@ -69,56 +74,49 @@ class Step:
 
 def make_steps(data: Path | None) -> list[Step]:
     """List the steps in their order; ``data`` is the folder of CIFAR-10, or None for the digits."""
-    # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
-    options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
+    # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is
+    # only a warning.
+    pytest = "-m pytest -o addopts= -W default::pytest.PytestConfigWarning -p no:cacheprovider"
     if importlib.util.find_spec("xdist"):
-        # All tests of a file run in one process, because they share what its workers computed.
+        # All tests of a file run in one process, because they share the results of its workers.
         # pytest-benchmark, if it is installed, warns that it is off in parallel runs.
-        options += ("-n", "4", "--dist", "loadfile", "-p", "no:benchmark")
-    pytest = (
-        "-m",
-        "pytest",
-        *options,
-        "-ra",
-        "--import-mode=importlib",
-        "--continue-on-collection-errors",
-        "-m",
-        "gpu",
-    )
-    # A part of CIFAR-10 is enough for the light goal only.
-    images = ("--dataset", "cifar10", "--data", str(data), "--partial", "--light") if data else ("--dataset", "digits")
+        pytest += " -n 4 --dist loadfile -p no:benchmark"
+    pytest += " -ra --import-mode=importlib --continue-on-collection-errors -m gpu"
+    images = ["--dataset", "digits"]
+    if data:
+        # A part of CIFAR-10 is enough for the light goal only.
+        images = ["--dataset", "cifar10", "--data", str(data), "--partial", "--light"]
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
-    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16")
-    optimizers = ("benchmarks/micro/optimizers.py", "--gpu", "--models", "mlp", "--workers", "2", "--blocks", "5")
-    variants = ("sgd", "sgd_overlap", "power2", "sign", "ef_sign", "top1", "choco", "qsgd")
+    language = "benchmarks/micro/awd_lstm.py --gpu --blocks 5 --steps 20 --bf16 --save {results}"
+    optimizers = (
+        "benchmarks/micro/optimizers.py --gpu --models mlp --workers 2 --blocks 5 "
+        "--variants sgd sgd_overlap power2 sign ef_sign top1 choco qsgd --save {results}"
+    )
     return [
-        Step(
-            "tests",
-            "float16, device clocks, NCCL, memory, loaders, models",
-            150,
-            (*pytest, *find_gpu_tests(ROOT / "tests")),
-        ),
-        Step(
-            "task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 60, (*task_1a, *FAST, GRAPHS)
-        ),
+        Step("tests", "float16, device clocks, NCCL, memory, loaders, models", 150,
+             (*pytest.split(), *find_gpu_tests(ROOT / "tests"))),
+        Step("task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 60,
+             (*task_1a, *FAST, GRAPHS)),
         Step("task1a", "the same without graphs", 60, (*task_1a, *FAST)),
         Step("task1a-compiled", "the same, compiled", 120, (*task_1a, *FAST, "--compile")),
-        Step("language", "AWD-LSTM in bfloat16", 60, (*language, "--save", "{results}")),
-        Step(
-            "optimizers",
-            "optimizers of two workers on one GPU, over Gloo",
-            90,
-            (*optimizers, "--variants", *variants, "--save", "{results}"),
-        ),
-    ]
+        Step("language", "AWD-LSTM in bfloat16", 60, tuple(language.split())),
+        Step("optimizers", "optimizers of two workers on one GPU, over Gloo", 90,
+             tuple(optimizers.split())),
+    ]  # fmt: skip
 
 
 def find_gpu_tests(folder: Path) -> list[str]:
-    """Return the test files with tests for a GPU: collecting the others would need all of their packages."""
+    """Return the test files with tests for a GPU.
+
+    Collecting the others would need all of their packages.
+    """
     mark = re.compile(r"^ *@?pytest\.mark\.gpu\b", re.MULTILINE)
-    marked = (path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text("utf-8")))
-    return [path.relative_to(folder.parent).as_posix() for path in marked]
+    marked = []
+    for path in sorted(folder.rglob("test_*.py")):
+        if mark.search(path.read_text("utf-8")):
+            marked.append(path.relative_to(folder.parent).as_posix())
+    return marked
 
 
 def read_project() -> dict[str, Any]:
@@ -127,12 +125,12 @@ def read_project() -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    return found
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    return project
 
 
 def list_requirements() -> list[str]:
-    """List what this Python must have besides torch: the requirements of the library, and those of the steps."""
+    """List the requirements of the library and of the steps, except torch."""
     return [*read_project()["project"]["dependencies"], *TEST_PACKAGES]
 
 
@@ -144,7 +142,8 @@ def find_missing() -> list[str]:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            if ";" not in requirement:  # a package of other versions of Python
+            # With ";" it is a package of other versions of Python.
+            if ";" not in requirement:
                 missing.append(f"the Python package {name} must be installed for {sys.executable}")
     return [*missing, *find_missing_gpu()]
 
@@ -156,16 +155,23 @@ def find_missing_gpu() -> list[str]:
     except ImportError as error:
         return [f"torch must be installed for {sys.executable}: {error}"]
     if torch.version.cuda is None:
-        return [f"torch must be a build with CUDA, not {torch.__version__}: install one, see pytorch.org"]
+        version = torch.__version__
+        return [f"torch must be a build with CUDA, not {version}: install one, see pytorch.org"]
     if not torch.cuda.is_available():
-        return ["torch must find an NVIDIA GPU, and it finds none: look at the output of nvidia-smi"]
-    if (found := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
-        return [f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: use a newer one"]
+        return [
+            "torch must find an NVIDIA GPU, and it finds none: look at the output of nvidia-smi"
+        ]
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < LEAST_CAPABILITY:
+        return [
+            f"the GPU must have compute capability 8.0 or later, not {major}.{minor}: "
+            "use a newer one"
+        ]
     return []
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine; called in a process of its own, because a driver may hang."""
+    """Describe the machine; called in a separate process, because a driver may hang."""
     if missing := find_missing():
         return {"missing": missing}
     import torch
@@ -173,22 +179,26 @@ def describe() -> dict[str, Any]:
     from mlbench_core.results.checkout import describe_checkout
     from mlbench_core.results.environment import describe_environment
 
-    smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"], capture_output=True, text=True, timeout=20
-    ) if shutil.which("nvidia-smi") else None  # fmt: skip
+    smi_lines = None
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]
+        smi = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        smi_lines = smi.stdout.splitlines()
     return {
         "missing": [],
         "gpu": torch.cuda.get_device_name(),
-        "nvidia-smi": smi.stdout.splitlines() if smi else None,
+        "nvidia-smi": smi_lines,
         "source": describe_checkout(ROOT),
         "environment": describe_environment(program=Path(__file__)),
     }
 
 
 def run_limited(command: Sequence[str], limit_s: int, **options: Any) -> int:
-    """Run a command in its own process group and return its exit status, ``KILLED`` at its limit."""
+    """Run a command in its own process group; return its exit status, ``KILLED`` at its limit."""
     # The program timeout ends the whole group at the limit even if this script was killed before.
-    process = subprocess.Popen(["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options)
+    process = subprocess.Popen(
+        ["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options
+    )
     try:
         status = process.wait()
     except BaseException:
@@ -207,35 +217,45 @@ def probe() -> dict[str, Any]:
         output.seek(0)
         text = output.read()
     if status == KILLED:
-        return {"missing": [f"torch and the driver must answer within {PROBE_LIMIT_S} s: look at nvidia-smi"]}
+        problem = f"torch and the driver must answer within {PROBE_LIMIT_S} s: look at nvidia-smi"
+        return {"missing": [problem]}
+    if status != 0:
+        return {"missing": ["the error above must be mended"]}
     # Libraries may print lines before.
-    return json.loads(text.splitlines()[-1]) if status == 0 else {"missing": ["the error above must be mended"]}
+    description: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return description
 
 
 def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
     """Run a step; return its result file's content."""
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="mlbench-gpu-") as results:
-        command = [sys.executable, *(part.replace("{results}", results) for part in step.command)]
+        arguments = [part.replace("{results}", results) for part in step.command]
+        command = [sys.executable, *arguments]
         log = Path(results, "output.txt")
-        # A home of its own, so that no master of the user hears of these runs.
+        # A separate home, so that no master of the user receives these runs.
         environment = {**os.environ, "PYTHONPATH": search, "MLBENCH_HOME": f"{results}/home"}
         start = time.monotonic()
         with log.open("wb") as file:
             status = run_limited(
-                command, step.limit_s, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-            )
+                command, step.limit_s, env=environment,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         seconds = time.monotonic() - start
         output = log.read_text("utf-8", errors="replace")
         files = {}
         for path in sorted(Path(results).rglob("*.json")):
-            with contextlib.suppress(ValueError):  # cut off while it was written
+            # A killed step may leave a file that was cut off while it was written.
+            with contextlib.suppress(ValueError):
                 files[path.relative_to(results).as_posix()] = json.loads(path.read_text("utf-8"))
-    # A process that the system killed for its memory has the same status, but earlier.
-    is_late = status == KILLED and seconds >= step.limit_s
-    ended = "done" if status == 0 else "timed out" if is_late else "failed"
-    # pytest also succeeds if every test was skipped.
-    if ended == "done" and step.is_test and not re.search(r"\b\d+ passed", output):
+    ended = "done"
+    if status == KILLED and seconds >= step.limit_s:
+        # A process that the system killed for its memory has the same status, but earlier.
+        ended = "timed out"
+    elif status != 0:
+        ended = "failed"
+    elif step.is_test and not re.search(r"\b\d+ passed", output):
+        # pytest also succeeds if every test was skipped.
         ended = "failed"
     return {
         **key_of(step, machine),
@@ -251,7 +271,12 @@ def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
 
 def key_of(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that an earlier result must share to be used again."""
-    return {"step": step.name, "command": [*step.command], "gpu": machine["gpu"], "source": machine["source"]}
+    return {
+        "step": step.name,
+        "command": [*step.command],
+        "gpu": machine["gpu"],
+        "source": machine["source"],
+    }
 
 
 def read_result(folder: Path, step: Step) -> dict[str, Any] | None:
@@ -269,24 +294,30 @@ def write(path: Path, content: Any) -> None:
 
     # The temporary name is fixed, so a killed run leaves at most one of them.
     with replacing(path, path.with_name(f".{path.name}.tmp")) as temporary:
-        text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False)
+        text = content
+        if not isinstance(content, str):
+            text = json.dumps(content, indent=1, ensure_ascii=False)
         temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def write_report(folder: Path, steps: Sequence[Step], machine: dict[str, Any]) -> None:
     """Write results.json and table.md from the result files."""
-    found = [result for step in steps if (result := read_result(folder, step))]
-    write(folder / "results.json", {"machine": machine, "steps": found})
-    lines = [f"# Results of make gpu on {machine['gpu']}", "", "| step | result | s | summary |", "|---|---|---|---|"]
+    results = []
+    lines = [f"# Results of make gpu on {machine['gpu']}", ""]
+    lines += ["| step | result | s | summary |", "|---|---|---|---|"]
     for step in steps:
-        result = next((result for result in found if result["step"] == step.name), None)
-        cells = (result["ended"], str(result["seconds"]), summarize(result)) if result else ("not run", "", "")
-        lines.append(f"| {step.name}: {step.title} | {' | '.join(cells)} |")
+        result = read_result(folder, step)
+        cells = "not run |  | "
+        if result:
+            results.append(result)
+            cells = f"{result['ended']} | {result['seconds']} | {summarize(result)}"
+        lines.append(f"| {step.name}: {step.title} | {cells} |")
+    write(folder / "results.json", {"machine": machine, "steps": results})
     sys.path.insert(0, str(MICRO))
     import _bench
 
     sys.path.remove(str(MICRO))
-    for result in found:
+    for result in results:
         for content in result["files"].values():
             if isinstance(content, dict) and content.keys() >= {"subject", "runs"}:
                 lines += ["", f"## {content['title']}", "", _bench.markdown(content)]
@@ -294,14 +325,17 @@ def write_report(folder: Path, steps: Sequence[Step], machine: dict[str, Any]) -
 
 
 def summarize(result: dict[str, Any]) -> str:
-    """Return the figures of a task's run, or else the last line of the output, for a cell of a table."""
+    """Return a cell of a table: the figures of a task's run, or else the last line of output."""
     for name, content in result["files"].items():
         if name.endswith("/result.json"):
-            found = content["goal"]["time_to_goal_s"]
-            goal = "goal not reached" if found is None else f"goal after {found['slowest']:.2f} s"
+            goal, seconds = "goal not reached", content["goal"]["time_to_goal_s"]
+            if seconds is not None:
+                goal = f"goal after {seconds['slowest']:.2f} s"
             return f"{content['samples_per_s']:,.0f} samples/s, {goal}"
-    texts = [line.strip(" =|") for line in result["output"].splitlines()]
-    return next((text[:150].replace("|", "/") for text in reversed(texts) if text), "")
+    for line in reversed(result["output"].splitlines()):
+        if text := line.strip(" =|"):
+            return text[:150].replace("|", "/")
+    return ""
 
 
 def run_all(steps: Sequence[Step], chosen: Sequence[Step], folder: Path, again: bool) -> int:
@@ -322,40 +356,52 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], folder: Path, again: 
         result = run_step(step, machine)
         write(folder / "steps" / f"{step.name}.json", result)
         write_report(folder, steps, machine)
-        print(f"{step.name}: {result['ended']} after {result['seconds']} s. {summarize(result)}", flush=True)
+        print(
+            f"{step.name}: {result['ended']} after {result['seconds']} s. {summarize(result)}",
+            flush=True,
+        )
         if result["ended"] != "done":
             failed.append(step.name)
     write_report(folder, steps, machine)
-    print(f"{folder}/table.md has the results" + (f"; not done: {', '.join(failed)}" if failed else ""))
-    return int(bool(failed))
+    if failed:
+        print(f"{folder}/table.md has the results; not done: {', '.join(failed)}")
+        return 1
+    print(f"{folder}/table.md has the results")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps, or print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="files of CIFAR-10 (default: train on digits)")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
-    parser.add_argument("--again", action="store_true", help="also run steps that are done")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps and run nothing")
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--output", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
+    add("--data", type=Path, metavar="FOLDER", help="files of CIFAR-10 (default: train on digits)")
+    add("--only", nargs="+", metavar="STEP", help="run only these steps")
+    add("--again", action="store_true", help="also run steps that are done")
+    add("--dry-run", action="store_true", help="print the steps and run nothing")
+    add("--probe", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.probe:
         print(json.dumps(describe()))
         return 0
     if args.data and not args.data.is_dir():
         parser.error(f"argument --data: must be a folder, not {args.data}")
-    steps = make_steps(args.data.resolve() if args.data else None)
-    names = {step.name for step in steps}
-    if unknown := set(args.only or ()) - names:
-        parser.error(f"argument --only: must be from {', '.join(sorted(names))}, not {', '.join(sorted(unknown))}")
-    chosen = [step for step in steps if not args.only or step.name in args.only]
+    steps = chosen = make_steps(args.data.resolve() if args.data else None)
+    if args.only:
+        names = {step.name for step in steps}
+        if unknown := set(args.only) - names:
+            parser.error(
+                f"argument --only: must be from {', '.join(sorted(names))}, "
+                f"not {', '.join(sorted(unknown))}"
+            )
+        chosen = [step for step in steps if step.name in args.only]
     if args.dry_run:
+        limit_s = PROBE_LIMIT_S
         for step in chosen:
-            print(f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python {shlex.join(step.command)}")
-        print(
-            f"At most {PROBE_LIMIT_S + sum(step.limit_s for step in chosen)} s, with {PROBE_LIMIT_S} s to look at GPU."
-        )
+            limit_s += step.limit_s
+            print(f"{step.name:16} {step.limit_s:4} s  {step.title}")
+            print(f"    python {shlex.join(step.command)}")
+        print(f"At most {limit_s} s, with {PROBE_LIMIT_S} s to look at GPU.")
         return 0
     return run_all(steps, chosen, args.output.resolve(), args.again)
 

@@ -1,10 +1,9 @@
 """Build the files of a release and check them, without publishing anything: ``make release``.
 
-``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds the source
-distribution and, from this, the wheel, and compares the contents of both with the checkout. It runs ``twine check`` if
-twine is installed. At the end it prints the steps of a real release, which CONTRIBUTING.md explains. The exit status is
-1 if something is wrong.
-"""
+``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds
+the source distribution and, from this, the wheel, and compares the contents of both with the
+checkout. It runs ``twine check`` if twine is installed. At the end it prints the steps of a real
+release, which CONTRIBUTING.md explains. The exit status is 1 if something is wrong."""
 
 from __future__ import annotations
 
@@ -27,36 +26,33 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "mlbench_core": "mlbench_core",
     "mlbench_master": "mlbench_master",
+    "mlbench_cli": "mlbench_cli",
     "benchmarks": "mlbench_benchmarks",
-    "charts": "mlbench_charts",
+    "helm": "mlbench_helm",
 }
 # Measured results, the files of experiments, and values with which tests render the chart.
 ONLY_IN_THE_CHECKOUT = re.compile(
-    r"mlbench_benchmarks/(micro/(RESULTS\.md|results/.*)|experiments/.*)|mlbench_charts/mlbench/ci/.*"
+    r"mlbench_benchmarks/(micro/(RESULTS\.md|results/.*)|experiments/.*)|mlbench_helm/mlbench/ci/.*"
 )
 NEVER = re.compile(r"(^|/)(tests|docs|tools)/|\.pyc$|\.so$")
 SOURCES = (
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "Makefile",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "CITATION.cff",
-)
-SOURCE_FOLDERS = [*PACKAGES, "requirements"]
+    "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile",
+    "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
+)  # fmt: skip
+SOURCE_FOLDERS = (*PACKAGES, "requirements")
+COMPILED = ("__pycache__", "*.pyc", "*.so")
 
 
 def copy_sources(target: Path) -> None:
     """Copy the parts of the checkout that a build reads, and some that it must leave out."""
-    skipped = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so", "*.egg-info", "_build", "results")
     for name in SOURCES:
         shutil.copy(ROOT / name, target)
+    ignore = shutil.ignore_patterns(*COMPILED)
     for name in SOURCE_FOLDERS:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+    ignore = shutil.ignore_patterns(*COMPILED, "*.egg-info", "_build", "results")
     for name in ("docs", "tools"):
-        shutil.copytree(ROOT / name, target / name, ignore=skipped)
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -75,7 +71,9 @@ def build(folder: Path) -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as name:
         copy_sources(Path(name))
         command = [sys.executable, "-m", "build", *options, name]
-        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
     if done.returncode:
         raise SystemExit(f"{done.stdout}\nthe build failed")
     (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
@@ -96,45 +94,63 @@ def names_in_wheel(wheel: Path) -> set[str]:
 
 def expected_in_wheel() -> set[str]:
     """Return the files of the checkout that belong into the wheel, by their names there."""
-    found = set()
+    expected = set()
     for folder, package in PACKAGES.items():
         for path in (ROOT / folder).rglob("*"):
             name = f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
-            if path.is_file() and not NEVER.search(name) and not ONLY_IN_THE_CHECKOUT.fullmatch(name):
-                found.add(name)
-    return found
+            is_left_out = NEVER.search(name) or ONLY_IN_THE_CHECKOUT.fullmatch(name)
+            if path.is_file() and not is_left_out:
+                expected.add(name)
+    return expected
 
 
 def find_problems(source: Path, wheel: Path) -> list[str]:
     """Compare a source distribution and a wheel with the checkout.
 
     Returns:
-        One sentence for each file that is missing or must not be there; an empty list if all is right.
+        One sentence for each file that is missing or must not be there; an empty list if all is
+        right.
     """
-    in_source, in_wheel, expected = names_in_source(source), names_in_wheel(wheel), expected_in_wheel()
+    in_source, in_wheel, expected = (
+        names_in_source(source),
+        names_in_wheel(wheel),
+        expected_in_wheel(),
+    )
+    # The names of the source distribution's files, as they would be in a wheel.
+    as_packaged = set()
+    for name in in_source:
+        folder, slash, rest = name.partition("/")
+        if slash and folder in PACKAGES:
+            as_packaged.add(f"{PACKAGES[folder]}/{rest}")
     metadata = {name for name in in_wheel if name.split("/")[0].endswith(".dist-info")}
     sources = files_below("requirements") | set(SOURCES)
-    packaged = {name for folder in PACKAGES for name in in_source if name.startswith(f"{folder}/")}
-    as_packaged = {PACKAGES[name.split("/")[0]] + "/" + name.partition("/")[2] for name in packaged}
-    return [
-        *(f"{wheel.name} lacks {name}" for name in sorted(expected - in_wheel)),
-        *(f"{wheel.name} must not have {name}" for name in sorted(in_wheel - metadata - expected)),
-        *(f"{source.name} lacks {name}" for name in sorted(sources - in_source)),
-        *(f"{source.name} lacks {name}" for name in sorted(expected - as_packaged)),
-        *(f"{source.name} must not have {name}" for name in sorted(in_source) if NEVER.search(name)),
-    ]
+    refused = filter(NEVER.search, in_source)
+    problems = []
+    for file, problem, names in (
+        (wheel, "lacks", expected - in_wheel),
+        (wheel, "must not have", in_wheel - metadata - expected),
+        (source, "lacks", sources - in_source),
+        (source, "lacks", expected - as_packaged),
+        (source, "must not have", refused),
+    ):
+        problems += [f"{file.name} {problem} {name}" for name in sorted(names)]
+    return problems
 
 
 def files_below(folder: str) -> set[str]:
     """Return the files of a folder of the checkout."""
-    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {name for path in paths if not NEVER.search(name := path.relative_to(ROOT).as_posix())}
+    files = set()
+    for path in (ROOT / folder).rglob("*"):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and not NEVER.search(name):
+            files.add(name)
+    return files
 
 
 def read_metadata(wheel: Path) -> email.message.Message:
     """Return the metadata of a wheel: version, required packages, extras, description."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         return email.message_from_bytes(archive.read(name))
 
 
@@ -143,13 +159,14 @@ def describe(source: Path, wheel: Path) -> str:
     lines = []
     for path, names in ((source, names_in_source(source)), (wheel, names_in_wheel(wheel))):
         lines.append(f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, {len(names)} files")
-        tops = Counter(name.split("/")[0] + "/" * ("/" in name) for name in names)
+        # The top folder of a file with its slash, or the whole name of a file that is in none.
+        tops = Counter(re.match(r"[^/]*/?", name)[0] for name in names)
         lines += [f"  {count:>5}  {top}" for top, count in sorted(tops.items())]
     return "\n".join(lines)
 
 
 def next_steps(version: str) -> str:
-    """Return what is left to do for a real release of a version."""
+    """Return the remaining steps of a real release of a version."""
     final = re.sub(r"\.dev\d+$", "", version)
     steps = [
         f"set the version {final} in the files that CONTRIBUTING.md lists",
@@ -166,13 +183,16 @@ def run_twine(*files: Path) -> bool:
     if importlib.util.find_spec("twine") is None:
         print("twine check: skipped, because twine is not installed (pip install twine)")
         return True
-    return subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]).returncode == 0
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+    return subprocess.run(command).returncode == 0
 
 
 def main() -> int:
     """Build, check and describe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "dist", help="folder for both files")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=ROOT / "dist", help="folder for both files"
+    )
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.whl"), *folder.glob("*.tar.gz")):
@@ -182,7 +202,8 @@ def main() -> int:
     problems = find_problems(source, wheel)
     print("\n".join(problems) or "contents: as expected")
     twine_agrees = run_twine(source, wheel)
-    print(f"Nothing was published. A real release:\n{next_steps(str(read_metadata(wheel)['Version']))}")
+    print("Nothing was published. A real release:")
+    print(next_steps(str(read_metadata(wheel)["Version"])))
     return int(bool(problems) or not twine_agrees)
 
 

@@ -1,8 +1,7 @@
 """Write the tables of the page on the REST API from its OpenAPI description.
 
-The page ``docs/reference/rest_api.md`` names a part of the API in the marker ``{requests} runs``; the marker without a
-name becomes the table of all requests.
-"""
+The page ``docs/reference/rest_api.md`` names a part of the API in the marker ``{requests} runs``;
+the marker without a name becomes the table of all requests."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from mlbench_master.openapi import set_description
-from mlbench_master.routes import router
+from mlbench_master.api.openapi import set_description
+from mlbench_master.api.routes import router
 
-# Every request can have these; the page says so once.
+# Every request can have these errors; the page lists them once.
 COMMON_ERRORS = {"401", "403", "429", "503"}
 
 
@@ -30,12 +29,15 @@ def describe_api() -> dict[str, Any]:
 
 def list_requests() -> list[tuple[str, str, dict[str, Any]]]:
     """Return method, path and description of all requests, ordered by path."""
-    paths = describe_api()["paths"]
-    return [(method.upper(), path, operation) for path in sorted(paths) for method, operation in paths[path].items()]
+    requests = []
+    for path, operations in sorted(describe_api()["paths"].items()):
+        for method, operation in operations.items():
+            requests.append((method.upper(), path, operation))
+    return requests
 
 
 def write_requests(tag: str) -> str:
-    """Write what replaces a marker.
+    """Write the text that replaces a marker.
 
     Args:
         tag: First part of the paths after ``/api/``; an empty text for the table of all requests.
@@ -45,30 +47,34 @@ def write_requests(tag: str) -> str:
     """
     if not tag:
         return _write_overview()
-    sections = [_write_fields(*request) for request in list_requests() if tag in request[2]["tags"]]
-    return "\n".join(section for section in sections if section)
+    sections = []
+    for method, path, operation in list_requests():
+        if tag in operation["tags"]:
+            sections.append(_write_fields(method, path, operation))
+    return "\n".join(filter(None, sections))
 
 
 def _write_overview() -> str:
     """Write the table of all requests."""
-    rows = []
+    lines = ["| request | answer or effect | parameters or fields | errors |", "|---|---|---|---|"]
     for method, path, operation in list_requests():
         fields = ", ".join(f"`{name}`" for name, *_ in _fields(operation))
-        errors = ", ".join(sorted(set(operation["responses"]) - COMMON_ERRORS - _successes(operation)))
+        statuses = set(operation["responses"]) - COMMON_ERRORS - _successes(operation)
         summary = operation["summary"].replace("|", r"\|")
-        rows.append(f"| `{method} {path}` | {summary} | {fields} | {errors} |")
-    return "\n".join(["| request | answer or effect | parameters or fields | errors |", "|---|---|---|---|", *rows, ""])
+        errors = ", ".join(sorted(statuses))
+        lines.append(f"| `{method} {path}` | {summary} | {fields} | {errors} |")
+    return "\n".join([*lines, ""])
 
 
 def _write_fields(method: str, path: str, operation: dict[str, Any]) -> str:
-    """Write the heading and the table of the parameters, or of the fields of the body, of a request."""
-    rows = [f"| `{name}` | {kind} | {meaning} | {default} |" for name, kind, meaning, default in _fields(operation)]
+    """Write the heading and the table of a request's parameters, or of the fields of its body."""
+    rows = [f"| `{name}` | {' | '.join(columns)} |" for name, *columns in _fields(operation)]
     if not rows:
         return ""
     status = min(_successes(operation))
-    place = "field of the body" if "requestBody" in operation else "parameter"
+    title = "field of the body" if "requestBody" in operation else "parameter"
     lead = f"{operation['summary']}. Status {status} ({HTTPStatus(int(status)).phrase}) on success."
-    table = [f"| {place} | type | meaning | default |", "|---|---|---|---|", *rows, ""]
+    table = [f"| {title} | type | meaning | default |", "|---|---|---|---|", *rows, ""]
     return "\n".join([f"### `{method} {path}`", "", lead, "", *table])
 
 
@@ -77,38 +83,47 @@ def _successes(operation: dict[str, Any]) -> set[str]:
 
 
 def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return name, type, meaning and default of the fields of the body or of the parameters of the query.
+    """Return name, type, meaning and default of a body's fields or a query's parameters.
 
-    A required field has the default ``required``. The parameters in the path are left out: the path shows them.
-    """
-    queries = [found for found in operation.get("parameters", []) if found["in"] == "query"]
-    fields = {found["name"]: {**found["schema"], "description": found["description"]} for found in queries}
+    A required field has the default ``required``. The parameters in the path are left out: the path
+    shows them."""
+    fields = {}
+    for parameter in operation.get("parameters", []):
+        if parameter["in"] == "query":
+            description = parameter["description"]
+            fields[parameter["name"]] = {**parameter["schema"], "description": description}
     required: list[str] = []
     if "requestBody" in operation:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         # A list of such objects is allowed, too.
         schema = schema.get("oneOf", [schema])[0]
         fields, required = schema["properties"], schema["required"]
-    found = []
+    rows = []
     for name, field in fields.items():
         default = "required" if name in required else _show_default(field.get("default"))
-        found.append((name, _show_type(field), field.get("description", "").replace("|", r"\|"), default))
-    return found
+        meaning = field.get("description", "").replace("|", r"\|")
+        rows.append((name, _show_type(field), meaning, default))
+    return rows
 
 
 def _show_default(value: Any) -> str:
     """Return a default as Markdown; an empty one means that the field is left out."""
     if value in (None, "", []):
         return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{value}`"
 
 
 def _show_type(field: dict[str, Any]) -> str:
     """Return the type of a field in words, with its limits or its allowed values."""
     kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
-    if len(kinds) == 1:  # what stands beside anyOf, such as a limit, holds for the one kind
-        kinds = [{**{key: value for key, value in field.items() if key != "anyOf"}, **kinds[0]}]
-    return " or ".join(dict.fromkeys(_show_one_type(kind) for kind in kinds))
+    if len(kinds) == 1:
+        # Other entries beside anyOf, such as a limit, apply to the one kind.
+        others = dict(field)
+        others.pop("anyOf", None)
+        kinds = [{**others, **kinds[0]}]
+    return " or ".join(dict.fromkeys(map(_show_one_type, kinds)))
 
 
 def _show_one_type(kind: dict[str, Any]) -> str:
@@ -130,11 +145,19 @@ def _show_limits(kind: dict[str, Any]) -> str:
     """Return the limits of a number or of the length of a text, with a comma before them."""
     least, most = kind.get("minimum"), kind.get("maximum")
     # The limit of 64 bits is that of the database, and nobody reaches it.
-    most = None if most is not None and most > 2**62 else most
+    if most is not None and most > 2**62:
+        most = None
     if kind.get("type") == "string":
-        return f", at most {kind['maxLength']:,} characters" if 1 < kind.get("maxLength", 0) < 2**17 else ""
+        if 1 < kind.get("maxLength", 0) < 2**17:
+            return f", at most {kind['maxLength']:,} characters"
+        return ""
     if "exclusiveMinimum" in kind:
-        return f", more than {kind['exclusiveMinimum']:g}" + (f", at most {most:,.0f}" if most is not None else "")
-    if least is not None and most is not None:
-        return f", {least:,.0f} to {most:,.0f}"
-    return f", at least {least:,.0f}" if least is not None else ""
+        limits = f", more than {kind['exclusiveMinimum']:g}"
+        if most is not None:
+            limits += f", at most {most:,.0f}"
+        return limits
+    if least is None:
+        return ""
+    if most is None:
+        return f", at least {least:,.0f}"
+    return f", {least:,.0f} to {most:,.0f}"

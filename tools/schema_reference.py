@@ -15,15 +15,17 @@ _WORDS = {"integer": "whole number", "boolean": "true or false", "string": "text
 
 def write_schema(_name: str = "result") -> str:
     """Write the table of all fields, as Markdown."""
-    rows = [f"| `{path}` | {kind} | {meaning} |" for path, kind, meaning in list_fields()]
-    return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows, ""])
+    lines = ["| field | type | meaning |", "|---|---|---|"]
+    for path, kind, meaning in list_fields():
+        lines.append(f"| `{path}` | {kind} | {meaning} |")
+    return "\n".join([*lines, ""])
 
 
 def list_fields() -> list[tuple[str, str, str]]:
     """Return path, type and meaning of every field of ``result.json``, in the order of the schema.
 
-    The fields of a definition that the schema uses in several places are listed in the first place only.
-    """
+    The fields of a definition that the schema uses in several places are listed in the first place
+    only."""
     schema = result_schema()
     return list(_walk(schema, schema["definitions"], "", set()))
 
@@ -32,25 +34,31 @@ def _walk(
     schema: dict[str, Any], definitions: dict[str, Any], prefix: str, seen: set[str]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the fields of an object, each followed by its own fields."""
-    for name, given in schema.get("properties", {}).items():
-        field, is_nullable = _resolve(given, definitions)
-        kind = _show_type(field) + " or null" * is_nullable
+    for name, entry in schema.get("properties", {}).items():
+        field, is_nullable = _resolve(entry, definitions)
+        kind = _show_type(field)
+        if is_nullable:
+            kind += " or null"
         if name not in schema.get("required", ()):
             kind += ", may be missing"
-        meaning = given.get("description") or field.get("description", "")
-        yield prefix + name, kind, meaning.replace("|", r"\|").replace("*", r"\*")
-        references = {kind["$ref"] for kind in given.get("oneOf", [given]) if "$ref" in kind}
-        if not references <= seen or not references:
-            seen |= references
-            path = f"{prefix}{name}{'[]' if field.get('type') == 'array' else ''}."
-            inner = field.get("items", field)
-            yield from _walk(inner, definitions, path, seen)
-            if "properties" in (further := inner.get("additionalProperties") or {}):
-                yield from _walk(further, definitions, f"{path}NAME.", seen)
+        meaning = entry.get("description") or field.get("description", "")
+        path = prefix + name
+        yield path, kind, meaning.replace("|", r"\|").replace("*", r"\*")
+        references = {each["$ref"] for each in entry.get("oneOf", [entry]) if "$ref" in each}
+        if references and references <= seen:
+            continue
+        seen |= references
+        if field.get("type") == "array":
+            path += "[]"
+        inner = field.get("items", field)
+        yield from _walk(inner, definitions, f"{path}.", seen)
+        further = inner.get("additionalProperties") or {}
+        if "properties" in further:
+            yield from _walk(further, definitions, f"{path}.NAME.", seen)
 
 
 def _resolve(field: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return what a field refers to, and if it may be null."""
+    """Return the definition to which a field refers, and True if the field may be null."""
     kinds = field.get("oneOf", [field])
     kind = next(kind for kind in kinds if kind.get("type") != "null")
     if "$ref" in kind:

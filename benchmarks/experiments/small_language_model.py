@@ -1,9 +1,10 @@
 """A small language model for sweeps: a Transformer that predicts the bytes of WikiText-2.
 
-Its goal is 3.2 bits per byte, the light goal 3.5. Two layers with 64 features read 32 bytes of text. Each worker trains
-on 16 random pieces of its own part of the training text in a step, and 20 steps make an epoch. The validation text is
-the first 32 KiB of WikiText-2's, in parts of the same size for all workers. One worker needs seconds to the light goal,
-so that a sweep of hundreds of runs takes an hour:
+Its goal is 3.2 bits per byte, the light goal 3.5. Two layers with 64 features read 32 bytes of
+text. Each worker trains on 16 random pieces of its own part of the training text in a step, and 20
+steps make an epoch. The validation text is the first 32 KiB of WikiText-2's, in parts of the same
+size for all workers. One worker needs seconds to the light goal, so that a sweep of hundreds of
+runs takes an hour:
 
     mlbench sweep benchmarks/experiments/language_networks.toml --output FOLDER
 """
@@ -51,10 +52,10 @@ LR = 0.005  # of Adam, the same for any number of workers
 
 
 class ByteTransformer(nn.Module):
-    """A causal Transformer with normalization before its parts (Radford et al. 2019), and the byte embedding as output.
+    """A causal Transformer with normalization before its parts (Radford et al. 2019).
 
-    It reads bytes of shape (batch, length), int64, and returns the scores of the next byte, (batch, length, 256).
-    """
+    The byte embedding is also the output layer. It reads bytes of shape (batch, length), int64, and
+    returns the scores of the next byte, (batch, length, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,19 +80,20 @@ class _Layer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.perceptron = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.attend(self.norms[0](x)).chunk(3, -1)
-        )
+        parts = self.attend(self.norms[0](x)).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.perceptron(self.norms[1](x))
 
 
 class BitsPerByte(MLBenchMetric):
-    """Mean number of bits that the model needs for a byte: its cross-entropy with logarithms to base 2."""
+    """Mean number of bits that the model needs for a byte: its cross-entropy to base 2."""
 
     name = "BitsPerByte"
 
@@ -134,7 +136,9 @@ def read_bytes(folder: Path, name: str) -> Tensor:
     """
     path = find_file([folder, folder / "wikitext-2"], [f"{name}.txt", f"wiki.{name}.tokens"])
     if path is None:
-        raise DatasetNotFoundError(f"no {name}.txt of WikiText-2 in {folder}: name its folder with --data")
+        raise DatasetNotFoundError(
+            f"no {name}.txt of WikiText-2 in {folder}: name its folder with --data"
+        )
     with open_file(path) as file:
         return torch.from_numpy(np.frombuffer(file.read(), dtype=np.uint8).copy())
 
@@ -156,18 +160,22 @@ def averaged(aggregation: Callable[[nn.Module], Aggregation], lr: float = LR) ->
 
 
 def of_model(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes a model. A function among the options is called first."""
+    """Return a function that makes an optimizer that takes a model."""
     return lambda model: get_optimizer(name, model=model, lr=lr, **_made(options))
 
 
 def of_parameters(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes parameters. A function among the options is called first."""
-    return lambda model: get_optimizer(name, params=model.named_parameters(), lr=lr, **_made(options))
+    """Return a function that makes an optimizer that takes parameters."""
+    return lambda model: get_optimizer(
+        name, params=model.named_parameters(), lr=lr, **_made(options)
+    )
 
 
 def _made(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the aggregation made, which needs the process group of the run."""
-    return {name: value() if name == "aggregation" else value for name, value in options.items()}
+    if "aggregation" not in options:
+        return options
+    return {**options, "aggregation": options["aggregation"]()}
 
 
 def muon(params: Any) -> Optimizer:
@@ -179,22 +187,31 @@ def muon(params: Any) -> Optimizer:
 OPTIMIZERS: dict[str, Make] = {
     "adam": averaged(lambda model: AllReduceAggregation()),
     "adam_bf16": averaged(lambda model: AllReduceAggregation(comm_dtype=torch.bfloat16)),
-    "power_sgd": averaged(lambda model: PowerAggregation(model, reuse_query=True, world_size=None, rank=4), lr=0.003),
+    "power_sgd": averaged(
+        lambda model: PowerAggregation(model, reuse_query=True, world_size=None, rank=4), lr=0.003
+    ),
     "qsgd": averaged(lambda model: QSGDAggregation(levels=7, norm=math.inf)),
     "sign_sgd": of_parameters("sign_sgd", lr=0.001, momentum=0.9),
     "one_bit_adam": of_parameters("one_bit_adam", lr=0.003, warmup_steps=60),
     "demo": of_parameters("demo", lr=0.002),
-    "dion": of_parameters("dion", lr=0.02, aggregation=lambda: DionAggregation(rank=16, momentum=0.9)),
+    "dion": of_parameters(
+        "dion", lr=0.02, aggregation=lambda: DionAggregation(rank=16, momentum=0.9)
+    ),
     "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=muon),
-    # The outer momentum of 0.9 from the paper is for trainings that are much longer: it overshoots within 400 steps.
+    # The outer momentum of 0.9 from the paper is for trainings that are much longer: it overshoots
+    # within 400 steps.
     "diloco": of_model("diloco", lr=0.003, period=20, outer_momentum=0.5),
     "streaming_diloco": of_model(
         "streaming_diloco",
         lr=0.002,
-        aggregation=lambda: StreamingDiLoCoAggregation(period=10, fragments=2, delay=1, quantize=True),
+        aggregation=lambda: StreamingDiLoCoAggregation(
+            period=10, fragments=2, delay=1, quantize=True
+        ),
     ),
     "sparse_loco": of_model(
-        "sparse_loco", aggregation=lambda: SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)), period=10
+        "sparse_loco",
+        aggregation=lambda: SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)),
+        period=10,
     ),
     "muloco": lambda model: get_optimizer("diloco", model=model, period=10, inner_optimizer=muon),
 }
@@ -207,9 +224,9 @@ def train(run: Run) -> None:
     text = part_of(read_bytes(folder, "train"), run.rank, run.world_size)
     valid = part_of(read_bytes(folder, "valid")[:VALIDATION_BYTES], run.rank, run.world_size)
     starts = torch.arange(0, len(valid) - LENGTH, LENGTH)
-    validation = Pieces(
-        valid, starts[: len(starts) // VALIDATION_SEQUENCES * VALIDATION_SEQUENCES].view(-1, VALIDATION_SEQUENCES)
-    )
+    # view() needs whole batches.
+    whole = len(starts) // VALIDATION_SEQUENCES * VALIDATION_SEQUENCES
+    validation = Pieces(valid, starts[:whole].view(-1, VALIDATION_SEQUENCES))
     model = ByteTransformer()
     optimizer = OPTIMIZERS[args.optimizer](model)
     metrics = [BitsPerByte()]
@@ -222,23 +239,30 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, goal)
 
     def validate() -> tuple[dict[BitsPerByte, float], float]:
-        with averaged_weights(model, tracker=tracker):  # with some methods, the weights of the workers differ
-            return validation_round(validation, model, cross_entropy, metrics, "fp32", tracker=tracker)
+        # With some methods, the weights of the workers differ.
+        with averaged_weights(model, tracker=tracker):
+            return validation_round(
+                validation, model, cross_entropy, metrics, "fp32", tracker=tracker
+            )
 
     for epoch in run.epochs(model, optimizer, None, validate):
         # The pieces depend on seed, rank and epoch only, so a resumed run sees the same ones.
         generator = torch.Generator().manual_seed((args.seed * 1009 + run.rank) * 100_003 + epoch)
         starts = torch.randint(len(text) - LENGTH, (STEPS, SEQUENCES), generator=generator)
-        train_round(Pieces(text, starts), model, optimizer, cross_entropy, metrics, None, "fp32", tracker=tracker)
+        train_round(
+            Pieces(text, starts), model, optimizer, cross_entropy, metrics, None, "fp32",
+            tracker=tracker,
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this experiment."""
     add_run_arguments(parser, 100)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", metavar="NAME", help=", ".join(OPTIMIZERS))
-    parser.add_argument(
-        "--data", metavar="FOLDER", help="folder of train.txt and valid.txt (default: below --root-dataset)"
-    )
+    add = parser.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="adam", metavar="NAME",
+        help=", ".join(OPTIMIZERS))  # fmt: skip
+    add("--data", metavar="FOLDER",
+        help="folder of train.txt and valid.txt (default: below --root-dataset)")  # fmt: skip
 
 
 if __name__ == "__main__":

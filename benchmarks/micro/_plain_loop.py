@@ -1,8 +1,7 @@
-"""Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, for comparison with task 1a in `task1a_epoch.py`.
+"""Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, the peer in `task1a_epoch.py`.
 
-It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and torch.optim.SGD, with
-contiguous float32 tensors. Nothing of this project is imported here.
-"""
+It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and
+torch.optim.SGD, with contiguous float32 tensors. Nothing of this project is imported here."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block's output."""
@@ -47,8 +48,9 @@ def resnet20() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     inputs = 16
     for outputs in (16, 32, 64):
-        for position in range(3):
-            layers.append(Block(inputs, outputs, 2 if position == 0 and outputs > 16 else 1))
+        for _ in range(3):
+            # The first block of the second and third stage halves the image.
+            layers.append(Block(inputs, outputs, stride=outputs // inputs))
             inputs = outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
@@ -75,7 +77,12 @@ class Images(Dataset):
 
 
 def make(
-    images: np.ndarray, labels: np.ndarray, rank: int, workers: int, batch_size: int, loader_processes: int
+    images: np.ndarray,
+    labels: np.ndarray,
+    rank: int,
+    workers: int,
+    batch_size: int,
+    loader_processes: int,
 ) -> Callable[[int], None]:
     """Make a function that trains for a number of steps.
 

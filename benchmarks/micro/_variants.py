@@ -1,4 +1,4 @@
-"""The networks that `optimizers.py` trains, and the variants of a training step that it compares."""
+"""The networks that `optimizers.py` trains, and the training steps that it compares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch import FP16Optimizer
@@ -55,20 +54,24 @@ class Workload:
 def make_mlp() -> nn.Module:
     """Make an MLP of 19.7 million parameters: much to send, little to compute."""
     # Large matrices, so that communication dominates the step.
-    sizes = (3072, 2560, 2560, 2048)
-    layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+    return nn.Sequential(
+        nn.Linear(3072, 2560), nn.ReLU(),
+        nn.Linear(2560, 2560), nn.ReLU(),
+        nn.Linear(2560, 2048), nn.ReLU(),
+        nn.Linear(2048, 10),
+    )  # fmt: skip
 
 
 IMAGE = (3, 32, 32)
 WORKLOADS = {
     "resnet20": Workload(
-        "ResNet-20, batch 128", lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2
+        "ResNet-20, batch 128",
+        lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2,
     ),
     "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_32x32(10), (8, *IMAGE), 4),
     "vgg11": Workload("VGG11, batch 16", lambda: VGG("VGG11"), (16, *IMAGE), 4),
     "mlp": Workload("MLP, 19.7 million parameters, batch 16", make_mlp, (16, 3072), 10),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -81,7 +84,8 @@ class Trainee:
         backward: Computes the gradients of a loss.
         dtype: Of the inputs.
         is_tracked: True if ``step`` takes a tracker and reports bytes and exposed time to it.
-        bytes_per_step: Bytes that a worker hands to collectives in a step, if no tracker counts them.
+        bytes_per_step: Bytes that a worker hands to collectives in a step, if no tracker counts
+            them.
     """
 
     module: nn.Module
@@ -104,7 +108,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Context:
-    """The surroundings of a variant: its own copy of the network, the number of workers, and a block's steps."""
+    """The surroundings of a variant: its copy of the network, the workers, a block's steps."""
 
     model: nn.Module
     workers: int
@@ -124,8 +128,10 @@ class Variant:
     Args:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
-        is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on a CPU.)
-        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. If False, ``--apart`` is needed.
+        is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on
+            a CPU.)
+        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. If False,
+            ``--apart`` is needed.
     """
 
     title: str
@@ -139,8 +145,11 @@ def alone(context: Context, fused: bool | None = None) -> Trainee:
     return Trainee(context.model, SGD(context.model.parameters(), LR, MOMENTUM, fused=fused))
 
 
-def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None, **options: Any) -> Trainee:
-    """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's bytes."""
+def ddp(
+    context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None,
+    **options: Any,
+) -> Trainee:  # fmt: skip
+    """Make torch's DDP; a hook sends the part ``share`` of the gradient's bytes."""
     module = DistributedDataParallel(context.model, **options)
     if hook is not None:
         module.register_comm_hook(None, hook)
@@ -150,7 +159,8 @@ def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: A
 
 
 def ddp_power(context: Context, rank: int) -> Trainee:
-    """Make torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so it gets one."""
+    """Make torch's PowerSGD."""
+    # On Gloo it hangs or aborts with more than one bucket.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     module = DistributedDataParallel(context.model, bucket_cap_mb=HUGE_MB)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -191,8 +201,9 @@ def sharing(context: Context) -> Trainee:
 
 def custom(context: Context) -> Trainee:
     """Make the library's wrapper around a given torch optimizer."""
-    inside = SGD(context.model.parameters(), LR, MOMENTUM)
-    return Trainee(context.model, find("CustomCentralizedOptimizer")(context.model, None, inside), is_tracked=True)
+    wrapped = SGD(context.model.parameters(), LR, MOMENTUM)
+    optimizer = find("CustomCentralizedOptimizer")(context.model, None, wrapped)
+    return Trainee(context.model, optimizer, is_tracked=True)
 
 
 class NoUpdate(SGD):
@@ -203,8 +214,9 @@ class NoUpdate(SGD):
 
 
 def only_sums(context: Context) -> Trainee:
-    """Average gradients as CentralizedSGD does, without an update: a bound for every update after the averages."""
-    optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=partial(NoUpdate, lr=LR))
+    """Average gradients as CentralizedSGD does, without an update: a bound for every update."""
+    make, no_update = find("GenericCentralizedOptimizer"), partial(NoUpdate, lr=LR)
+    optimizer = make(None, context.model, optimizer=no_update)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
@@ -216,11 +228,15 @@ def ddp_adam(context: Context) -> Trainee:
 
 def power(context: Context, rank: int) -> Trainee:
     """Make PowerSGD with warm start."""
-    return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
+    return ours(
+        "PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True,
+        world_size=context.workers,
+    )  # fmt: skip
 
 
 def sign(context: Context, name: str) -> Trainee:
-    """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate is smaller."""
+    """Make an optimizer of signs."""
+    # Its steps do not shrink with the gradient, so the learning rate is smaller.
     return compressed(context, name, lr=SIGN_LR, momentum=MOMENTUM)
 
 
@@ -233,14 +249,18 @@ def compressed(context: Context, name: str, lr: float = LR, **options: Any) -> T
 def sparse(context: Context, random: bool) -> Trainee:
     """Send one percent of the gradient."""
     make, named = find("CentralizedSparsifiedSGD"), context.model.named_parameters()
-    optimizer = make(named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers)
+    optimizer = make(
+        named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers
+    )
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def gossip(name: str, context: Context) -> Trainee:
     """Average with the neighbors on a ring."""
-    kind = getattr(importlib.import_module("mlbench_core.aggregation.pytorch"), name.replace("SGD", "Aggregation"))
-    return ours(name, context, momentum=MOMENTUM, aggregation=kind(topology=ring(context.workers)))
+    aggregations = importlib.import_module("mlbench_core.aggregation.pytorch")
+    make_exchange = getattr(aggregations, name.replace("SGD", "Aggregation"))
+    exchange = make_exchange(topology=ring(context.workers))
+    return ours(name, context, momentum=MOMENTUM, aggregation=exchange)
 
 
 def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
@@ -251,8 +271,8 @@ def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
 def local4(context: Context, delay: int = 0) -> Trainee:
     """Average every fourth step.
 
-    With a delay, a block needs several periods: its last message travels between two blocks, and so costs no time.
-    """
+    With a delay, a block needs several periods: its last message travels between two blocks, and so
+    costs no time."""
     return ours("LocalSGD", context, momentum=MOMENTUM, period=4, delay=delay)
 
 
@@ -268,7 +288,7 @@ def make_muon(parameters: Any) -> Any:
 
 
 def muloco(context: Context) -> Trainee:
-    """Make DiLoCo with Muon inside."""
+    """Make DiLoCo with Muon as its inner optimizer."""
     optimizer = find("DiLoCo")(model=context.model, inner_optimizer=make_muon, period=context.steps)
     return Trainee(context.model, optimizer, is_tracked=True)
 
@@ -276,10 +296,12 @@ def muloco(context: Context) -> Trainee:
 def streaming(context: Context) -> Trainee:
     """Make DiLoCo in two fragments of 4 bits, if the steps of a block leave room for two.
 
-    The message of a block's last step travels between two blocks, so this row looks a little better than a run.
-    """
+    The message of a block's last step travels between two blocks, so this row looks a little better
+    than a run."""
     steps = context.steps
-    exchange = StreamingDiLoCoAggregation(period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True)
+    exchange = StreamingDiLoCoAggregation(
+        period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True
+    )
     return ours("StreamingDiLoCo", context, aggregation=exchange)
 
 
@@ -291,21 +313,41 @@ def half(context: Context, dtype: torch.dtype) -> Trainee:
     return Trainee(model, optimizer, optimizer.backward_loss, dtype, is_tracked=True)
 
 
+def with_buckets(size_mb: int) -> Variant:
+    """Declare CentralizedSGD with overlap and buckets of a size."""
+    title = f"CentralizedSGD, overlap, buckets of {size_mb} MB"
+    make = partial(overlapping, bucket_size_bytes=size_mb * 10**6)
+    return Variant(title, make, is_default=False)
+
+
+def returning(title: str, make: Callable[[Context], Trainee]) -> Variant:
+    """Declare a variant that returns freed memory to the system."""
+    title = f"{title}, freed memory returned"
+    return Variant(title, make, is_default=False, keeps_memory=False)
+
+
 SHARED = "CentralizedSGD, shared memory"
 VARIANTS = {
     ALONE: Variant("no communication", alone),
     "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True)),
     DDP: Variant("DDP + SGD (both default)", ddp),
     "ddp_fused": Variant(
-        "DDP, gradients as bucket views, fused SGD", partial(ddp, fused=True, gradient_as_bucket_view=True)
+        "DDP, gradients as bucket views, fused SGD",
+        partial(ddp, fused=True, gradient_as_bucket_view=True),
     ),
-    "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)),
+    "ddp_fp16": Variant(
+        "DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)
+    ),
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2)),
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_no_update": Variant("CentralizedSGD, no update", only_sums, is_default=False),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
-    "sgd_by_layer": Variant("CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False),
-    "sgd_weights": Variant("CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False),
+    "sgd_by_layer": Variant(
+        "CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False
+    ),
+    "sgd_weights": Variant(
+        "CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False
+    ),
     "custom": Variant("CustomCentralizedOptimizer, torch's SGD", custom, is_default=False),
     "ddp_adam": Variant("DDP + Adam", ddp_adam, is_default=False),
     "adam": Variant("CentralizedAdam", partial(ours, "CentralizedAdam"), is_default=False),
@@ -318,18 +360,12 @@ VARIANTS = {
     "sgd_overlap_fp16": Variant(
         "CentralizedSGD, overlap, fp16 transfer", partial(overlapping, comm_dtype=torch.float16)
     ),
-    **{
-        f"sgd_overlap_{size_mb}mb": Variant(
-            f"CentralizedSGD, overlap, buckets of {size_mb} MB",
-            partial(overlapping, bucket_size_bytes=size_mb * 10**6),
-            is_default=False,
-        )
-        for size_mb in (1, 4, 25, 1000)
-    },
-    **{
-        f"{name}_returned": Variant(f"{title}, freed memory returned", make, is_default=False, keeps_memory=False)
-        for name, title, make in (("ddp", "DDP + SGD", ddp), ("sgd", "CentralizedSGD", sgd))
-    },
+    "sgd_overlap_1mb": with_buckets(1),
+    "sgd_overlap_4mb": with_buckets(4),
+    "sgd_overlap_25mb": with_buckets(25),
+    "sgd_overlap_1000mb": with_buckets(1000),
+    "ddp_returned": returning("DDP + SGD", ddp),
+    "sgd_returned": returning("CentralizedSGD", sgd),
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),
     "power4": Variant("PowerSGD, rank 4", partial(power, rank=4)),
@@ -341,7 +377,9 @@ VARIANTS = {
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
     "local4": Variant("LocalSGD, every 4 steps", local4, is_default=False),
-    "local4_delay": Variant("LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False),
+    "local4_delay": Variant(
+        "LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False
+    ),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
     "demo": Variant("DeMo", partial(compressed, name="DeMo")),
@@ -353,7 +391,9 @@ VARIANTS = {
     "muloco": Variant("MuLoCo, every {steps} steps", muloco),
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
     "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
-    "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False),
+    "half_fp16": Variant(
+        "FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False
+    ),
     "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
 }
 """In the order of the table. A variant that fails is reported with its error."""

@@ -1,7 +1,8 @@
 """Time the training batches of CIFAR-10: crop, mirror, normalize, batches of 128.
 
-The variants are whole batches as tensor operations (``ImageBatches``), the same data set behind a torch ``DataLoader``,
-and torchvision's transforms image by image behind a ``DataLoader``; all in one process.
+The variants are whole batches as tensor operations (``ImageBatches``), the same data set behind a
+torch ``DataLoader``, and torchvision's transforms image by image behind a ``DataLoader``; all in
+one process.
 
     python benchmarks/micro/cifar_batches.py --data FOLDER [--save]
 """
@@ -22,8 +23,17 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from mlbench_core import _torchvision
-from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
-from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, Augmentation, ImageBatches, ImageDataset
+from mlbench_core.dataset.imagerecognition.published import (
+    CIFAR10_CLASSES,
+    CIFAR10_MEAN,
+    CIFAR10_STD,
+)
+from mlbench_core.dataset.imagerecognition.pytorch import (
+    CIFAR10V1,
+    Augmentation,
+    ImageBatches,
+    ImageDataset,
+)
 
 PLAIN, OURS = "torchvision transforms, DataLoader", "CIFAR10V1, ImageBatches"
 SUBJECT = Subject(
@@ -31,7 +41,8 @@ SUBJECT = Subject(
     "Training batches of CIFAR-10 (`cifar_batches.py`)",
     "images/s",
     (PLAIN,),
-    ("Augmenting whole batches is more than 11 times as fast as torchvision's transforms image by image.",
+    ("Augmenting whole batches is more than 11 times as fast "
+     "as torchvision's transforms image by image.",
      "Limit: at least 10 times."),
 )  # fmt: skip
 
@@ -64,12 +75,19 @@ def load(folder: Path | None) -> tuple[ImageDataset, str]:
         return CIFAR10V1(folder, partial=True), "images of CIFAR-10"
     images = torch.randint(0, 256, (10_000, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(0, 10, (10_000,))
-    dataset = ImageDataset(images, labels, CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation())
+    dataset = ImageDataset(
+        images, labels, CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation()
+    )
     return dataset, "random bytes (no --data folder)"
 
 
-def draw(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> tuple[torch.Size, torch.dtype]:
-    """Draw ``count`` batches; augmentation is random, so only shape and type of the images can be compared."""
+def draw(
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
+) -> tuple[torch.Size, torch.dtype]:
+    """Draw ``count`` batches, and return shape and type of the images.
+
+    Augmentation is random, so nothing else can be compared.
+    """
     # Only the last batch is kept: memory that earlier ones free is used again, as in training.
     ((images, _),) = deque(itertools.islice(batches, count), maxlen=1)
     return images.shape, images.dtype
@@ -101,9 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.blocks,
         amount=count * size,
     )
-    finish(
-        SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread."
-    )
+    conditions = f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread."
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,16 @@ from _bench import Subject, finish, make_parser, measure, parse
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import click": ["-c", "import click"],
-    "mlbench --help": ["-m", "mlbench_core.cli", "--help"],
-    "mlbench --version": ["-m", "mlbench_core.cli", "--version"],
+    "mlbench --help": ["-m", "mlbench_cli", "--help"],
+    "mlbench --version": ["-m", "mlbench_cli", "--version"],
 }
 SUBJECT = Subject(
     "cli_start",
     "Start of the command (`cli_start.py`)",
     "ms",
     ("python -c pass",),
-    ("`mlbench --help` starts in less than 3 times the time of an empty Python; `import click` is most of it.",
+    ("`mlbench --help` starts in less than 3 times the time of an empty Python; "
+     "`import click` is most of it.",
      "Limit: at most 5 times."),
 )  # fmt: skip
 

@@ -1,13 +1,14 @@
-"""Time Task 0's all-reduce against a bare loop of torch.distributed, over Gloo, and over MPI against Gloo.
+"""Time Task 0's all-reduce against a bare loop of torch.distributed, and MPI against Gloo.
 
-All variants run in the same worker processes, each with a process group of its own. They differ in the code that
-measures, not in the operation, so Task 0 should report the times of the bare loop.
+All variants run in the same worker processes, each with its own process group. They differ in the
+code that measures, not in the operation, so Task 0 should report the times of the bare loop.
 
     python benchmarks/micro/collectives.py [--workers 2 4] [--save]
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from _bare_loop import bare_loop
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, run_script
 
 from mlbench_core.distributed.pytorch import mpi
 
@@ -33,13 +34,14 @@ SUBJECT = Subject(
     "All-reduce: Task 0, a bare loop, and MPI (`collectives.py`)",
     "µs",
     (BARE, OVER_GLOO),
-    ("Over Gloo, Task 0 is within 10 % of the bare loop from 1,000,000 elements on; below, Gloo has two speeds.",
+    ("Over Gloo, Task 0 is within 10 % of the bare loop from 1,000,000 elements on; "
+     "below, Gloo has two speeds.",
      "Limits over Gloo: within 10 % of the bare loop; MPI: below Gloo for 100 floats."),
 )  # fmt: skip
 
 
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Make the groups of the variants in a worker; a request then times one block of one variant."""
+    """Make the groups of the variants in a worker; a request then times one block of a variant."""
     backend = setup["backend"]
     if backend == "mpi":
         mpi.register(MPI_TIMEOUT_S)
@@ -48,23 +50,32 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     operations: dict[int, int] = {}
 
     def ours(elements: int, count: int, repetitions: int, group: dist.ProcessGroup) -> list[float]:
-        found = measure_collective("all_reduce", elements, group=group, repetitions=repetitions, operations=count)
+        measurement = measure_collective(
+            "all_reduce", elements, group=group, repetitions=repetitions, operations=count
+        )
         # A fast all-reduce with wrong sums must not enter the table.
-        if found.wrong_elements:
-            raise RuntimeError(f"{found.wrong_elements} wrong elements: {found}")
-        return list(found.seconds)
+        if measurement.wrong_elements:
+            raise RuntimeError(f"{measurement.wrong_elements} wrong elements: {measurement}")
+        return list(measurement.seconds)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        name, elements, repetitions = request["variant"], request["elements"], request["repetitions"]
-        if elements not in operations:  # the same number for all variants
-            operations[elements] = measure_collective("all_reduce", elements, repetitions=3).operations
-        run = bare_loop if name == BARE else ours
-        return {"seconds": median(run(elements, operations[elements], repetitions, groups[name]))}
+        elements = request["elements"]
+        # All variants have the same number of operations between two readings of the clock.
+        if elements not in operations:
+            pilot = measure_collective("all_reduce", elements, repetitions=3)
+            operations[elements] = pilot.operations
+        run = bare_loop if request["variant"] == BARE else ours
+        group = groups[request["variant"]]
+        return {
+            "seconds": median(run(elements, operations[elements], request["repetitions"], group))
+        }
 
     return handle
 
 
-def run(backend: str, count: int, elements: Sequence[int], repetitions: int, blocks: int) -> list[Row]:
+def run(
+    backend: str, count: int, elements: Sequence[int], repetitions: int, blocks: int
+) -> list[Row]:
     """Measure all sizes over one backend with one number of workers."""
     launcher = mpirun_command(count) if backend == "mpi" else None
     rows = []
@@ -72,40 +83,44 @@ def run(backend: str, count: int, elements: Sequence[int], repetitions: int, blo
 
         def block(name: str, size: int) -> Timed:
             replies = workers.ask(variant=name, elements=size, repetitions=repetitions)
-            return Timed(max(reply["seconds"] for reply in replies))
+            return Timed(largest(replies)["seconds"])
 
-        names = [BARE, OURS, *([OVER_GLOO] if backend == "mpi" else [])]
+        names = [BARE, OURS]
+        if backend == "mpi":
+            names.append(OVER_GLOO)
         for size in elements:
             case = f"{backend}, {count} workers, {size:,} elements"
-            rows += measure(SUBJECT, case, {name: partial(block, name, size) for name in names}, blocks)
+            variants = {name: partial(block, name, size) for name in names}
+            rows += measure(SUBJECT, case, variants, blocks)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=40)
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
-    parser.add_argument("--elements", nargs="+", type=positive, default=[1, 100, 10**4, 10**5, 10**6, 10**7])
-    parser.add_argument("--repetitions", type=positive, default=20, help="repetitions in a block (default: 20)")
-    parser.add_argument("--without-mpi", action="store_true", help="compare over Gloo only")
+    add = parser.add_argument
+    add("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
+    add("--elements", nargs="+", type=positive, default=[1, 100, 10**4, 10**5, 10**6, 10**7])
+    add("--repetitions", type=positive, default=20, help="repetitions in a block (default: 20)")
+    add("--without-mpi", action="store_true", help="compare over Gloo only")
     arguments = parse(parser, argv, workers=[2], elements=[1000], repetitions=2)
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     backends = ["gloo"]
-    conditions = f"float32, {arguments.blocks} blocks of {arguments.repetitions} repetitions, one thread per worker."
+    conditions = (
+        f"float32, {arguments.blocks} blocks of {arguments.repetitions} repetitions, "
+        "one thread per worker."
+    )
     if not arguments.without_mpi:
         if mpirun_command(2):
             backends.append("mpi")
         else:
             conditions += " MPI was not compared, because mpi4py or mpirun is missing."
-    rows = [
-        row
-        for count in arguments.workers
-        for backend in backends
-        for row in run(backend, count, arguments.elements, arguments.repetitions, arguments.blocks)
-    ]
+    rows = []
+    for count, backend in itertools.product(arguments.workers, backends):
+        rows += run(backend, count, arguments.elements, arguments.repetitions, arguments.blocks)
     finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

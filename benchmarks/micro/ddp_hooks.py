@@ -1,10 +1,12 @@
-"""Time DistributedDataParallel's training steps with this library's hooks and with torch's, and compare their accuracy.
+"""Time steps of DistributedDataParallel with this library's hooks and with torch's.
 
-Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is left out.
+The accuracy of the trained networks is compared, too. Torch's hook of PowerSGD needs one bucket on
+Gloo. Its bf16 hook needs NCCL, so it is left out.
 
-The large networks show the speed. The network for digits starts again in every block, so its accuracy on images that no
-worker trained on can be compared. Its column "resume" is the largest difference of a weight between a run without
-interruption and one that was resumed in the middle: 0 if the run resumes to the last bit.
+The large networks show the speed. The network for digits starts again in every block, so its
+accuracy on images that no worker trained on can be compared. Its column "resume" is the largest
+difference of a weight between a run without interruption and one that was resumed in the middle: 0
+if the run resumes to the last bit.
 
     python benchmarks/micro/ddp_hooks.py [--models mlp resnet20 digits] [--workers 2] [--save]
 """
@@ -12,7 +14,7 @@ interruption and one that was resumed in the middle: 0 if the run resumes to the
 from __future__ import annotations
 
 import copy
-import sys
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import HUGE_MB, MOMENTUM, WORKLOADS
-from _workers import Workers, serve
+from _workers import Workers, largest, run_script
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +48,10 @@ SUBJECT = Subject(
     "Steps per second of DistributedDataParallel with communication hooks (`ddp_hooks.py`)",
     "steps/s",
     (DDP, TORCH_FP16, TORCH_POWER),
-    ("Hooks of this library work with any number of buckets and resume to the last bit (resume: 0).",
-     "On the MLP over Gloo, PowerSGD does 1.11 times the steps of DDP without a hook, torch's hook 0.64, QSGD 0.45."),
+    ("Hooks of this library work with any number of buckets "
+     "and resume to the last bit (resume: 0).",
+     "On the MLP over Gloo, PowerSGD does 1.11 times the steps of DDP without a hook, "
+     "torch's hook 0.64, QSGD 0.45."),
 )  # fmt: skip
 
 Make = Callable[[DistributedDataParallel], tuple[Any, Any]]
@@ -82,10 +86,16 @@ VARIANTS = {
     TORCH_FP16: Hook(lambda model: (None, default_hooks.fp16_compress_hook)),
     TORCH_POWER: Hook(torch_power, needs_one_bucket=True),
     "all-reduce, overlap": ours(lambda model: AllReduceAggregation(overlap=True)),
-    "all-reduce, overlap, fp16": ours(lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.float16)),
-    "all-reduce, overlap, bf16": ours(lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)),
+    "all-reduce, overlap, fp16": ours(
+        lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.float16)
+    ),
+    "all-reduce, overlap, bf16": ours(
+        lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)
+    ),
     "PowerSGD, rank 2": ours(
-        lambda model: PowerAggregation(model, world_size=None, rank=RANK, reuse_query=True, start_after_steps=2)
+        lambda model: PowerAggregation(
+            model, world_size=None, rank=RANK, reuse_query=True, start_after_steps=2
+        )
     ),
     "EF-sign": ours(lambda model: EFSignAggregation()),
     "largest 1 %": ours(lambda model: SparsifiedAggregation(model, size=0.01)),
@@ -105,9 +115,13 @@ class Trainee:
 
     def __init__(self, variant: str, network: nn.Module, lr: float, bucket_mb: float = 25) -> None:
         hook = VARIANTS[variant]
-        self.model = DistributedDataParallel(network, bucket_cap_mb=HUGE_MB if hook.needs_one_bucket else bucket_mb)
+        if hook.needs_one_bucket:
+            bucket_mb = HUGE_MB
+        self.model = DistributedDataParallel(network, bucket_cap_mb=bucket_mb)
         self.optimizer = SGD(self.model.parameters(), lr, MOMENTUM)
-        self.state, self._hook = hook.make(self.model) if hook.make else (None, None)
+        self.state, self._hook = None, None
+        if hook.make is not None:
+            self.state, self._hook = hook.make(self.model)
         self._is_registered = False
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
@@ -121,8 +135,11 @@ class Trainee:
         self.optimizer.step()
 
     def save(self) -> list[Any]:
-        """Return all that a checkpoint can hold; torch's states have no state_dict() and are copied whole."""
-        state = self.state.state_dict() if hasattr(self.state, "state_dict") else self.state
+        """Return all that a checkpoint can hold."""
+        state = self.state
+        # torch's states have no state_dict() and are copied whole.
+        if hasattr(state, "state_dict"):
+            state = state.state_dict()
         return copy.deepcopy([self.model.module.state_dict(), self.optimizer.state_dict(), state])
 
     def resume(self, saved: list[Any]) -> None:
@@ -145,14 +162,16 @@ class Digits:
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
 
-        images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+        images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
         images = images.float() / 16
         is_test = torch.arange(len(images)) % 10 == 0
         self._test = images[is_test], labels[is_test]
         rank, workers = dist.get_rank(), dist.get_world_size()
         self._train = images[~is_test][rank::workers], labels[~is_test][rank::workers]
         torch.manual_seed(0)
-        self._network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+        self._network = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def start(self, variant: str) -> Trainee:
         """Make the network as it starts."""
@@ -198,7 +217,11 @@ def make_digits_handler(steps: int) -> Callable[[dict[str, Any]], dict[str, Any]
         start = time.perf_counter()
         digits.train(trainee, range(steps))
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "accuracy %": digits.accuracy(trainee), "resume": differences[name]}
+        return {
+            "seconds": seconds,
+            "accuracy %": digits.accuracy(trainee),
+            "resume": differences[name],
+        }
 
     return handle
 
@@ -230,33 +253,38 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 def run(model: str, count: int, arguments: Any) -> list[Row]:
     """Measure all variants of one network with one number of workers."""
-    steps = arguments.digits_steps if model == "digits" else WORKLOADS[model].steps
-    title = f"digits, {steps} steps" if model == "digits" else WORKLOADS[model].title
+    if model == "digits":
+        steps, title = arguments.digits_steps, f"digits, {arguments.digits_steps} steps"
+    else:
+        steps, title = WORKLOADS[model].steps, WORKLOADS[model].title
     with Workers(__file__, count, {"model": model, "steps": steps}) as workers:
 
         def block(variant: str) -> Timed:
-            replies = workers.ask(variant=variant)
-            extra = {key: max(reply[key] for reply in replies) for key in replies[0] if key != "seconds"}
-            seconds = max(reply["seconds"] for reply in replies)
-            return Timed(seconds, {"ms/step": 1000 * seconds / steps, **extra})
+            figures = largest(workers.ask(variant=variant))
+            seconds = figures.pop("seconds")
+            return Timed(seconds, {"ms/step": 1000 * seconds / steps, **figures})
 
+        case = f"{title}, {count} workers"
         variants = {name: partial(block, name) for name in VARIANTS}
-        return measure(SUBJECT, f"{title}, {count} workers", variants, arguments.blocks, amount=steps)
+        return measure(SUBJECT, case, variants, arguments.blocks, amount=steps)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=8)
     models = ["mlp", "resnet20", "digits"]
-    parser.add_argument("--models", nargs="+", choices=[*WORKLOADS, "digits"], default=models)
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
-    parser.add_argument("--digits-steps", type=positive, default=300, help="steps of a block (default: 300)")
+    add = parser.add_argument
+    add("--models", nargs="+", choices=[*WORKLOADS, "digits"], default=models)
+    add("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    add("--digits-steps", type=positive, default=300, help="steps of a block (default: 300)")
     arguments = parse(parser, argv, models=["digits"], digits_steps=20)
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
-    rows = [row for model in arguments.models for count in arguments.workers for row in run(model, count, arguments)]
+    rows = []
+    for model, count in itertools.product(arguments.models, arguments.workers):
+        rows += run(model, count, arguments)
     finish(SUBJECT, rows, arguments, f"Gloo, {arguments.blocks} blocks, one thread per worker.")
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -1,9 +1,10 @@
 """Time beam search: the batched search against a Python loop over sentences and hypotheses.
 
-Both use the same Transformer (random weights, preset "small") and the same rules, and must find the same translations.
-The loop is the obvious first version: it translates one sentence after the other and feeds each hypothesis to the model
-by itself. It keeps the keys and values of earlier tokens, as the batched search does. Sentences have mixed lengths, and
-a translation has at most 1.2 times the tokens of its source plus 5, so translations end at different steps.
+Both use the same Transformer (random weights, preset "small") and the same rules, and must find the
+same translations. The loop is the obvious first version: it translates one sentence after the other
+and feeds each hypothesis to the model separately. It keeps the keys and values of earlier tokens,
+as the batched search does. Sentences have mixed lengths, and a translation has at most 1.2 times
+the tokens of its source plus 5, so translations end at different steps.
 
     python benchmarks/micro/decoding.py [--save]
 """
@@ -19,7 +20,11 @@ from _bench import Subject, finish, make_parser, measure, parse, positive
 from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
-from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
+from mlbench_core.models.pytorch.transformer import (
+    SequenceGenerator,
+    TransformerConfig,
+    TransformerModel,
+)
 from mlbench_core.models.pytorch.transformer.modules import IncrementalState
 
 MAXLEN_A, MAXLEN_B, LEN_PENALTY = 1.2, 5, 0.6
@@ -51,52 +56,64 @@ class HypothesisLoop:
         self.eos, self.pad = words.eos(), words.pad()
 
     def translate(self, source: Tensor, most: int) -> Translation:
-        """Return the best translation, of at most ``most`` tokens with the end symbol, and its score."""
+        """Return the best translation of at most ``most`` tokens with the end symbol; its score."""
         encoded = self.model.encoder(source.unsqueeze(0))
         live, finished = [Hypothesis([], 0.0, IncrementalState())], []
         for length in range(1, most + 1):
-            candidates = [c for h in live for c in self.continue_one(h, *encoded, must_end=length == most)]
+            candidates = []
+            for hypothesis in live:
+                candidates += self.continue_one(hypothesis, *encoded, must_end=length == most)
             candidates.sort(key=lambda candidate: -candidate.log_prob)
-            best = candidates[: self.beam_size]
             divisor = ((5 + length) / 6) ** LEN_PENALTY
-            finished += [(h.tokens, h.log_prob / divisor) for h in best if h.tokens[-1] == self.eos]
+            for tokens, log_prob, _ in candidates[: self.beam_size]:
+                if tokens[-1] == self.eos:
+                    finished.append((tokens, log_prob / divisor))
             # The same end as the batched search: a full beam of finished hypotheses.
             if len(finished) >= self.beam_size:
                 break
             live = [h for h in candidates if h.tokens[-1] != self.eos][: self.beam_size]
         return max(finished, key=lambda translation: translation[1])
 
-    def continue_one(self, parent: Hypothesis, encoder_out: Tensor, mask: Tensor, must_end: bool) -> list[Hypothesis]:
-        """Return the likeliest continuations of a hypothesis: one more than the beam, because one may end."""
+    def continue_one(
+        self, parent: Hypothesis, encoder_out: Tensor, mask: Tensor, must_end: bool
+    ) -> list[Hypothesis]:
+        """Return the likeliest continuations of a hypothesis."""
         newest = torch.tensor([[parent.tokens[-1] if parent.tokens else self.eos]])
-        state = IncrementalState(parent.state)  # caches are replaced, never changed in place: siblings can share them
+        # Caches are replaced, never changed in place: siblings can share them.
+        state = IncrementalState(parent.state)
         scores, _ = self.model.decoder(newest, encoder_out, mask, state, before=len(parent.tokens))
         log_probs = scores[0, -1].log_softmax(dim=-1)
         log_probs[self.pad] = float("-inf")
         if len(parent.tokens) == 0:
-            log_probs[self.eos] = float("-inf")  # at least one word
+            # A translation has at least one word.
+            log_probs[self.eos] = float("-inf")
         if must_end:
-            return [Hypothesis([*parent.tokens, self.eos], parent.log_prob + log_probs[self.eos].item(), state)]
-        values, tokens = log_probs.topk(self.beam_size + 1)
+            values, tokens = [log_probs[self.eos].item()], [self.eos]
+        else:
+            # One more than the beam, because one may end.
+            largest = log_probs.topk(self.beam_size + 1)
+            values, tokens = largest.values.tolist(), largest.indices.tolist()
         return [
             Hypothesis([*parent.tokens, token], parent.log_prob + value, state)
-            for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
+            for value, token in zip(values, tokens, strict=True)
         ]
 
 
 def by_loop(loop: HypothesisLoop, sources: Tensor, lengths: Tensor) -> list[Translation]:
     """Translate all sentences, one after the other."""
+    translations = []
     with torch.no_grad():
-        return [
-            loop.translate(source[len(source) - length :], int(MAXLEN_A * length + MAXLEN_B) + 1)
-            for source, length in zip(sources, lengths.tolist(), strict=True)
-        ]
+        for source, length in zip(sources, lengths.tolist(), strict=True):
+            most = int(MAXLEN_A * length + MAXLEN_B) + 1
+            translations.append(loop.translate(source[len(source) - length :], most))
+    return translations
 
 
 def by_batch(generator: SequenceGenerator, sources: Tensor, lengths: Tensor) -> list[Translation]:
     """Translate all sentences at once."""
-    found = generator.generate(sources, lengths, MAXLEN_A, MAXLEN_B)
-    return [(best, score) for (best,), score in zip(found.to_lists(), found.scores[:, 0].tolist(), strict=True)]
+    translations = generator.generate(sources, lengths, MAXLEN_A, MAXLEN_B)
+    scores = translations.scores[:, 0].tolist()
+    return [(best, score) for (best,), score in zip(translations.to_lists(), scores, strict=True)]
 
 
 def make_sources(sentences: int, words: Dictionary, seed: int) -> tuple[Tensor, Tensor]:
@@ -120,39 +137,48 @@ def make_model(words: Dictionary, seed: int) -> TransformerModel:
     return model
 
 
-def check(variant: str, expected: Sequence[Translation], found: Sequence[Translation]) -> None:
+def check(variant: str, expected: Sequence[Translation], result: Sequence[Translation]) -> None:
     """End the script if translations or scores differ."""
-    for number, ((tokens, score), (others, other)) in enumerate(zip(expected, found, strict=True)):
+    pairs = zip(expected, result, strict=True)
+    for number, ((tokens, score), (others, other)) in enumerate(pairs):
         if tokens != others or abs(score - other) > 1e-3 * max(1.0, abs(score)):
             raise SystemExit(
-                f"sentence {number}: the loop found {tokens} ({score}), {variant} found {others} ({other})"
+                f"sentence {number}: the loop found {tokens} ({score}), "
+                f"{variant} found {others} ({other})"
             )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=3)
-    parser.add_argument("--sentences", type=positive, default=32)
-    parser.add_argument("--beam-size", type=positive, default=5)
-    parser.add_argument("--vocabulary", type=positive, default=8000)
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--sentences", type=positive, default=32)
+    add("--beam-size", type=positive, default=5)
+    add("--vocabulary", type=positive, default=8000)
+    add("--seed", type=int, default=0)
     arguments = parse(parser, argv, sentences=4, vocabulary=200)
     torch.set_num_threads(1)
     words = Dictionary(symbols=[f"w{i}_" for i in range(arguments.vocabulary - 2)])
     model = make_model(words, arguments.seed)
     sources, lengths = make_sources(arguments.sentences, words, arguments.seed)
     loop = HypothesisLoop(model, words, arguments.beam_size)
-    generator = SequenceGenerator(model, words, words, beam_size=arguments.beam_size, len_penalty=LEN_PENALTY)
+    generator = SequenceGenerator(
+        model, words, words, beam_size=arguments.beam_size, len_penalty=LEN_PENALTY
+    )
     rows = measure(
         SUBJECT,
         f"Transformer small, beam {arguments.beam_size}",
-        {LOOP: partial(by_loop, loop, sources, lengths), BATCHED: partial(by_batch, generator, sources, lengths)},
+        {
+            LOOP: partial(by_loop, loop, sources, lengths),
+            BATCHED: partial(by_batch, generator, sources, lengths),
+        },
         arguments.blocks,
         amount=arguments.sentences,
         check=check,
     )
     conditions = (
-        f"{arguments.blocks} blocks of {arguments.sentences} sources, {arguments.vocabulary:,} symbols, one thread."
+        f"{arguments.blocks} blocks of {arguments.sentences} sources, "
+        f"{arguments.vocabulary:,} symbols, one thread."
     )
     finish(SUBJECT, rows, arguments, conditions)
 

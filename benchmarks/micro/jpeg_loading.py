@@ -1,9 +1,9 @@
-"""Time the training batches of a folder of JPEG images: decode, random crop to 224x224, mirror, normalize.
+"""Time the training batches of JPEG images: decode, crop at random to 224x224, mirror, normalize.
 
-The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is ``JpegBatches``,
-from the same files and from a tar file of them. All have the same number of loader processes, and end with normalized
-float32 batches in the calling process. The images are generated: smooth colors with noise, about as large as those of
-ImageNet.
+The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is
+``JpegBatches``, from the same files and from a tar file of them. All have the same number of loader
+processes, and end with normalized float32 batches in the calling process. The images are generated:
+smooth colors with noise, about as large as those of ImageNet.
 
     python benchmarks/micro/jpeg_loading.py [--save]
 """
@@ -25,7 +25,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mlbench_core import _torchvision
-from mlbench_core.dataset.imagerecognition.pytorch import Imagenet, JpegBatches, RandomCrop, decoder_name, find_jpegs
+from mlbench_core.dataset.imagerecognition.pytorch import (
+    Imagenet,
+    JpegBatches,
+    RandomCrop,
+    decoder_name,
+    find_jpegs,
+)
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 
 PLAIN, OURS = "ImageFolder, DataLoader", "JpegBatches"
@@ -34,19 +40,24 @@ SUBJECT = Subject(
     "Training batches of JPEG images (`jpeg_loading.py`)",
     "images/s",
     (PLAIN,),
-    ("Pillow decodes for `ImageFolder`, and for `JpegBatches` if torchvision's compiled operators do not load.",
-     "Limit: at least 1.3 times as many images/s as `ImageFolder` with two processes on two cores."),
+    ("Pillow decodes for `ImageFolder`, "
+     "and for `JpegBatches` if torchvision's compiled operators do not load.",
+     "Limit: at least 1.3 times as many images/s as `ImageFolder` "
+     "with two processes on two cores."),
 )  # fmt: skip
 
 
 def write_images(folder: Path, archive: Path, count: int, side: int) -> int:
-    """Write images of two classes with shapes about 4:3 or 3:4, and a tar file of them; return the mean size."""
+    """Write images of two classes and a tar file of them, and return the mean size of a file."""
     draw = np.random.default_rng(0)
     for number in range(count):
-        long, short = int(side * draw.uniform(0.9, 1.1)), int(side * draw.uniform(0.65, 0.85))
-        width, height = (long, short) if draw.random() < 0.7 else (short, long)
-        colors = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize((width, height))
-        pixels = np.asarray(colors) + draw.normal(0, 10, (height, width, 3))
+        # The shapes are about 4:3, or 3:4 for three images in ten.
+        width, height = int(side * draw.uniform(0.9, 1.1)), int(side * draw.uniform(0.65, 0.85))
+        if draw.random() >= 0.7:
+            width, height = height, width
+        colors = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(colors.resize((width, height)))
+        pixels = smooth + draw.normal(0, 10, (height, width, 3))
         path = folder / "train" / f"class{number % 2}" / f"{number:05d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=94)
@@ -78,10 +89,12 @@ def image_folder(folder: Path) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=9)
-    parser.add_argument("--images", type=positive, default=512, help="images of a block")
-    parser.add_argument("--side", type=positive, default=500, help="about the longer side of an image, in pixels")
-    parser.add_argument("--batch-size", type=positive, default=32)
-    parser.add_argument("--processes", type=positive, default=2, help="loader processes of each variant")
+    add = parser.add_argument
+    add("--images", type=positive, default=512, help="images of a block")
+    add("--side", type=positive, default=500,
+        help="about the longer side of an image, in pixels")  # fmt: skip
+    add("--batch-size", type=positive, default=32)
+    add("--processes", type=positive, default=2, help="loader processes of each variant")
     arguments = parse(parser, argv, images=8, batch_size=4, processes=1)
     torch.set_num_threads(1)
     keep_freed_memory()  # as initialize_backends does
@@ -94,24 +107,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             image_folder(path / "train"), arguments.batch_size, shuffle=True,
             num_workers=arguments.processes, persistent_workers=True,
         )  # fmt: skip
-        ours = {
-            name: JpegBatches(
-                find_jpegs(root, "train"), arguments.batch_size, RandomCrop(), processes=arguments.processes
-            )
-            for name, root in ((f"{OURS}, files", path), (f"{OURS}, tar file", archive.parent))
-        }
-        rows = measure(
-            SUBJECT,
-            f"{arguments.processes} processes, about {arguments.side}x{arguments.side * 3 // 4} pixels",
-            {name: partial(draw, batches) for name, batches in {PLAIN: peer, **ours}.items()},
-            arguments.blocks,
-            amount=count,
-        )
-    finish(
-        SUBJECT, rows, arguments,
-        f"{arguments.blocks} blocks of {count:,} generated images of {size // 1000} kB on average in the page cache. "
-        f"JpegBatches decoded with {decoder_name()}, ImageFolder with Pillow. One thread in the calling process.",
-    )  # fmt: skip
+        variants = {PLAIN: partial(draw, peer)}
+        for name, root in ((f"{OURS}, files", path), (f"{OURS}, tar file", archive.parent)):
+            batches = JpegBatches(
+                find_jpegs(root, "train"), arguments.batch_size, RandomCrop(),
+                processes=arguments.processes,
+            )  # fmt: skip
+            variants[name] = partial(draw, batches)
+        pixels = f"{arguments.side}x{arguments.side * 3 // 4} pixels"
+        case = f"{arguments.processes} processes, about {pixels}"
+        rows = measure(SUBJECT, case, variants, arguments.blocks, amount=count)
+    conditions = (
+        f"{arguments.blocks} blocks of {count:,} generated images "
+        f"of {size // 1000} kB on average in the page cache. "
+        f"JpegBatches decoded with {decoder_name()}, ImageFolder with Pillow. "
+        "One thread in the calling process."
+    )
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Watch the memory of a master that receives metrics for a long time: it must stay flat.
 
-A master is started with a folder of its own and one run that sleeps. Workers post metrics at a fixed rate, a browser's
-event stream is open, and the pages and the API are read now and then. Every ten seconds, the memory of the master's
-process is printed (resident set, in MiB). At the end stands its growth after a warm-up, in which caches and pools fill.
+A master is started with a new folder and one run that sleeps. Workers post metrics at a fixed rate,
+a browser's event stream is open, and the pages and the API are read now and then. Every ten
+seconds, the memory of the master's process is printed (resident set, in MiB). At the end stands its
+growth after a warm-up, in which caches and pools fill.
 
     python benchmarks/micro/master_soak.py [--minutes 30] [--rate 200] [--warm-up 5]
 
@@ -47,7 +48,9 @@ class Soak:
         self._end = threading.Event()
         self.posted = 0
         self.failed = 0
-        self.run_id = self._create_run()
+        run = {"name": "soak-1", "num_workers": 1, "command": "sleep 86400"}
+        answer = self._send(self._connection(), "POST", "/api/runs/", run)
+        self.run_id = int(json.loads(answer)["id"])
         targets = [*[self._post] * _CLIENTS, self._read, self._subscribe]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
 
@@ -65,18 +68,18 @@ class Soak:
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
 
-    def _send(self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None) -> bytes:
-        text = None if body is None else json.dumps(body)
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> bytes:
+        text = None
+        if body is not None:
+            text = json.dumps(body)
         connection.request(method, path, text, _HEADERS)
         response = connection.getresponse()
         content = response.read()
         if response.status >= 300:
             raise http.client.HTTPException(f"{method} {path}: {response.status} {content[:200]!r}")
         return content
-
-    def _create_run(self) -> int:
-        run = {"name": "soak-1", "num_workers": 1, "command": "sleep 86400"}
-        return int(json.loads(self._send(self._connection(), "POST", "/api/runs/", run))["id"])
 
     def _post(self) -> None:
         connection = self._connection()
@@ -85,9 +88,14 @@ class Soak:
             due += self._interval_s
             if self._end.wait(max(0.0, due - time.monotonic())):
                 return
-            metric = {"run_id": self.run_id, "name": f"loss-{number % _NAMES} @ 0", "value": number / 7}
+            metric = {
+                "run_id": self.run_id,
+                "name": f"loss-{number % _NAMES} @ 0",
+                "value": number / 7,
+                "id": f"{threading.get_ident()}-{number}",
+            }
             try:
-                self._send(connection, "POST", "/api/metrics/", {**metric, "id": f"{threading.get_ident()}-{number}"})
+                self._send(connection, "POST", "/api/metrics/", metric)
                 self.posted += 1
             except (OSError, http.client.HTTPException):
                 self.failed += 1
@@ -101,8 +109,10 @@ class Soak:
             "/api/pods/",
             "/",
             "/api/health/",
+            f"/api/runs/{self.run_id}/curves/",
+            f"/runs/{self.run_id}/",
         )
-        for path in itertools.cycle((*paths, f"/api/runs/{self.run_id}/curves/", f"/runs/{self.run_id}/")):
+        for path in itertools.cycle(paths):
             if self._end.wait(_READ_EVERY_S):
                 return
             try:
@@ -124,7 +134,7 @@ def _start_master(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     environment = {**os.environ, "MLBENCH_HOME": str(folder), "MLBENCH_TOKEN": _TOKEN}
-    command = [sys.executable, "-m", "mlbench_core.cli", "master", "--port", str(port)]
+    command = [sys.executable, "-m", "mlbench_cli", "master", "--port", str(port)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
@@ -153,7 +163,9 @@ def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the soak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=200.0, help="posts per second [%(default)g]")
     parser.add_argument("--warm-up", type=float, default=5.0, help="minutes [%(default)g]")
@@ -171,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 samples.append((second, memory))
                 threads, files = master.num_threads(), master.num_fds()
                 print(
-                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts {soak.failed} failed "
-                    f"{threads} threads {files} files",
+                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts "
+                    f"{soak.failed} failed {threads} threads {files} files",
                     flush=True,
                 )
                 time.sleep(_SAMPLE_S)

@@ -1,9 +1,10 @@
-"""Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes per parameter.
+"""Measure the memory that distributed optimizers need beyond their wrapped optimizers.
 
-Each variant has worker processes of its own. The backward pass gives fixed gradients, because activations would hide
-the optimizer's intermediate results. A worker counts the memory of its process: the peak while the optimizer is made
-and takes some steps, and the memory that is kept after them. The state of the wrapped optimizer (momentum and the
-moments of Adam) is subtracted from both. Freed memory is returned at once here. Within
+The unit is bytes per parameter. Each variant has its own worker processes. The backward pass gives
+fixed gradients, because activations would hide the optimizer's intermediate results. A worker
+counts the memory of its process: the peak while the optimizer is made and takes some steps, and the
+memory that is kept after them. The state of the wrapped optimizer (momentum and the moments of
+Adam) is subtracted from both. Freed memory is returned at once here. Within
 ``initialize_backends``, a process keeps its peak.
 
     python benchmarks/micro/optimizer_memory.py [--models mlp resnet18] [--workers 2] [--save]
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, finish, make_parser, parse, positive, summarize
 from _variants import VARIANTS, WORKLOADS, Context
-from _workers import WorkerError, Workers, serve
+from _workers import WorkerError, Workers, run_script
 from torch import Tensor, nn
 
 STEPS = 3
@@ -35,11 +36,10 @@ SUBJECT = Subject(
     "Memory of the distributed optimizers (`optimizer_memory.py`)",
     "bytes per parameter",
     (),
-    (
-        "The peak beyond parameters, gradients and the state of the wrapped optimizer; kept: after the steps.",
-        "In float32, a copy of the model is 4 bytes per parameter.",
-    ),
-)
+    ("The peak beyond parameters, gradients and the state of the wrapped optimizer; "
+     "kept: after the steps.",
+     "In float32, a copy of the model is 4 bytes per parameter."),
+)  # fmt: skip
 
 
 def process_bytes(field: str) -> int:
@@ -72,16 +72,18 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     numel = sum(parameter.numel() for parameter in model.parameters())
 
     def give_gradients(model: nn.Module) -> list[Tensor]:
-        given = [1e-3 * torch.randn_like(parameter) for parameter in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), given, strict=True):
-            parameter.grad = gradient.clone()
-        return given
+        gradients = []
+        for parameter in model.parameters():
+            gradients.append(1e-3 * torch.randn_like(parameter))
+            parameter.grad = gradients[-1].clone()
+        return gradients
 
-    def train(name: str, model: nn.Module, given: list[Tensor]) -> Any:
+    def train(name: str, model: nn.Module, gradients: list[Tensor]) -> Any:
         trainee = VARIANTS[name].make(Context(model, dist.get_world_size(), dist.get_rank(), STEPS))
         for _ in range(STEPS):
             trainee.optimizer.zero_grad()
-            torch.stack([Loss.apply(p, g) for p, g in zip(model.parameters(), given, strict=True)]).sum().backward()
+            # No name for the losses: it would keep their graph during the step.
+            torch.stack(list(map(Loss.apply, model.parameters(), gradients))).sum().backward()
             trainee.optimizer.step()
         return trainee.optimizer
 
@@ -89,29 +91,29 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         # The first steps import modules and connect the workers, which takes 75 MB.
         small = nn.Linear(64, 64)
         train(request["variant"], small, give_gradients(small))
-        given = give_gradients(model)
+        gradients = give_gradients(model)
         gc.collect()
         before = process_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the memory now
-        optimizer = train(request["variant"], model, given)
+        # The peak starts again from the memory now.
+        Path("/proc/self/clear_refs").write_text("5")
+        optimizer = train(request["variant"], model, gradients)
         peak, kept = process_bytes("VmHWM"), process_bytes("VmRSS")
-        states = optimizer.state_dict()["state"].values()
-        wrapped = sum(v.nbytes for state in states for key, v in state.items() if key in WRAPPED_STATE)
+        wrapped = 0
+        for state in optimizer.state_dict()["state"].values():
+            wrapped += sum(state[name].nbytes for name in WRAPPED_STATE if name in state)
         return {
-            name: value / numel
-            for name, value in (
-                ("peak", peak - before - wrapped),
-                ("kept", kept - before - wrapped),
-                ("wrapped", wrapped),
-            )
+            "peak": (peak - before - wrapped) / numel,
+            "kept": (kept - before - wrapped) / numel,
+            "wrapped": wrapped / numel,
         }
 
     return handle
 
 
 def measure_variant(model: str, count: int, name: str) -> Row:
-    """Measure a variant in processes of its own."""
-    case, title = f"{WORKLOADS[model].title}, {count} workers", VARIANTS[name].title.format(steps=STEPS)
+    """Measure a variant in separate processes."""
+    case = f"{WORKLOADS[model].title}, {count} workers"
+    title = VARIANTS[name].title.format(steps=STEPS)
     try:
         with Workers(__file__, count, {"model": model}) as workers:
             replies = workers.ask(variant=name)
@@ -128,33 +130,33 @@ def measure_variant(model: str, count: int, name: str) -> Row:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    # DistributedDataParallel needs a forward pass of its own, FP16Optimizer makes the network smaller, and a period of
-    # 4 needs more steps.
-    names = [name for name, variant in VARIANTS.items() if variant.keeps_memory]
-    names = [name for name in names if not name.startswith(("ddp", "half", "local4"))]
-    default = [name for name in names if VARIANTS[name].is_default or name in OTHERS]
+    names, default = [], []
+    for name, variant in VARIANTS.items():
+        # DistributedDataParallel needs its own forward pass, FP16Optimizer makes the network
+        # smaller, and a period of 4 needs more steps.
+        if variant.keeps_memory and not name.startswith(("ddp", "half", "local4")):
+            names.append(name)
+            if variant.is_default or name in OTHERS:
+                default.append(name)
     parser = make_parser(__doc__, blocks=1)
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18"])
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
-    parser.add_argument(
-        "--variants", nargs="+", choices=names, default=default, metavar="VARIANT", help=", ".join(names)
-    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18"])
+    add("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    add("--variants", nargs="+", choices=names, default=default, metavar="VARIANT",
+        help=", ".join(names))  # fmt: skip
     return parse(parser, argv, models=["mlp"], variants=["ef_sign"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     arguments = read_arguments(argv)
-    # glibc of the workers then returns every freed tensor at once, so that their memory is what is in use.
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"):
-        rows = [
-            measure_variant(model, count, name)
-            for model in arguments.models
-            for count in arguments.workers
-            for name in arguments.variants
-        ]
+    # glibc of the workers then returns every freed tensor at once, so their memory is that in use.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    cases = itertools.product(arguments.models, arguments.workers, arguments.variants)
+    with mock.patch.dict(os.environ, settings):
+        rows = list(itertools.starmap(measure_variant, cases))
     finish(SUBJECT, rows, arguments, f"Gloo, {STEPS} steps, given gradients.")
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -17,11 +17,14 @@ PAGE = RESULTS.with_name("RESULTS.md")
 HEAD = """\
 # Timings of single parts
 
-This page is generated: `python benchmarks/micro/report.py` writes it from the files in `benchmarks/micro/results`, and
+This page is generated: `python benchmarks/micro/report.py` writes it from the files \
+in `benchmarks/micro/results`, and
 each script of this folder writes its file with `--save`.
 
-Variants run interleaved. A value is the median over the blocks, with their range in brackets. "times X" is the value
-divided by that of X: the median, and the range, of the ratios within a block. Machines are small and shared, so compare
+Variants run interleaved. A value is the median over the blocks, with their range in brackets. \
+"times X" is the value
+divided by that of X: the median, and the range, of the ratios within a block. \
+Machines are small and shared, so compare
 only values within one case.
 """
 
@@ -29,9 +32,13 @@ only values within one case.
 def page(folder: Path) -> str:
     """Make the whole page from the results in a folder."""
     parts = [HEAD]
-    for result in (read(path) for path in sorted(folder.glob("*.json"))):
-        reading = "  \n".join(result["reading"])  # two spaces at the end of a line are a line break in Markdown
-        parts.append(f"## {result['title']}\n\n{reading}\n\nReproduce: `{result['reproduce']}`\n\n{markdown(result)}")
+    for result in map(read, sorted(folder.glob("*.json"))):
+        # Two spaces at the end of a line are a line break in Markdown.
+        reading = "  \n".join(result["reading"])
+        parts.append(
+            f"## {result['title']}\n\n{reading}\n\n"
+            f"Reproduce: `{result['reproduce']}`\n\n{markdown(result)}"
+        )
     return "\n".join(parts)
 
 

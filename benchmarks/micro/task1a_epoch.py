@@ -1,7 +1,7 @@
 """Time the training of task 1a against a plain PyTorch loop on the same images.
 
-Each variant has worker processes of its own, with one thread each, so none meets the memory or the compiled code that
-another one left.
+Each variant has its own worker processes, with one thread each, so none meets the memory or the
+compiled code that another one left.
 
     python benchmarks/micro/task1a_epoch.py --data FOLDER [--save]
     python benchmarks/micro/task1a_epoch.py --variants task --steps 2 --blocks 3
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _bench import Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, serve
+from _workers import Workers, largest, run_script
 
 PLAIN, TASK = "plain PyTorch loop", "task 1a"
 FLAGS = ["--channels-last", "--autocast", "bf16"]
@@ -35,7 +35,8 @@ SUBJECT = Subject(
     "Task 1a against a plain PyTorch loop (`task1a_epoch.py`)",
     "images/s",
     (PLAIN,),
-    ("Task 1a is 1.22 times as fast as a plain loop, and 2.44 times with channels_last and bfloat16.",
+    ("Task 1a is 1.22 times as fast as a plain loop, "
+     "and 2.44 times with channels_last and bfloat16.",
      "Limits: at least 1.05 times without flags, 2 times with them."),
 )  # fmt: skip
 
@@ -58,7 +59,8 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     images, labels = np.load(folder / "images.npy"), np.load(folder / "labels.npy")
     make = make_plain if flags is None else partial(make_task, flags)
     train = make(images, labels, size, setup["loader_processes"])
-    train(min(setup["steps"], WARM_UP_STEPS))  # compiles, too
+    # The warm-up also compiles.
+    train(min(setup["steps"], WARM_UP_STEPS))
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
@@ -69,14 +71,19 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     return handle
 
 
-def make_plain(images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int) -> Callable[[int], None]:
-    """Make the loop that has no line of this project."""
+def make_plain(
+    images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int
+) -> Callable[[int], None]:
+    """Make the loop without a line of this project."""
     from mlbench_core import _torchvision
 
-    _torchvision.load("transforms")  # needed if torchvision's compiled part is for another build of torch
+    # Needed if torchvision's compiled part is for another build of torch.
+    _torchvision.load("transforms")
     import _plain_loop
 
-    return _plain_loop.make(images, labels, dist.get_rank(), dist.get_world_size(), batch_size, loader_processes)
+    return _plain_loop.make(
+        images, labels, dist.get_rank(), dist.get_world_size(), batch_size, loader_processes
+    )
 
 
 def make_task(
@@ -86,8 +93,16 @@ def make_task(
     from torch import channels_last, contiguous_format, nn
 
     from mlbench_core.controlflow.pytorch import train_round
-    from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
-    from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
+    from mlbench_core.dataset.imagerecognition.published import (
+        CIFAR10_CLASSES,
+        CIFAR10_MEAN,
+        CIFAR10_STD,
+    )
+    from mlbench_core.dataset.imagerecognition.pytorch import (
+        Augmentation,
+        ImageBatches,
+        ImageDataset,
+    )
     from mlbench_core.dataset.pytorch import partition_dataset_by_rank
     from mlbench_core.distributed.pytorch.memory import keep_freed_memory
     from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
@@ -106,14 +121,12 @@ def make_task(
     rank, workers = dist.get_rank(), dist.get_world_size()
     # The task stores images as planes, while the plain loop needs them as PIL does.
     planes = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    dataset = ImageDataset(planes, torch.from_numpy(labels), CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation())
-    batches = ImageBatches(
-        partition_dataset_by_rank(dataset, rank, workers),
-        batch_size,
-        seed=42,
-        rank=rank,
-        memory_format=channels_last if args.channels_last else contiguous_format,
+    dataset = ImageDataset(
+        planes, torch.from_numpy(labels), CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation()
     )
+    part = partition_dataset_by_rank(dataset, rank, workers)
+    memory_format = channels_last if args.channels_last else contiguous_format
+    batches = ImageBatches(part, batch_size, seed=42, rank=rank, memory_format=memory_format)
     model = get_resnet_model("resnet20", 1, args.precision, num_classes=10)
     variants.prepare_model(model, args)
     network, _ = variants.make_network(model, 0.02, args)
@@ -135,19 +148,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     default = os.environ.get("MLBENCH_TEST_DATA")
     parser = make_parser(__doc__, blocks=7)
-    parser.add_argument("--data", type=Path, default=Path(default) / "cifar10" if default else None)
-    parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="next to the plain loop"
-    )
-    parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--batch-size", type=positive, default=128, help="images per worker")
-    parser.add_argument("--steps", type=positive, help="steps of a block (default: an epoch's full batches)")
-    parser.add_argument("--loader-processes", type=int, default=0, help="num_workers of the plain loop's DataLoader")
+    add = parser.add_argument
+    add("--data", type=Path, default=Path(default) / "cifar10" if default else None)
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
+        help="next to the plain loop")  # fmt: skip
+    add("--workers", type=positive, default=2)
+    add("--batch-size", type=positive, default=128, help="images per worker")
+    add("--steps", type=positive, help="steps of a block (default: an epoch's full batches)")
+    add("--loader-processes", type=int, default=0,
+        help="num_workers of the plain loop's DataLoader")  # fmt: skip
     arguments = parse(parser, argv, variants=["task"], steps=1)
     images, labels, source = load(arguments.data)
     steps = arguments.steps or max(1, len(images) // arguments.workers // arguments.batch_size)
-    setup = {"steps": steps, "batch_size": arguments.batch_size, "loader_processes": arguments.loader_processes}
-    flags = {PLAIN: None, **{" ".join([TASK, *VARIANTS[name]]): VARIANTS[name] for name in arguments.variants}}
+    setup = {
+        "steps": steps,
+        "batch_size": arguments.batch_size,
+        "loader_processes": arguments.loader_processes,
+    }
     with tempfile.TemporaryDirectory(prefix="task1a-") as folder, contextlib.ExitStack() as stack:
         np.save(Path(folder, "images.npy"), np.ascontiguousarray(images))
         np.save(Path(folder, "labels.npy"), labels)
@@ -155,21 +172,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         def start(flags: list[str] | None) -> Callable[[], Timed]:
             own = {**setup, "folder": folder, "flags": flags}
             workers = stack.enter_context(Workers(__file__, arguments.workers, own))
-            return lambda: Timed(max(reply["seconds"] for reply in workers.ask()))
+            return lambda: Timed(largest(workers.ask())["seconds"])
 
+        variants = {PLAIN: start(None)}
+        for name in arguments.variants:
+            flags = VARIANTS[name]
+            variants[" ".join([TASK, *flags])] = start(flags)
         rows = measure(
             SUBJECT,
             f"ResNet-20, {arguments.workers} workers",
-            {name: start(own) for name, own in flags.items()},
+            variants,
             arguments.blocks,
             amount=steps * arguments.workers * arguments.batch_size,
         )
     conditions = (
-        f"{arguments.blocks} blocks of {steps} training steps, batches of {arguments.batch_size} per worker, {source}, "
+        f"{arguments.blocks} blocks of {steps} training steps, "
+        f"batches of {arguments.batch_size} per worker, {source}, "
         f"one thread per worker, num_workers={arguments.loader_processes} in the plain loop."
     )
     finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -1,10 +1,11 @@
-"""Time the reading of sentence pairs: the memory-mapped store of the translation data sets against text files.
+"""Time the reading of sentence pairs from the memory-mapped store and from text files.
 
-Every variant yields all pairs of a training text as batches of 128 in random order, as padded arrays of sub-word
-numbers, in one process, with the files in the page cache:
+Every variant yields all pairs of a training text as batches of 128 in random order, as padded
+arrays of sub-word numbers, in one process, with the files in the page cache:
 
 * raw text: read the lines, cut them into Moses' words and sub-words;
-* text in sub-words (the form of ``preprocessed`` data): read the lines, split them at spaces, look up every symbol;
+* text in sub-words (the form of ``preprocessed`` data): read the lines, split them at spaces, look
+  up every symbol;
 * our store, opened again each time, mapped or read into memory.
 
 Reading text is the cost of an epoch, or of a start, without a store.
@@ -40,7 +41,8 @@ SUBJECT = Subject(
     "Pairs of sentences (`text_store.py`)",
     "pairs/s",
     (SPLIT, RAW),
-    ("The store is more than 11 times as fast as text in sub-words, and more than 230 times as fast as raw text.",
+    ("The store is more than 11 times as fast as text in sub-words, "
+     "and more than 230 times as fast as raw text.",
      "Limit: at least 10 times both."),
 )  # fmt: skip
 
@@ -48,12 +50,16 @@ SUBJECT = Subject(
 def from_raw_text(
     paths: tuple[Path, Path], languages: tuple[str, str], subwords: Subwords, limit: int, total: int
 ) -> Timed:
-    """Read ``limit`` pairs and cut them into sub-words. This is slow, so the time is scaled up to all pairs."""
+    """Read ``limit`` pairs and cut them into sub-words.
+
+    This is slow, so the time is scaled up to all pairs.
+    """
     start = time.perf_counter()
     sides = []
     for path, lang in zip(paths, languages, strict=True):
         lines = itertools.islice(read_lines(path), limit)
-        sides.append(subwords.encode([" ".join(split_words(line, lang)) for line in lines]))
+        texts = [" ".join(split_words(line, lang)) for line in lines]
+        sides.append(subwords.encode(texts))
     pairs = take_batches(sides[0], sides[1])
     return Timed((time.perf_counter() - start) * total / pairs, result=total)
 
@@ -62,20 +68,28 @@ def from_split_text(paths: tuple[Path, Path], numbers: dict[str, int]) -> int:
     """Read text in sub-words, in the plain way, without any step that could be left out."""
     sides = []
     for path in paths:
+        sentences = []
         with path.open(encoding="utf-8") as file:
-            sides.append([np.array([numbers[symbol] for symbol in line.split()], dtype=np.int32) for line in file])
+            for line in file:
+                of_line = [numbers[symbol] for symbol in line.split()]
+                sentences.append(np.array(of_line, dtype=np.int32))
+        sides.append(sentences)
     return take_batches(sides[0], sides[1])
 
 
 def from_store(folder: Path, in_memory: bool) -> int:
     """Open a store and read all its pairs."""
     store = PairStore(folder, in_memory)
-    sides = (store.source, store.target)
-    return sum(min(len(pad_at_once(side, batch)) for side in sides) for batch in random_batches(len(store)))
+    total = 0
+    for batch in random_batches(len(store)):
+        sources = pad_at_once(store.source, batch)
+        targets = pad_at_once(store.target, batch)
+        total += min(len(sources), len(targets))
+    return total
 
 
 def pad_at_once(side: Sentences, batch: list[int]) -> npt.NDArray[np.int64]:
-    """Put sentences of a store into one array without a Python loop, which its arrays make possible."""
+    """Put sentences of a store into one array without a Python loop, by its arrays."""
     chosen = np.asarray(batch)
     starts = side.offsets[chosen]
     lengths = side.offsets[chosen + 1] - starts
@@ -90,7 +104,9 @@ def take_batches(sources: list[Numbers], targets: list[Numbers]) -> int:
     """Make padded batches row by row, and return the number of pairs."""
     total = 0
     for batch in random_batches(len(sources)):
-        total += min(len(pad([side[i] for i in batch])) for side in (sources, targets))
+        padded_sources = pad([sources[i] for i in batch])
+        padded_targets = pad([targets[i] for i in batch])
+        total += min(len(padded_sources), len(padded_targets))
     return total
 
 
@@ -112,9 +128,11 @@ def write_split(store: PairStore, symbols: list[str], folder: Path) -> tuple[Pat
     """Write a store's pairs as text in sub-words."""
     paths = (folder / "split.source", folder / "split.target")
     for path, side in zip(paths, (store.source, store.target), strict=True):
-        # Number 0 is padding, so symbols are counted from 1.
-        lines = (" ".join(symbols[number - 1] for number in side[i].tolist()) for i in range(len(side)))
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            for i in range(len(side)):
+                # Number 0 is padding, so symbols are counted from 1.
+                words = [symbols[number - 1] for number in side[i].tolist()]
+                file.write(" ".join(words) + "\n")
     return paths
 
 
@@ -122,11 +140,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     default = os.environ.get("MLBENCH_TEST_DATA")
     parser = make_parser(__doc__, blocks=9)
-    parser.add_argument("--data", type=Path, default=Path(default) / "multi30k" if default else None)
-    parser.add_argument("--raw-pairs", type=positive, default=2_000, help="pairs that the slowest variant reads")
+    add = parser.add_argument
+    add("--data", type=Path, default=Path(default) / "multi30k" if default else None)
+    add("--raw-pairs", type=positive, default=2_000, help="pairs that the slowest variant reads")
     arguments = parse(parser, argv, raw_pairs=200)
     if arguments.data is None:
-        raise SystemExit("text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de")
+        raise SystemExit(
+            "text_store.py needs the text of Multi30k: "
+            "give --data FOLDER with train.en and train.de"
+        )
     with tempfile.TemporaryDirectory() as name:
         dataset = Multi30k(arguments.data, train=True, cache_dir=name)
         part, total = dataset.part, len(dataset)
@@ -134,13 +156,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         split = write_split(part.store, part.subwords.symbols, Path(name))
         numbers = {symbol: number for number, symbol in enumerate(part.subwords.symbols, 1)}
         variants = {
-            RAW: partial(from_raw_text, raw, dataset.lang, part.subwords, arguments.raw_pairs, total),
+            RAW: partial(
+                from_raw_text, raw, dataset.lang, part.subwords, arguments.raw_pairs, total
+            ),
             SPLIT: partial(from_split_text, split, numbers),
             "store, mapped": partial(from_store, part.store.folder, in_memory=False),
             "store, read into memory": partial(from_store, part.store.folder, in_memory=True),
         }
-        rows = measure(SUBJECT, f"{total:,} pairs of Multi30k", variants, arguments.blocks, amount=total)
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks, batches of {BATCH}, page cache warm, one process.")
+        case = f"{total:,} pairs of Multi30k"
+        rows = measure(SUBJECT, case, variants, arguments.blocks, amount=total)
+    conditions = f"{arguments.blocks} blocks, batches of {BATCH}, page cache warm, one process."
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ SUBJECT = Subject(
     "The Tracker in a batch of seven steps (`tracker.py`)",
     "ns",
     ("calls of empty methods",),
-    ("A batch of seven steps costs about 2.5 µs, and memory does not grow with the number of batches.",
+    ("A batch of seven steps costs about 2.5 µs, "
+     "and memory does not grow with the number of batches.",
      "Limit: 4 µs, and no growth over a million batches."),
 )  # fmt: skip
 
@@ -31,7 +32,8 @@ class NoTracker:
     def batch_start(self) -> None:
         """Do nothing."""
 
-    record_batch_load = record_batch_fwd_pass = record_batch_comp_loss = record_batch_backprop = batch_start
+    record_batch_load = record_batch_fwd_pass = batch_start
+    record_batch_comp_loss = record_batch_backprop = batch_start
     record_batch_agg = record_batch_opt_step = record_batch_comp_metrics = batch_end = batch_start
 
 
@@ -57,11 +59,12 @@ def make_tracker() -> Tracker:
 
 
 def growth_bytes(batches: int) -> int:
-    """Return the bytes that the tracker gains between its 10,000th batch and ``batches`` batches later."""
+    """Return the bytes that the tracker gains in some batches after its 10,000th."""
     tracker = make_tracker()
     # The resident memory of the process would also show the allocator of other parts.
     tracemalloc.start()
-    run_batches(tracker, 10_000)  # bounded buffers are full from here on
+    # Bounded buffers are full from here on.
+    run_batches(tracker, 10_000)
     before = tracemalloc.get_traced_memory()[0]
     run_batches(tracker, batches)
     growth = tracemalloc.get_traced_memory()[0] - before
@@ -72,14 +75,17 @@ def growth_bytes(batches: int) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=15)
-    parser.add_argument("--batches", type=positive, default=1_000_000, help="batches for the memory measurement")
+    parser.add_argument(
+        "--batches", type=positive, default=1_000_000, help="batches for the memory measurement"
+    )
     arguments = parse(parser, argv, batches=1000)
     variants = {
         "calls of empty methods": partial(run_batches, NoTracker(), BATCHES_PER_BLOCK),
         "Tracker": partial(run_batches, make_tracker(), BATCHES_PER_BLOCK),
     }
-    rows = measure(SUBJECT, "batch of 7 steps", variants, arguments.blocks, amount=BATCHES_PER_BLOCK)
-    rows[1]["extra"][f"bytes gained in {arguments.batches:,} batches"] = growth_bytes(arguments.batches)
+    case, batches = "batch of 7 steps", arguments.batches
+    rows = measure(SUBJECT, case, variants, arguments.blocks, amount=BATCHES_PER_BLOCK)
+    rows[1]["extra"][f"bytes gained in {batches:,} batches"] = growth_bytes(batches)
     finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {BATCHES_PER_BLOCK:,} batches.")
 
 

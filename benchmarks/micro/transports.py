@@ -1,7 +1,8 @@
-"""Time a training step by the way in which gradients travel on one machine: Gloo, MPI and shared memory.
+"""Time a training step whose gradients travel on one machine over Gloo, MPI or shared memory.
 
-All variants run in the same worker processes, which mpirun starts. The slowest worker's time counts. Processor time is
-that of all threads of a worker, as the mean over the workers; it depends less on other programs than the time does.
+All variants run in the same worker processes, which mpirun starts. The slowest worker's time
+counts. Processor time is that of all threads of a worker, as the mean over the workers; it depends
+less on other programs than the time does.
 
     python benchmarks/micro/transports.py [--models mlp resnet18] [--workers 2] [--save]
 """
@@ -9,6 +10,7 @@ that of all threads of a worker, as the mean over the workers; it depends less o
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _variants import LR, MOMENTUM, WORKLOADS
-from _workers import Workers, mpirun_command, serve
+from _workers import Workers, largest, mpirun_command, run_script
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
@@ -35,7 +37,8 @@ SUBJECT = Subject(
     "Steps per second over Gloo, MPI and shared memory (`transports.py`)",
     "steps/s",
     (SHARED, SHARED_OVERLAP),
-    ("With overlap and 2 workers, MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per second of shared memory.",
+    ("With overlap and 2 workers, "
+     "MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per second of shared memory.",
      "Limit: the code for shared memory stays unless MPI is within 15 % of it in every case."),
 )  # fmt: skip
 
@@ -64,10 +67,10 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
                 process_group=over_mpi if name.startswith("MPI") else None,
             )
             network = copy.deepcopy(model)
-            trainees[name] = (
-                network,
-                CentralizedSGD(model=network, lr=LR, momentum=MOMENTUM, aggregation=exchange),
+            optimizer = CentralizedSGD(
+                model=network, lr=LR, momentum=MOMENTUM, aggregation=exchange
             )
+            trainees[name] = network, optimizer
             for _ in range(WARM_UP_STEPS):
                 step(*trainees[name])
         dist.barrier()
@@ -81,34 +84,38 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 def run(model: str, count: int, steps: int, blocks: int) -> list[Row]:
     """Measure all variants of one network with one number of workers."""
-    with Workers(__file__, count, {"model": model, "steps": steps}, mpirun_command(count)) as workers:
+    setup = {"model": model, "steps": steps}
+    with Workers(__file__, count, setup, mpirun_command(count)) as workers:
 
         def block(variant: str) -> Timed:
             replies = workers.ask(variant=variant)
             busy_ms = 1000 * sum(reply["busy"] for reply in replies) / count / steps
-            return Timed(max(reply["seconds"] for reply in replies), {"CPU ms/step": busy_ms})
+            return Timed(largest(replies)["seconds"], {"CPU ms/step": busy_ms})
 
         case = f"{WORKLOADS[model].title}, {count} workers"
-        return measure(SUBJECT, case, {name: partial(block, name) for name in VARIANTS}, blocks, amount=steps)
+        variants = {name: partial(block, name) for name in VARIANTS}
+        return measure(SUBJECT, case, variants, blocks, amount=steps)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=16)
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18", "resnet20"])
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
-    parser.add_argument("--steps", type=positive, default=2, help="steps of a block (default: 2)")
+    add = parser.add_argument
+    add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18", "resnet20"])
+    add("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    add("--steps", type=positive, default=2, help="steps of a block (default: 2)")
     arguments = parse(parser, argv, models=["mlp"], steps=1)
     if mpirun_command(2) is None:
-        sys.exit("mpi4py and mpirun must be installed: pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md")
-    rows = [
-        row
-        for model in arguments.models
-        for count in arguments.workers
-        for row in run(model, count, arguments.steps, arguments.blocks)
-    ]
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker.")
+        sys.exit(
+            "mpi4py or mpirun was not found: "
+            "pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md"
+        )
+    rows = []
+    for model, count in itertools.product(arguments.models, arguments.workers):
+        rows += run(model, count, arguments.steps, arguments.blocks)
+    conditions = f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker."
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":
-    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
+    run_script(main, make_handler)

@@ -3,11 +3,11 @@
     python benchmarks/references/make.py digits
     python benchmarks/references/make.py mnist --data FOLDER
 
-Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The results stay in the
-folder of --runs. With --keep, finished runs in this folder are not repeated, so an interrupted command can continue.
-The reference is written to mlbench_core/results/references/. It depends on the task's program and settings; make it
-again when one of them changes.
-"""
+Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The
+results stay in the folder of --runs. With --keep, finished runs in this folder are not repeated, so
+an interrupted command can continue. The reference is written to
+mlbench_core/comparison/references/. It depends on the task's program and settings; make it again
+when one of them changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.results.convergence import LEAST_SEEDS, Reference, deciding_options
+from mlbench_core.comparison.convergence import LEAST_SEEDS, Reference, deciding_options
 from mlbench_core.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "mlbench_core" / "results" / "references"
+FOLDER = ROOT / "mlbench_core" / "comparison" / "references"
 # The script and the library of this checkout, even if another one is installed.
 SCRIPT = ROOT / "benchmarks" / get_task("1a").folder / "main.py"
 # Images of all workers in a step: one worker with the batch size of the task.
@@ -44,10 +44,15 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     run_id = f"reference-{args.dataset}-{seed}"
     folder = args.runs / "task1a" / run_id
     path = folder / "result.json"
-    if not (args.keep and path.is_file() and read_result(path)["run"]["state"] == "finished"):
+    is_kept = args.keep and path.is_file() and read_result(path)["run"]["state"] == "finished"
+    if not is_kept:
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, str(SCRIPT), "--dataset", args.dataset, "--seed", str(seed), "--channels-last"]
-        command += ["--run-id", run_id, "--root-output", str(args.runs), "--root-checkpoint", str(args.runs / "saved")]
+        command = [
+            sys.executable, str(SCRIPT),
+            "--dataset", args.dataset, "--seed", str(seed), "--channels-last",
+            "--run-id", run_id, "--root-output", str(args.runs),
+            "--root-checkpoint", str(args.runs / "saved"),
+        ]  # fmt: skip
         if args.data is not None:
             command += ["--data", str(args.data)]
         # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
@@ -73,13 +78,17 @@ def epochs_to_goal(result: Mapping[str, Any]) -> int:
     """
     goal = result["goal"]
     if not goal or not goal["reached"]:
-        raise SystemExit(f"error: run {result['run']['id']} did not reach its goal: no reference can be made of it")
+        raise SystemExit(
+            f"error: run {result['run']['id']} did not reach its goal: "
+            "no reference can be made of it"
+        )
     return goal["epochs"]
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
     memory = round(machine["memory_bytes"] / 2**30)
-    return ", ".join(filter(None, (machine["cpu"], f"{machine['cores']} cores, {memory} GiB", machine.get("gpu"))))
+    parts = (machine["cpu"], f"{machine['cores']} cores, {memory} GiB", machine.get("gpu"))
+    return ", ".join(filter(None, parts))
 
 
 def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Reference:
@@ -92,13 +101,15 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
     Raises:
         SystemExit: The runs differ in more than the seed, or a run did not reach its goal.
     """
-    settings = [
-        {**result["configuration"], "options": deciding_options(result["configuration"]["options"]), "seed": None}
-        for result in results.values()
-    ]
-    if any(each != settings[0] for each in settings):
+    settings = []
+    for result in results.values():
+        configuration = result["configuration"]
+        options = deciding_options(configuration["options"])
+        settings.append({**configuration, "options": options, "seed": None})
+    first = settings[0]
+    if settings.count(first) < len(settings):
         raise SystemExit("error: the runs differ in more than the seed: run again without --keep")
-    first, latest = settings[0], max(results.values(), key=lambda result: result["run"]["ended_at"])
+    latest = max(results.values(), key=lambda result: result["run"]["ended_at"])
     return Reference(
         task=first["task"],
         dataset=first["dataset"],
@@ -108,7 +119,7 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
         workers=first["workers"],
         batch_size=BATCH_SIZE * first["workers"],
         options=first["options"],
-        values={seed: epochs_to_goal(result) for seed, result in results.items()},
+        values=dict(zip(results, map(epochs_to_goal, results.values()), strict=True)),
         unit="epochs",
         resolution=1.0,  # the task validates at the end of each epoch
         version=latest["software"]["mlbench_core"],
@@ -119,21 +130,25 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", choices=DATASETS, help="data set of task 1a")
-    parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the data set's files")
-    parser.add_argument("--runs", type=Path, default=Path("reference-runs"), help="folder of the runs [%(default)s]")
-    parser.add_argument("--keep", action="store_true", help="do not repeat runs that have finished")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write [task1a-DATASET.json]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("dataset", choices=DATASETS, help="data set of task 1a")
+    add("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]")
+    add("--data", type=Path, metavar="FOLDER", help="folder of the data set's files")
+    add("--runs", type=Path, default=Path("reference-runs"),
+        help="folder of the runs [%(default)s]")  # fmt: skip
+    add("--keep", action="store_true", help="do not repeat runs that have finished")
+    add("--output", type=Path, metavar="FILE", help="file to write [task1a-DATASET.json]")
     args = parser.parse_args(arguments)
     if args.seeds < LEAST_SEEDS:
         parser.error(f"argument --seeds: must be at least {LEAST_SEEDS}, not {args.seeds}")
     if args.jobs < 1:
         parser.error(f"argument --jobs: must be at least 1, not {args.jobs}")
     if not SCRIPT.is_file():
-        parser.error(f"the script of the task must be {SCRIPT}, which does not exist: run this from a checkout")
+        parser.error(f"{SCRIPT} does not exist: run this from a checkout")
     return args
 
 
@@ -145,7 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reference = make_reference(args.dataset, results)
     path = args.output or FOLDER / f"task1a-{args.dataset}.json"
     reference.save(path)
-    print(f"{path}: mean {reference.mean:.3g} epochs, standard deviation {reference.standard_deviation:.2g}")
+    print(
+        f"{path}: mean {reference.mean:.3g} epochs, "
+        f"standard deviation {reference.standard_deviation:.2g}"
+    )
 
 
 if __name__ == "__main__":

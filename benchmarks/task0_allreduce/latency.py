@@ -1,14 +1,16 @@
-r"""Evaluate the times of a collective operation: statistics, bandwidths, and a fit of latency and bandwidth.
+r"""Evaluate the times of a collective operation: statistics, bandwidths, fits of latency.
 
 The time of a message of n bytes is modeled by the line
 
 .. math:: t(n) = \alpha + n / \beta
 
-with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994).
+with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second
+(Hockney 1994).
 
-If an operation on S bytes takes the time t, its *algorithm bandwidth* is S / t. It depends on the number k of workers,
-because each worker has to send at least S times a factor that depends on k. The *bus bandwidth* is the algorithm
-bandwidth times this factor, so it can be compared with the speed of the hardware for any k:
+If an operation on S bytes takes the time t, its *algorithm bandwidth* is S / t. It depends on the
+number k of workers, because each worker has to send at least S times a factor that depends on k.
+The *bus bandwidth* is the algorithm bandwidth times this factor, so it can be compared with the
+speed of the hardware for any k:
 
 ======================================================  ==============
 collective                                              factor
@@ -18,8 +20,9 @@ all_gather, reduce_scatter, all_to_all                  (k - 1) / k
 broadcast, reduce, send_recv                            1
 ======================================================  ==============
 
-S is the size of one worker's larger buffer. For an all_gather that is the output, for a reduce_scatter the input, which
-hold data of all workers. For the other collectives it is the data that one worker sends.
+S is the size of one worker's larger buffer. For an all_gather that is the output, for a
+reduce_scatter the input, which hold data of all workers. For the other collectives it is the data
+that one worker sends.
 
 References:
     R. Hockney: The communication challenge for MPP. Parallel Computing 20(3), 1994.
@@ -63,7 +66,9 @@ BUS_FACTORS: dict[str, tuple[int, int]] = {
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth; see the module's table.
+    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth.
+
+    The table in the module's docstring has the factors.
 
     Args:
         collective: Its name, one of :data:`BUS_FACTORS`.
@@ -181,7 +186,8 @@ class LatencyFit:
 
     Attributes:
         alpha_s: Latency in seconds, at least 0.
-        beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the size.
+        beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the
+            size.
         relative_error: Root mean square of the relative deviations of the line from the times.
     """
 
@@ -206,10 +212,12 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 
     With the times :math:`t_i` of the sizes :math:`n_i` it minimizes
 
-    .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma \ge 0,
+    .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma
+      \ge 0,
 
-    and :math:`\beta = 1 / \gamma`. Deviations are relative to the measured time, because times span six orders of
-    magnitude. In a plain sum of squares the largest sizes would dominate, and their noise would decide the latency.
+    and :math:`\beta = 1 / \gamma`. Deviations are relative to the measured time, because times span
+    six orders of magnitude. In a plain sum of squares the largest sizes would dominate, and their
+    noise would decide the latency.
 
     Args:
         sizes_bytes: Sizes in bytes, at least two different ones.
@@ -219,7 +227,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
         The fit.
 
     Raises:
-        ValueError: The lengths differ, there are fewer than two sizes, or a time is not positive and finite.
+        ValueError: The lengths differ, there are fewer than two sizes, or a time is not positive
+            and finite.
 
     Example:
         >>> fit = fit_latency([4, 4e3, 4e6], [100e-6 + n / 1e9 for n in (4, 4e3, 4e6)])
@@ -228,13 +237,20 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     """
     n, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if n.shape != t.shape or n.ndim != 1:
-        raise ValueError(f"seconds must have one time for each size, not shape {t.shape} for sizes of shape {n.shape}")
+        raise ValueError(
+            f"seconds must have one time for each size, not shape {t.shape} for sizes of shape "
+            f"{n.shape}"
+        )
     if np.unique(n).size < 2:
-        raise ValueError(f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}")
+        raise ValueError(
+            f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}"
+        )
     if not np.isfinite(t).all() or t.min() <= 0:
-        raise ValueError(f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}")
-    # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate: alpha in units of the
-    # smallest time, gamma in units of the largest time over the largest size.
+        raise ValueError(
+            f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}"
+        )
+    # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate:
+    # alpha in units of the smallest time, gamma in units of the largest time over the largest size.
     columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
     latency, slope = _non_negative_least_squares(columns)
     residuals = columns @ np.array([latency, slope]) - 1
@@ -246,20 +262,29 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     )
 
 
-def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of shape (m, 2)."""
+def _non_negative_least_squares(
+    columns: np.ndarray[Any, np.dtype[np.float64]],
+) -> tuple[float, float]:
+    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``.
+
+    The columns are positive, of shape (m, 2).
+    """
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
-    # If one number would be negative, it is 0 at the minimum. The other then follows from its column alone.
+    # If one number would be negative, it is 0 at the minimum. The other then follows from its
+    # column alone.
     alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
-    return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
+    if x1 < 0:
+        return float(alone[0]), 0.0
+    return 0.0, float(alone[1])
 
 
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
-    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once, ascending.
+    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded.
 
-    Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77 instead of 80.
+    Each size appears once, and they ascend. Small sizes coincide after rounding, so there are fewer
+    than ``num``: with the defaults 77 instead of 80.
 
     Args:
         num: Number of points on the logarithmic scale, at least 1.
@@ -277,9 +302,10 @@ def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     """
     for name, value in (("num", num), ("largest", largest)):
         check_int(name, value)
-    # Near 1 the points are closer together than whole numbers, so several of them round to the same size.
+    # Near 1 the points are closer together than whole numbers, so several of them round to the same
+    # size.
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
-    return sorted({int(point) for point in points})
+    return sorted(set(points.tolist()))
 
 
 @dataclass(frozen=True)
@@ -295,7 +321,8 @@ class Measurement:
         elements: Number of elements of the larger buffer.
         size_bytes: Its size in bytes.
         operations: Number of operations between two readings of the clock.
-        seconds: One time for each repetition: the mean time of its ``operations`` on the slowest worker.
+        seconds: One time for each repetition: the mean time of its ``operations`` on the slowest
+            worker.
         wrong_elements: Number of wrong elements in the results of all workers.
     """
 
@@ -328,20 +355,39 @@ class Measurement:
     @property
     def bus_bandwidth(self) -> float:
         """Return the algorithm bandwidth times :func:`bus_factor`."""
-        return bus_bandwidth(self.collective, self.size_bytes, self.statistics.p50_s, self.world_size)
+        return bus_bandwidth(
+            self.collective, self.size_bytes, self.statistics.p50_s, self.world_size
+        )
 
     def __str__(self) -> str:
         micros = 1e6 * self.statistics.p50_s
-        return f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of {self.repetitions}"
+        return (
+            f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of "
+            f"{self.repetitions}"
+        )
 
     def row(self) -> dict[str, str | int | float]:
-        """Return the measurement as one flat row: times in seconds, bandwidths in bytes per second."""
+        """Return the measurement as one flat row.
+
+        Times are in seconds, bandwidths in bytes per second.
+        """
         # The order is that of the columns in the CSV file.
-        names = ("collective", "backend", "device", "dtype", "world_size", "elements", "size_bytes")
         statistics = self.statistics
         return {
-            **{name: getattr(self, name) for name in (*names, "repetitions", "operations")},
-            **{name: getattr(statistics, name) for name in ("mean_s", "p50_s", "p99_s", "min_s", "max_s")},
+            "collective": self.collective,
+            "backend": self.backend,
+            "device": self.device,
+            "dtype": self.dtype,
+            "world_size": self.world_size,
+            "elements": self.elements,
+            "size_bytes": self.size_bytes,
+            "repetitions": self.repetitions,
+            "operations": self.operations,
+            "mean_s": statistics.mean_s,
+            "p50_s": statistics.p50_s,
+            "p99_s": statistics.p99_s,
+            "min_s": statistics.min_s,
+            "max_s": statistics.max_s,
             "algorithm_bandwidth_bytes_per_s": self.algorithm_bandwidth,
             "bus_bandwidth_bytes_per_s": self.bus_bandwidth,
             "wrong_elements": self.wrong_elements,

@@ -1,4 +1,4 @@
-"""Collect all measurements of one run of Task 0, with machine and methodology, and save them as files.
+"""Collect and save all measurements of one run of Task 0, with machine and methodology.
 
 The JSON file has everything, the CSV file one row for each size and type.
 """
@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ class LatencyReport:
     Attributes:
         machine: Facts about the machine, for example cores and hosts.
         versions: Version of each software package, by name.
-        methodology: Settings of the measurement, for example the requested number of ``repetitions``.
+        methodology: Settings of the measurement, for example the requested number of
+            ``repetitions``.
         left_out: Requests that were not measured, for example types, each with the reason.
         measurements: One entry for each size and type.
 
     Example:
         >>> times = [(size, (1e-4 + size * 4e-9,)) for size in (1, 10, 100)]
-        >>> measured = [Measurement("all_reduce", "gloo", "cpu", "float32", 2, n, 4 * n, 9, t) for n, t in times]
+        >>> case = ("all_reduce", "gloo", "cpu", "float32", 2)
+        >>> measured = [Measurement(*case, n, 4 * n, 9, t) for n, t in times]
         >>> print(LatencyReport(measurements=measured).fits()["float32"])
         100 µs + n / (1 GB/s)
     """
@@ -55,16 +58,17 @@ class LatencyReport:
         Args:
             dtype: Its name, for example ``"float32"``.
         """
-        return sorted((m for m in self.measurements if m.dtype == dtype), key=lambda m: m.size_bytes)
+        measurements = [m for m in self.measurements if m.dtype == dtype]
+        return sorted(measurements, key=attrgetter("size_bytes"))
 
     @property
     def dtypes(self) -> list[str]:
         """Return the names of the measured types, in the order of their first measurements."""
-        return list(dict.fromkeys(m.dtype for m in self.measurements))
+        return list(dict.fromkeys(map(attrgetter("dtype"), self.measurements)))
 
     @property
     def title(self) -> str:
-        """Return one line that names the collective, the backend, the device and the number of workers."""
+        """Return one line: the collective, the backend, the device and the number of workers."""
         if not self.measurements:
             return "nothing measured"
         first = self.measurements[0]
@@ -73,8 +77,8 @@ class LatencyReport:
     def numbers(self) -> Iterator[tuple[str, float, int]]:
         """Yield name, value and number of the size of each result.
 
-        The names begin with the operation and the type, as one run has one operation but several types.
-        """
+        The names begin with the operation and the type, as one run has one operation but several
+        types."""
         for dtype in self.dtypes:
             for number, measurement in enumerate(self.of(dtype)):
                 row = measurement.row()
@@ -83,19 +87,23 @@ class LatencyReport:
         for dtype, fit in self.fits().items():
             prefix = f"{self.measurements[0].collective}_{dtype}"
             yield f"{prefix}_alpha_s", fit.alpha_s, 0
-            # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
+            # An infinite bandwidth, from times that do not grow with the size, is not a number for
+            # the master.
             if fit.beta_bytes_per_s < math.inf:
                 yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
     def fits(self) -> dict[str, LatencyFit]:
-        """Fit latency and bandwidth of each type to the medians; types with a single measured size are left out."""
-        found = {}
+        """Fit latency and bandwidth of each type to the medians.
+
+        Types with a single measured size are left out.
+        """
+        fits = {}
         for dtype in self.dtypes:
             measurements = self.of(dtype)
-            if len({m.size_bytes for m in measurements}) > 1:
-                medians = [m.statistics.p50_s for m in measurements]
-                found[dtype] = fit_latency([m.size_bytes for m in measurements], medians)
-        return found
+            sizes = [m.size_bytes for m in measurements]
+            if len(set(sizes)) > 1:
+                fits[dtype] = fit_latency(sizes, [m.statistics.p50_s for m in measurements])
+        return fits
 
     def incomplete(self) -> list[Measurement]:
         """Return the measurements with fewer repetitions than ``methodology["repetitions"]``."""
@@ -104,14 +112,16 @@ class LatencyReport:
 
     def wrong(self) -> list[Measurement]:
         """Return the measurements whose results were wrong."""
-        return [m for m in self.measurements if m.wrong_elements]
+        return list(filter(attrgetter("wrong_elements"), self.measurements))
 
     def to_json(self) -> str:
         """Return everything as JSON text; an infinite bandwidth of a fit is null."""
-        fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
-        # Python would write "Infinity", which is not JSON, so other readers refuse it.
-        for fit in fits.values():
-            fit["beta_bytes_per_s"] = fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
+        fits = {}
+        for dtype, fit in self.fits().items():
+            fits[dtype] = dataclasses.asdict(fit)
+            # Python would write "Infinity", which is not JSON, so other readers refuse it.
+            if fit.beta_bytes_per_s == math.inf:
+                fits[dtype]["beta_bytes_per_s"] = None
         content = {
             "format": FORMAT,
             "title": self.title,
@@ -125,10 +135,14 @@ class LatencyReport:
         return json.dumps(content, indent=1)
 
     def to_csv(self) -> str:
-        """Return CSV text: a line of names, then a line for each measurement in seconds and bytes per second."""
+        """Return CSV text: a line of names, then a line for each measurement.
+
+        Values are in seconds and bytes per second.
+        """
         text = io.StringIO()
-        rows = [m.row() for m in self.measurements]
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+        rows = list(map(Measurement.row, self.measurements))
+        names = list(rows[0]) if rows else []
+        writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
@@ -152,7 +166,8 @@ class LatencyReport:
                     temporary.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
-                f"the results cannot be written to {stem.parent} ({error.strerror}); choose another --root-output"
+                f"the results cannot be written to {stem.parent} ({error.strerror}); choose "
+                "another --root-output"
             ) from error
         return paths
 
@@ -173,13 +188,23 @@ class LatencyReport:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}")
-            # A row of the file also has statistics and bandwidths. They follow from the times and are not read.
-            names = [one.name for one in dataclasses.fields(Measurement)]
-            rows = [{name: row[name] for name in names} for row in content["measurements"]]
-            measurements = [Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
-            parts = {name: content[name] for name in ("machine", "versions", "methodology", "left_out")}
+            # A row of the file also has statistics and bandwidths. They follow from the times and
+            # are not read.
+            names = [each.name for each in dataclasses.fields(Measurement)]
+            report = cls(
+                machine=content["machine"],
+                versions=content["versions"],
+                methodology=content["methodology"],
+                left_out=content["left_out"],
+            )
+            for row in content["measurements"]:
+                values = {name: row[name] for name in names}
+                values["seconds"] = tuple(row["seconds"])
+                report.measurements.append(Measurement(**values))
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} is not a result of Task 0 in JSON ({error})") from error
-        return cls(**parts, measurements=measurements)
+            raise ConfigurationError(
+                f"{path} is not a result of Task 0 in JSON ({error})"
+            ) from error
+        return report

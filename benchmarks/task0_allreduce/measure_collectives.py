@@ -2,14 +2,18 @@
 
 :func:`measure` times one collective on one size and type. It follows the practice of nccl-tests:
 
-* The first operations are a warm-up that is not counted, because they set up connections and fill caches.
-* A barrier precedes every repetition, without a pause before or after it. After a pause an operation is slower, because
-  the threads that do it have gone to sleep.
-* There are enough operations between two readings of the clock that the time of reading does not matter. Their number
-  follows from the times of the warm-up and is the same on all workers.
-* On GPUs the clock is a pair of CUDA events around these operations, without synchronization between them.
-* The time of a repetition is that of its slowest worker. Workers exchange times after all repetitions.
-* The results are compared with the expected ones. The values are small integers, whose sums are exact in every type.
+* The first operations are a warm-up that is not counted, because they set up connections and fill
+  caches.
+* A barrier precedes every repetition, without a pause before or after it. After a pause an
+  operation is slower, because the threads that do it have gone to sleep.
+* There are enough operations between two readings of the clock that the time of reading does not
+  matter. Their number follows from the times of the warm-up and is the same on all workers.
+* On GPUs the clock is a pair of CUDA events around these operations, without synchronization
+  between them.
+* The time of a repetition is that of its slowest worker. Workers exchange times after all
+  repetitions.
+* The results are compared with the expected ones. The values are small integers, whose sums are
+  exact in every type.
 """
 
 from __future__ import annotations
@@ -51,15 +55,20 @@ __all__ = [
     "why_not",
 ]
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 """Types of elements by name."""
 
-# Period of the values. Sizes are usually round numbers or powers of two. A prime period does not divide them, so values
-# that arrive in the wrong place differ from the expected ones.
+# Period of the values. Sizes are usually round numbers or powers of two. A prime period does not
+# divide them, so values that arrive in the wrong place differ from the expected ones.
 PERIOD = 8191
 # bfloat16 has 8 significant bits, so whole numbers up to 256 are exact in it.
 EXACT = 256
-# The warm-up lasts about this long, with at least the first and at most the second of these numbers of runs.
+# The warm-up lasts about this long, with at least the first and at most the second of these numbers
+# of runs.
 WARM_UP_S = 0.02
 WARM_UP_RUNS = (2, 100)
 # Largest number of runs between two readings of the clock.
@@ -69,15 +78,16 @@ MIN_REPETITIONS = 3
 
 
 class Collective(ABC):
-    """One collective operation on buffers of its own, with values whose results are known.
+    """One collective operation on its own buffers, with values whose results are known.
 
-    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``. In the
-    part of a buffer that worker j receives, the sequence is rolled by j (:meth:`torch.Tensor.roll`). Workers from rank
-    256 on have zeros, so that every sum is exact in bfloat16.
+    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 //
+    world_size``. In the part of a buffer that worker j receives, the sequence is rolled by j
+    (:meth:`torch.Tensor.roll`). Workers from rank 256 on have zeros, so that every sum is exact in
+    bfloat16.
 
     Args:
-        elements: Number of elements of this worker's larger buffer; a multiple of the world size if the collective
-            cuts it into parts.
+        elements: Number of elements of this worker's larger buffer; a multiple of the world size if
+            the collective cuts it into parts.
         dtype: Type of the elements.
         device: Device of the buffers.
         group: The process group; None is the default one.
@@ -87,7 +97,8 @@ class Collective(ABC):
 
     Raises:
         ConfigurationError: This process has no process group.
-        ValueError: ``elements`` is below 1, or is not a multiple of the world size although it must be.
+        ValueError: ``elements`` is below 1, or is not a multiple of the world size although it must
+            be.
     """
 
     name: ClassVar[str]
@@ -107,26 +118,30 @@ class Collective(ABC):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError("this process has no process group: measure in `with initialize_backends(...)`")
+            raise ConfigurationError(
+                "this process has no process group: measure in `with initialize_backends(...)`"
+            )
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
-            multiple = f" and a multiple of the {self.world_size} workers" if self.is_cut else ""
-            raise ValueError(f"elements must be at least 1{multiple} for {self.name}, not {elements}")
+            allowed = "at least 1"
+            if self.is_cut:
+                allowed += f" and a multiple of the {self.world_size} workers"
+            raise ValueError(f"elements must be {allowed} for {self.name}, not {elements}")
         self.elements, self.dtype, self.device = elements, dtype, torch.device(device)
         self.buffer = self._new(elements)
 
     @abstractmethod
     def fill(self) -> None:
-        """Write the values to send into the buffer for sending, and other values into the buffer for receiving."""
+        """Write the values to send, and other values into the buffer for receiving."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do the operation. When this returns, it is done, or on GPUs enqueued on the current stream."""
+        """Do the operation: on return it is done, or on GPUs enqueued on the current stream."""
 
     @abstractmethod
     def count_wrong(self) -> int:
-        """Count the elements of this worker's result that are wrong after :meth:`fill` and :meth:`run`."""
+        """Count this worker's wrong elements after :meth:`fill` and :meth:`run`."""
 
     def _new(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self.dtype, device=self.device)
@@ -137,17 +152,20 @@ class Collective(ABC):
         return self.buffer[index * size : (index + 1) * size]
 
     def _values(self, rank: int, receiver: int = 0) -> Tensor:
-        """Return one period of the values that worker ``rank`` sends to ``receiver``: shape (PERIOD,)."""
+        """Return one period of the values from ``rank`` to ``receiver``: shape (PERIOD,)."""
         return _sequence(rank, self.world_size).roll(receiver).to(self.device, self.dtype)
 
     def _sum(self, receiver: int = 0) -> Tensor:
         """Return one period of the sum of the values that all workers send."""
-        sequences = [_sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))]
+        ranks = range(min(self.world_size, EXACT))
+        sequences = [_sequence(rank, self.world_size) for rank in ranks]
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
-        """Convert a rank in this group to one in the default group, which torch's collectives with a root take."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        """Convert a rank in this group to one in the default group, which torch takes as a root."""
+        if self.group is None:
+            return rank
+        return dist.get_global_rank(self.group, rank)
 
 
 class AllReduce(Collective):
@@ -158,7 +176,8 @@ class AllReduce(Collective):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Made once, because fill() runs before every repetition, and a pause makes the next operation slower.
+        # Made once, because fill() runs before every repetition, and a pause makes the next
+        # operation slower.
         self._own = self._values(self.rank)
 
     def fill(self) -> None:
@@ -180,7 +199,9 @@ class Reduce(AllReduce):
         dist.reduce(self.buffer, self._peer(0), group=self.group)
 
     def count_wrong(self) -> int:
-        return _count_different(self.buffer, self._sum()) if self.rank == 0 else 0
+        if self.rank != 0:
+            return 0
+        return super().count_wrong()
 
 
 class Broadcast(Collective):
@@ -222,7 +243,10 @@ class AllGather(Collective):
         self._gather(self.buffer, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(_count_different(self._part(rank), self._values(rank)) for rank in range(self.world_size))
+        wrong = 0
+        for rank in range(self.world_size):
+            wrong += _count_different(self._part(rank), self._values(rank))
+        return wrong
 
 
 class ReduceScatter(Collective):
@@ -235,7 +259,9 @@ class ReduceScatter(Collective):
         super().__init__(*args, **kwargs)
         self.received = self._new(self.elements // self.world_size)
         # As in AllGather, torch before 2.13 has the older name only.
-        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._scatter: Any = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
 
     def fill(self) -> None:
         for receiver in range(self.world_size):
@@ -262,22 +288,26 @@ class AllToAll(Collective):
     def fill(self) -> None:
         size = self.elements // self.world_size
         for receiver in range(self.world_size):
-            _repeat(self._values(self.rank, receiver), self.sent[receiver * size : (receiver + 1) * size])
+            part = self.sent[receiver * size : (receiver + 1) * size]
+            _repeat(self._values(self.rank, receiver), part)
         self.received.fill_(-1)
 
     def run(self) -> None:
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(_count_different(self._part(rank), self._values(rank, self.rank)) for rank in range(self.world_size))
+        wrong = 0
+        for rank in range(self.world_size):
+            wrong += _count_different(self._part(rank), self._values(rank, self.rank))
+        return wrong
 
 
 class SendRecv(Collective):
     """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once.
 
-    Worker 2 i sends its values and receives them back. The time of one operation is that of one way, half a round trip.
-    With an odd number of workers, the last one has no partner and does nothing.
-    """
+    Worker 2 i sends its values and receives them back. The time of one operation is that of one
+    way, half a round trip. With an odd number of workers, the last one has no partner and does
+    nothing."""
 
     name = "send_recv"
     trips = 2
@@ -315,7 +345,8 @@ class SendRecv(Collective):
 
 
 COLLECTIVES: dict[str, type[Collective]] = {
-    kind.name: kind for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, Reduce, SendRecv)
+    kind.name: kind
+    for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, Reduce, SendRecv)
 }
 """The collectives that can be measured, by name."""
 
@@ -338,18 +369,19 @@ def measure(
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
-        elements: Number of elements of one worker's larger buffer; a multiple of the number of workers for
-            ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
+        elements: Number of elements of one worker's larger buffer; a multiple of the number of
+            workers for ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
         dtype: Type of the elements.
         device: Device of the tensors; on GPUs the time is the device's.
         group: The process group; None is the default one.
         repetitions: Number of repetitions, at least 1.
-        operations: Number of operations between two readings of the clock (for ``send_recv``, of round trips). None
-            chooses it by ``block_s``.
-        block_s: Smallest time between two readings of the clock, in seconds. If a single operation takes longer, each
-            one is timed by itself.
-        budget_s: Seconds that all repetitions may take together; None for no limit. If they would take longer, fewer
-            than ``repetitions`` are done, but at least 3. Workers may give different budgets; the smallest counts.
+        operations: Number of operations between two readings of the clock (for ``send_recv``, of
+            round trips). None chooses it by ``block_s``.
+        block_s: Smallest time between two readings of the clock, in seconds. If a single operation
+            takes longer, each one is timed separately.
+        budget_s: Seconds that all repetitions may take together; None for no limit. If they would
+            take longer, fewer than ``repetitions`` are done, but at least 3. Workers may give
+            different budgets; the smallest counts.
 
     Returns:
         The measurement, the same on every worker.
@@ -376,10 +408,11 @@ def measure(
     wrong = operation.count_wrong()
     first_s = time.perf_counter() - start
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
-    runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
-    affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
     # All terms are the same on every worker, so all do the same number of collectives.
-    count = min(repetitions, max(affordable, MIN_REPETITIONS))
+    runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
+    count = repetitions
+    if budget_s != math.inf:
+        count = min(repetitions, max(int(budget_s / (runs * run_s)), MIN_REPETITIONS))
     own_seconds = [_repetition(operation, runs) / (runs * operation.trips) for _ in range(count)]
     return Measurement(
         collective=collective,
@@ -434,7 +467,9 @@ def why_not(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     # Every worker takes part in this exchange, also after an error, because the others wait for it.
     failed = _over_workers([float(reason is not None)], operation, dist.ReduceOp.MAX)[0]
-    return reason or ("it failed on another worker" if failed else None)
+    if reason is None and failed:
+        return "it failed on another worker"
+    return reason
 
 
 def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -444,8 +479,8 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         device: Device of this worker's tensors.
 
     Returns:
-        ``hosts`` (the host names of all workers, by rank), ``cores`` (of this worker's machine), ``system`` (its
-        platform), and with a CUDA device ``gpu`` (the name of the device).
+        ``hosts`` (the host names of all workers, by rank), ``cores`` (of this worker's machine),
+        ``system`` (its platform), and with a CUDA device ``gpu`` (the name of the device).
 
     Example:
         >>> def hosts():
@@ -454,8 +489,10 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     device = torch.device(device)
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"hosts": hosts, "cores": os.cpu_count(), "system": platform.platform(), **gpu}
+    machine = {"hosts": hosts, "cores": os.cpu_count(), "system": platform.platform()}
+    if device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(device)
+    return machine
 
 
 def describe_versions() -> dict[str, str]:
@@ -468,11 +505,15 @@ def describe_versions() -> dict[str, str]:
         >>> sorted(describe_versions())
         ['mlbench_core', 'numpy', 'python', 'torch']
     """
-    versions = {"mlbench_core": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    versions["numpy"] = np.__version__
+    versions = {
+        "mlbench_core": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
     backend = dist.get_backend() if dist.is_initialized() else None
     if backend == "nccl":
-        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if backend == "mpi" and importlib.util.find_spec("mpi4py"):
         library = importlib.import_module("mpi4py.MPI").Get_library_version()
         versions["mpi"] = library.replace("\0", "").splitlines()[0]
@@ -480,7 +521,11 @@ def describe_versions() -> dict[str, str]:
 
 
 def _make(
-    collective: str, elements: int, dtype: torch.dtype, device: torch.device | str, group: dist.ProcessGroup | None
+    collective: str,
+    elements: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
 ) -> Collective:
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, not {collective!r}")
@@ -503,17 +548,22 @@ def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[floa
 
 def _repetition(operation: Collective, runs: int) -> float:
     """Return the seconds of several runs on this worker, after a barrier."""
-    # In place, each run sums the result of the run before, so without new values the sums would overflow.
+    # In place, each run sums the result of the run before, so without new values the sums would
+    # overflow.
     if operation.is_in_place:
         operation.fill()
     # NCCL's barrier needs the device as an argument; other backends refuse it.
-    index = operation.device.index if dist.get_backend(operation.group) == "nccl" else None
-    dist.barrier(group=operation.group, device_ids=None if index is None else [index])
-    clock = _cuda_seconds if operation.device.type == "cuda" else _host_seconds
-    return clock(operation, runs)
+    device_ids = None
+    if dist.get_backend(operation.group) == "nccl" and operation.device.index is not None:
+        device_ids = [operation.device.index]
+    dist.barrier(group=operation.group, device_ids=device_ids)
+    if operation.device.type == "cuda":
+        return _cuda_seconds(operation, runs)
+    return _host_seconds(operation, runs)
 
 
 def _host_seconds(operation: Collective, runs: int) -> float:
+    """Return the process's time from before the first run to after the last."""
     run = operation.run
     start = time.perf_counter()
     for _ in range(runs):
@@ -522,7 +572,7 @@ def _host_seconds(operation: Collective, runs: int) -> float:
 
 
 def _cuda_seconds(operation: Collective, runs: int) -> float:
-    """Return the device's time from before the first run to after the last, read once they are done."""
+    """Return the device's time from before the first run to after the last."""
     with torch.cuda.device(operation.device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -535,11 +585,13 @@ def _cuda_seconds(operation: Collective, runs: int) -> float:
 
 def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:
     """Reduce the values of all workers element by element; the result is the same on each."""
+    device = torch.device("cpu")
     # NCCL sends from GPUs only.
-    device = operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
+    if dist.get_backend(operation.group) == "nccl":
+        device = operation.device
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op, group=operation.group)
-    return [float(value) for value in tensor.tolist()]
+    return list(map(float, tensor.tolist()))
 
 
 def _sequence(rank: int, world_size: int) -> Tensor:
@@ -552,7 +604,8 @@ def _sequence(rank: int, world_size: int) -> Tensor:
 
 def _repeat(sequence: Tensor, out: Tensor) -> None:
     """Fill a tensor with repetitions of a sequence."""
-    # One call for small sizes: they are filled before every repetition, and a pause makes the next operation slower.
+    # One call for small sizes: they are filled before every repetition, and a pause makes the next
+    # operation slower.
     if len(out) <= len(sequence):
         out.copy_(sequence[: len(out)])
         return

@@ -1,22 +1,23 @@
-"""Draw time against size from result files of Task 0: a line for each backend, device, type and number of workers.
+"""Draw time against size from result files of Task 0.
 
     python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
 
-Points are medians, and the band reaches from the fastest repetition to the 99th percentile. The dashed line is the fit
-t(n) = alpha + n / beta; the legend has its numbers.
-"""
+There is a line for each backend, device, type and number of workers. Points are medians, and the
+band reaches from the fastest repetition to the 99th percentile. The dashed line is the fit t(n) =
+alpha + n / beta; the legend has its numbers."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from latency_report import LatencyReport
 
+from mlbench_core.comparison.figures.canvas import load_matplotlib
 from mlbench_core.errors import ConfigurationError, MLBenchError
-from mlbench_core.results.figures.canvas import load_matplotlib
 
 
 def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | None = None) -> Path:
@@ -48,20 +49,24 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
             if dtypes is not None and dtype not in dtypes:
                 continue
             measurements = report.of(dtype)
-            sizes = [m.size_bytes for m in measurements]
-            statistics = [m.statistics for m in measurements]
+            sizes = list(map(attrgetter("size_bytes"), measurements))
+            statistics = list(map(attrgetter("statistics"), measurements))
             label = f"{report.title}, {dtype}"
             if dtype in fits:
                 label += f": {fits[dtype]}"
             # The line, its band and its fit have one color.
-            (line,) = axes.plot(sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label)
-            band = [s.min_s for s in statistics], [s.p99_s for s in statistics]
-            axes.fill_between(sizes, *band, color=line.get_color(), alpha=0.12, linewidth=0)
+            points = [(s.p50_s, s.min_s, s.p99_s) for s in statistics]
+            median, lowest, highest = zip(*points, strict=True)
+            (line,) = axes.plot(sizes, median, marker=".", linewidth=1, label=label)
+            color = line.get_color()
+            axes.fill_between(sizes, lowest, highest, color=color, alpha=0.12, linewidth=0)
             if dtype in fits:
-                times = [fits[dtype].seconds(size) for size in sizes]
-                axes.plot(sizes, times, color=line.get_color(), linestyle="--", linewidth=0.8)
+                times = list(map(fits[dtype].seconds, sizes))
+                axes.plot(sizes, times, color=color, linestyle="--", linewidth=0.8)
     if not axes.lines:
-        raise ConfigurationError("there is nothing to draw: the results have no measurement of the types in --dtypes")
+        raise ConfigurationError(
+            "there is nothing to draw: the results have no measurement of the types in --dtypes"
+        )
     axes.set(xscale="log", yscale="log", xlabel="size in bytes", ylabel="seconds of one operation")
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize="small", title="medians; band: fastest to 99th percentile; dashed: fit")
@@ -71,13 +76,16 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
 
 def main() -> None:
     """Read the command line and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote")
-    parser.add_argument("--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)")
-    parser.add_argument("--dtypes", nargs="+", help="only these types")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote")
+    add("--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)")
+    add("--dtypes", nargs="+", help="only these types")
     args = parser.parse_args()
     try:
-        print(draw([LatencyReport.load(path) for path in args.results], args.output, args.dtypes))
+        print(draw(list(map(LatencyReport.load, args.results)), args.output, args.dtypes))
     except MLBenchError as error:
         sys.exit(f"{parser.prog}: error: {error}")
 

@@ -1,15 +1,16 @@
-"""Task 1b: ResNet-50 on ImageNet, synchronous SGD or LARS, time to 75.9 % top-1 accuracy (light goal: 70 %).
+"""Task 1b: ResNet-50 on ImageNet, synchronous SGD or LARS, time to 75.9 % top-1 accuracy.
 
-One process per worker, 256 images per worker. In each epoch all workers share one order of the images, and gradients
-are averaged before every update. The rate rises linearly over 5 epochs and then falls in steps (SGD, Goyal et al. 2017,
-arXiv 1706.02677) or as a polynomial (LARS, You et al. 2017, arXiv 1708.03888). README.md describes the task. recipe.py
-has its numbers.
-"""
+The light goal is 70 %. One process per worker, 256 images per worker. In each epoch all workers
+share one order of the images, and gradients are averaged before every update. The rate rises
+linearly over 5 epochs and then falls in steps (SGD, Goyal et al. 2017, arXiv 1706.02677) or as a
+polynomial (LARS, You et al. 2017, arXiv 1708.03888). README.md describes the task. recipe.py has
+its numbers."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 
 import recipe
 import torch
@@ -37,9 +38,12 @@ LABEL_SMOOTHING = 0.1
 
 
 def find_images(folder: str, preset: str) -> tuple[JpegFiles, JpegFiles]:
-    """Return the images for training and for validation; the small preset splits a folder that has no such parts."""
+    """Return the images for training and for validation.
+
+    The small preset splits a folder without these parts.
+    """
     try:
-        train, validation = (find_jpegs(folder, part) for part in ("train", "val"))
+        train, validation = find_jpegs(folder, "train"), find_jpegs(folder, "val")
     except DatasetNotFoundError:
         if preset == "full":
             raise
@@ -47,13 +51,13 @@ def find_images(folder: str, preset: str) -> tuple[JpegFiles, JpegFiles]:
         train, validation = map(images.select, stratified_split(images.targets))
     if train.classes != validation.classes:
         raise ConfigurationError(
-            f"train and val in {folder} must have the same classes, not {len(train.classes)} and "
+            f"train and val in {folder} have different classes, {len(train.classes)} and "
             f"{len(validation.classes)} of which some differ: check the folders of both"
         )
     if preset == "full" and len(train.classes) != CLASSES:
         raise ConfigurationError(
-            f"{folder} must have the {CLASSES:,} classes of ImageNet, not {len(train.classes)}: use --preset small for "
-            "other images"
+            f"{folder} has {len(train.classes)} classes, not the {CLASSES:,} of ImageNet: use "
+            "--preset small for other images"
         )
     return train, validation
 
@@ -61,17 +65,18 @@ def find_images(folder: str, preset: str) -> tuple[JpegFiles, JpegFiles]:
 def load_data(run: Run) -> tuple[JpegBatches, JpegBatches]:
     """Return this worker's batches of the training images and of the validation images."""
     args, preset = run.args, recipe.PRESETS[run.args.preset]
-    parts = find_images(args.data or run.dataset_dir, args.preset)
-    logger.info("%s images for training, %s for validation, decoded by %s", *map(len, parts), decoder_name())
-    batches, validation_batches = (
-        JpegBatches(
-            files, args.batch_size, crop, args.seed, run.rank, run.world_size,
-            processes=args.processes, device="cuda" if run.gpu else "cpu", gpu_decoding=args.gpu_decoding,
-            memory_format=channels_last,
-        )
-        for files, crop in zip(parts, (preset.train, preset.validation), strict=True)
+    train, validation = find_images(args.data or run.dataset_dir, args.preset)
+    logger.info(
+        "%s images for training, %s for validation, decoded by %s",
+        len(train), len(validation), decoder_name(),
     )  # fmt: skip
-    return batches, validation_batches
+    make = partial(
+        JpegBatches, batch_size=args.batch_size, seed=args.seed,
+        rank=run.rank, world_size=run.world_size,
+        processes=args.processes, device="cuda" if run.gpu else "cpu",
+        gpu_decoding=args.gpu_decoding, memory_format=channels_last,
+    )  # fmt: skip
+    return make(train, crop=preset.train), make(validation, crop=preset.validation)
 
 
 def train(run: Run) -> None:
@@ -80,7 +85,9 @@ def train(run: Run) -> None:
     batches, validation_batches = load_data(run)
     classes = len(batches.files.classes)
     name = recipe.PRESETS[args.preset].model
-    model = get_resnet_model(name, 1, "fp32", num_classes=classes, use_cuda=run.gpu).to(memory_format=channels_last)
+    model = get_resnet_model(name, 1, "fp32", num_classes=classes, use_cuda=run.gpu).to(
+        memory_format=channels_last
+    )
     recipe.zero_last_norms(model)
     is_half = (args.precision or ("bf16" if run.gpu else "fp32")) == "bf16"
     network = Float32Output(model, torch.bfloat16 if is_half else None)
@@ -97,13 +104,16 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, time_to_accuracy_goal(goal))
 
     def validate() -> tuple[dict[TopKAccuracy, float], float]:
-        with averaged_weights(model, tracker=tracker):  # workers differ in BatchNorm's statistics
+        # Workers differ in BatchNorm's statistics.
+        with averaged_weights(model, tracker=tracker):
             return validation_round(
-                validation_batches, network, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu
-            )
+                validation_batches, network, loss_function, metrics, "fp32",
+                tracker=tracker, use_cuda=run.gpu,
+            )  # fmt: skip
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
-        # Order and crops depend on seed, epoch and position only, so a resumed run sees the same batches.
+        # Order and crops depend on seed, epoch and position only, so a resumed run sees the same
+        # batches.
         batches.set_epoch(epoch)
         train_round(
             batches, network, optimizer, loss_function, metrics, scheduler, "fp32",
@@ -115,8 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--data", metavar="FOLDER", help="folder that holds train and val (default: below --root-dataset)"
-    )
+        "--data", metavar="FOLDER",
+        help="folder that holds train and val (default: below --root-dataset)",
+    )  # fmt: skip
     recipe.add_arguments(parser)
 
 

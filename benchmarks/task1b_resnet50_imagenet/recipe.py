@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.dataset.imagerecognition.pytorch import CenterCrop, RandomCrop
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp, PolyDecayLRLinearWarmup
-from mlbench_core.optim.pytorch.lars import LARS
+from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.tasks import get_task
 
-__all__ = ["PRESETS", "Preset", "add_arguments", "make_optimizer", "make_scheduler", "peak_lr", "take_defaults"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "add_arguments",
+    "make_optimizer",
+    "make_scheduler",
+    "peak_lr",
+    "take_defaults",
+]
 
 TASK = get_task("1b")
 MOMENTUM = 0.9
@@ -59,12 +66,14 @@ PRESETS = {
     # Goyal et al. 2017, arXiv:1706.02677, section 5.1.
     "full": Preset(
         "resnet50", RandomCrop(224), CenterCrop(224, resize=256),
-        sgd_lr=0.1, warmup_epochs=5, decay="step", epochs=TASK.max_epochs or 0, batch_size=256, processes=8,
+        sgd_lr=0.1, warmup_epochs=5, decay="step",
+        epochs=TASK.max_epochs or 0, batch_size=256, processes=8,
     ),
     # The rate, the smallest area and the epochs were chosen on CIFAR-10's test images.
     "small": Preset(
         "resnet18_imagenet", RandomCrop(64, min_area=0.35), CenterCrop(64, resize=64),
-        sgd_lr=0.2, warmup_epochs=1, decay="polynomial", epochs=10, batch_size=64, processes=0,
+        sgd_lr=0.2, warmup_epochs=1, decay="polynomial",
+        epochs=10, batch_size=64, processes=0,
     ),
 }  # fmt: skip
 
@@ -80,7 +89,7 @@ def take_defaults(args: argparse.Namespace) -> None:
 
 
 def peak_lr(args: argparse.Namespace, world_size: int) -> float:
-    """Return the rate at the end of the warm-up: that of ``--lr``, or one that grows with the images in a step."""
+    """Return the rate at the end of the warm-up: ``--lr``, or one that grows with the step."""
     if args.lr is not None:
         return float(args.lr)
     images = args.batch_size * world_size
@@ -90,10 +99,12 @@ def peak_lr(args: argparse.Namespace, world_size: int) -> float:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups: kernels and matrices; and biases and the parameters of batch norm, without weight decay."""
-    # Biases and the parameters of batch norm are vectors.
-    kernels: Iterable[nn.Parameter] = [p for p in model.parameters() if p.dim() > 1]
-    vectors: Iterable[nn.Parameter] = [p for p in model.parameters() if p.dim() <= 1]
+    """Return two groups: kernels and matrices; vectors, which have no weight decay."""
+    kernels: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        # Biases and the parameters of batch norm are vectors.
+        (kernels if parameter.dim() > 1 else vectors).append(parameter)
     return [{"params": kernels}, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -112,17 +123,23 @@ def make_scheduler(
     """Return the schedule: a linear warm-up, then ``--decay``; it steps after each batch."""
     lr, total = peak_lr(args, world_size), args.epochs * batches_per_epoch
     # At most half of the time until the first step, so that short trainings reach the peak, too.
-    warmup = round(min(PRESETS[args.preset].warmup_epochs, args.epochs * STEPS[0] / 2) * batches_per_epoch)
+    warmup_epochs = min(PRESETS[args.preset].warmup_epochs, args.epochs * STEPS[0] / 2)
+    warmup = round(warmup_epochs * batches_per_epoch)
     # SGD begins with the rate of one worker. The rates of LARS are long steps even for one.
     start = 0.0 if args.optimizer == "lars" else lr / world_size
     if args.decay == "step":
         milestones = [round(share * total) for share in STEPS]
         return MultiStepLRLinearWarmUp(optimizer, STEP_FACTOR, milestones, lr, start, warmup)
-    return PolyDecayLRLinearWarmup(optimizer, start, lr, warmup, decay_steps=total - warmup, power=2)
+    return PolyDecayLRLinearWarmup(
+        optimizer, start, lr, warmup, decay_steps=total - warmup, power=2
+    )
 
 
 def zero_last_norms(model: nn.Module) -> None:
-    """Set the scale of the last batch norm of each residual block to 0, so that each block starts as the identity."""
+    """Set the scale of the last batch norm of each residual block to 0.
+
+    Each block then starts as the identity.
+    """
     for block in model.modules():
         norm = getattr(block, "bn3", getattr(block, "bn2", None))
         if norm is not None:
@@ -132,16 +149,19 @@ def zero_last_norms(model: nn.Module) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a preset and change it."""
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="full", help="size of the task (default: full)")
+    add("--preset", choices=sorted(PRESETS), default="full",
+        help="size of the task (default: full)")  # fmt: skip
     add("--optimizer", choices=TASK.optimizers, default="sgd", help="optimizer (default: sgd)")
-    add("--decay", choices=("step", "polynomial"), help="schedule (default: that of the preset; polynomial with lars)")
-    add("--lr", type=float, help="rate at the end of the warm-up (default: grows with the images in a step)")
+    add("--decay", choices=("step", "polynomial"),
+        help="schedule (default: that of the preset; polynomial with lars)")  # fmt: skip
+    add("--lr", type=float,
+        help="rate at the end of the warm-up (default: grows with the images in a step)",
+    )  # fmt: skip
     add("--batch-size", type=count, metavar="N", help="images per worker (full: 256, small: 64)")
-    add("--processes", type=int, metavar="N", help="processes per worker that decode images (full: 8, small: 0)")
+    add("--processes", type=int, metavar="N",
+        help="processes per worker that decode images (full: 8, small: 0)")  # fmt: skip
     add("--gpu-decoding", action="store_true", help="decode the images on the GPU")
     add("--overlap", action="store_true", help="average gradients during the backward pass")
-    add(
-        "--precision",
-        choices=("fp32", "bf16"),
+    add("--precision", choices=("fp32", "bf16"),
         help="bf16: torch.autocast with float32 weights (default: bf16 with --gpu, else fp32)",
-    )
+    )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light goal: 90).
+"""Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70.
 
-One process per worker, 80 sequences per worker, a disjoint part of the text each; gradients are averaged over the k
-workers before every update, then clipped. The rate is 30 sqrt(k) after a linear warm-up of 3 k epochs, times the
-batch's length over 70. SGD becomes averaged SGD when validation has not improved for 5 epochs (Merity et al. 2017,
-arXiv 1708.02182). README.md describes the task.
+The light goal is 90. One process per worker, 80 sequences per worker, a disjoint part of the text
+each; gradients are averaged over the k workers before every update, then clipped. The rate is
+30 sqrt(k) after a linear warm-up of 3 k epochs, times the batch's length over 70. SGD becomes
+averaged SGD when validation has not improved for 5 epochs (Merity et al. 2017, arXiv 1708.02182).
+README.md describes the task.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ BASE_LR = 30.0  # of one worker with the number of sequences of its preset
 WEIGHT_DECAY = 1.2e-6
 GRAD_CLIP = 0.25
 WARMUP_EPOCHS = 3  # for each worker
-NON_MONOTONE_INTERVAL = 5  # validations: SGD averages once one is worse than the best before the last 5
+# Validations: SGD averages once one is worse than the best before the last 5.
+NON_MONOTONE_INTERVAL = 5
 VALIDATION_SEQUENCES = 10  # of all workers
 
 
@@ -51,27 +53,43 @@ class Preset:
     dataset: str | None = None  # whose goal it has; None is the task's own
 
 
-FULL = {"ninp": 400, "nhid": 1150, "nlayers": 3,
-        "dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5}  # fmt: skip
-SMALL = {"ninp": 200, "nhid": 400, "nlayers": 2,
-         "dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.0, "wdrop": 0.1}  # fmt: skip
+FULL = {
+    "ninp": 400, "nhid": 1150, "nlayers": 3,
+    "dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5,
+}  # fmt: skip
+SMALL = {
+    "ninp": 200, "nhid": 400, "nlayers": 2,
+    "dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.0, "wdrop": 0.1,
+}  # fmt: skip
 PRESETS = {"full": Preset(FULL, 80, 70), "small": Preset(SMALL, 20, 35, dataset="wikitext2-small")}
 
 
 def base_rate(preset_sequences: int, sequences: int | None) -> float:
-    """Return the rate of one worker, proportional to the square root of its sequences: 30 for 80, 15 for 20."""
+    """Return the rate of one worker, proportional to the square root of its sequences.
+
+    It is 30 for 80 sequences, and 15 for 20.
+    """
     return BASE_LR * math.sqrt((sequences or preset_sequences) / preset_sequences)
 
 
 def train_epoch(
-    text: Wikitext2Dataset, model: LSTMLanguageModel, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
+    text: Wikitext2Dataset,
+    model: LSTMLanguageModel,
+    optimizer: Optimizer,
+    tracker: Tracker,
+    gpu: bool,
+    bf16: bool,
 ) -> None:
-    """Train on this worker's part of the text once; the state continues, back-propagation stops at each batch."""
+    """Train on this worker's part of the text once.
+
+    The state continues from batch to batch, and back-propagation stops at each batch.
+    """
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
     hidden = None
     model.train()
     tracker.train()
-    # Losses stay on the device for 25 batches: reading one would make the device wait for the next batch.
+    # Losses stay on the device for 25 batches: reading one would make the device wait for the next
+    # batch.
     with BatchRecords(tracker, text.num_batches()) as records:
         for i in range(text.num_batches()):
             tracker.batch_start()
@@ -84,18 +102,21 @@ def train_epoch(
             with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
                 raw, dropped, hidden = model.encode(words, hidden)
                 tracker.record_batch_fwd_pass()
-                # comp_loss includes the scores and, if computed in pieces on a CPU, their gradients.
+                # comp_loss includes the scores and, if computed in pieces on a CPU, their
+                # gradients.
                 loss = model.loss(dropped[-1], next_words)
             # The penalty is added to the gradient only: the recorded loss gives the perplexity.
             penalty = regularization(dropped[-1].float(), raw[-1].float())
             tracker.record_batch_comp_loss()
             (loss + penalty).backward()
             tracker.record_batch_backprop()
-            # Batches have random lengths; a rate proportional to the length keeps short ones from weighing too much.
+            # Batches have random lengths; a rate proportional to the length keeps short ones from
+            # weighing too much.
             with scaled_rate(optimizer, len(words) / text.bptt):
                 optimizer.step(tracker=tracker)
             tracker.batch_end(samples=words.shape[1], tokens=words.numel())
-            # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it has tokens.
+            # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it
+            # has tokens.
             records.add(i, loss, len(next_words))
 
 
@@ -115,19 +136,18 @@ def train(run: Run) -> None:
     base_lr = base_rate(preset.sequences, args.batch_size)
     text, validation_text = load_data(run, preset)
     model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
-    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    # All workers draw the same weights above, but each draws other dropout masks.
     torch.manual_seed(args.seed + 1 + run.rank)
     model = model.cuda() if run.gpu else model
     sgd = partial(SGD, lr=base_lr, weight_decay=WEIGHT_DECAY)
     optimizer = CustomCentralizedOptimizer(
         model, world_size, sgd, use_cuda=run.gpu, grad_clip=GRAD_CLIP, average_world=True
     )
+    # The schedule steps once an epoch.
     scheduler = LRLinearWarmUp(
-        optimizer,
-        init_lr=base_lr,
-        scaled_lr=base_lr * math.sqrt(world_size),
-        warmup_duration=WARMUP_EPOCHS * world_size,  # it steps once an epoch
-    )
+        optimizer, init_lr=base_lr, scaled_lr=base_lr * math.sqrt(world_size),
+        warmup_duration=WARMUP_EPOCHS * world_size,
+    )  # fmt: skip
     averaging = NTASGD(optimizer, interval=NON_MONOTONE_INTERVAL)
     metrics = [Perplexity()]
     goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, run.light))
@@ -135,11 +155,13 @@ def train(run: Run) -> None:
 
     def validate() -> tuple[dict[Perplexity, float], float]:
         """Return the perplexity of the whole validation text. Each worker reads its own streams."""
-        batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
-        # After the trigger, the average of the weights is validated, but training continues with the weights.
+        batches = map(validation_text.get_batch, range(validation_text.num_batches()))
+        # After the trigger, the average of the weights is validated, but training continues with
+        # the weights.
         with averaging.averaged_weights():
             values, loss = validation_round(
-                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=run.gpu,
+                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None,
+                tracker=tracker, use_cuda=run.gpu,
             )  # fmt: skip
         averaging.check(values[metrics[0]])
         return values, loss
@@ -155,9 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
-    add("--batch-size", type=count, metavar="N", help="sequences per worker (full: 80 at rate 30; 20 takes 15)")
-    add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
+    add("--preset", choices=sorted(PRESETS), default="full",
+        help="size of the model (default: full)")  # fmt: skip
+    add("--batch-size", type=count, metavar="N",
+        help="sequences per worker (full: 80 at rate 30; 20 takes 15)")  # fmt: skip
+    add("--data", metavar="FOLDER",
+        help="folder that holds the text (default: below --root-dataset)")  # fmt: skip
     add("--bf16", action="store_true", help="compute forward and backward passes in bfloat16")
 
 

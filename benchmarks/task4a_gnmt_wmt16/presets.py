@@ -24,7 +24,8 @@ class Preset:
         warmup_steps: Updates of the warm-up.
         remain_steps: Share of all updates after which the rate is halved.
         decay_interval: Share of all updates after which the rate is halved again, at most 3 times.
-        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the
+            epoch.
     """
 
     global_batch: int
@@ -37,7 +38,7 @@ class Preset:
     validate_every: float = 0.3
 
     def divided(self, world_size: int) -> tuple[int, int]:
-        """Return the sentences in a worker's batch, and the number of batches that it accumulates before an update.
+        """Return the sentences in a worker's batch, and its batches before an update.
 
         Example:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
@@ -49,22 +50,30 @@ class Preset:
 PRESETS = {
     "big": Preset(global_batch=2048, batch_size=128, epochs=get_task("4a").max_epochs or 8),
     "small": Preset(
-        global_batch=128, batch_size=64, epochs=10, remain_steps=0.5, decay_interval=0.1, validate_every=1.0
+        global_batch=128, batch_size=64, epochs=10,
+        remain_steps=0.5, decay_interval=0.1, validate_every=1.0,
     ),
-}
+}  # fmt: skip
 
 
 def chosen(args: argparse.Namespace) -> Preset:
     """Return the preset that the arguments select, with their changes."""
-    given = {name: getattr(args, name) for name in ("global_batch", "batch_size", "epochs", "lr")}
-    return replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
+    changes = {}
+    for name in ("global_batch", "batch_size", "epochs", "lr"):
+        if getattr(args, name) is not None:
+            changes[name] = getattr(args, name)
+    return replace(PRESETS[args.preset], **changes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a preset and change it."""
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
-    add("--batch-size", type=count, metavar="N", help="largest number of sentences in a worker's batch (big: 128)")
-    add("--global-batch", type=count, metavar="N", help="sentences of all workers in an update (big: 2048)")
+    add("--preset", choices=sorted(PRESETS), default="big",
+        help="size of model and batches (default: big)")  # fmt: skip
+    add("--batch-size", type=count, metavar="N",
+        help="largest number of sentences in a worker's batch (big: 128)")  # fmt: skip
+    add("--global-batch", type=count, metavar="N",
+        help="sentences of all workers in an update (big: 2048)")  # fmt: skip
     add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
-    add("--max-batches", type=count, metavar="N", help="batches of a worker in an epoch, to try something out")
+    add("--max-batches", type=count, metavar="N",
+        help="batches of a worker in an epoch, to try something out")  # fmt: skip

@@ -13,14 +13,17 @@ __all__ = ["PRESETS", "Preset", "add_arguments", "divided", "take_defaults", "ta
 
 @dataclass(frozen=True)
 class Preset:
-    """The batches and the rate of one size of the model. All except the last are defaults of arguments.
+    """The batches and the rate of one size of the model.
+
+    All except the last are defaults of arguments.
 
     Attributes:
         max_tokens: Tokens in a batch of one worker.
         global_tokens: Tokens of all workers in an update.
         lr: Rate at the end of the warm-up.
         warmup_steps: Updates of the warm-up.
-        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the
+            epoch.
     """
 
     max_tokens: int
@@ -31,7 +34,9 @@ class Preset:
 
 
 FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
-SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400, validate_every=1.0)
+SMALL = Preset(
+    max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400, validate_every=1.0
+)
 PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
 
 
@@ -44,16 +49,17 @@ def take_defaults(args: argparse.Namespace) -> None:
 
 
 def take_precision(args: argparse.Namespace, gpu: bool) -> None:
-    """Set the precision if the command line does not give it: half precision on GPUs, as the task is described."""
+    """Fill in a missing precision: half precision on GPUs, as the task is described."""
     if args.precision is None:
         args.precision = "fp16" if gpu else "fp32"
 
 
 def divided(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
-    """Return the tokens in a worker's batch, and the number of batches that it accumulates before an update.
+    """Return the tokens in a worker's batch, and its batches before an update.
 
     Example:
-        >>> [divided(argparse.Namespace(global_tokens=2**17, max_tokens=8192), k) for k in (1, 16, 32, 64)]
+        >>> sizes = argparse.Namespace(global_tokens=2**17, max_tokens=8192)
+        >>> [divided(sizes, workers) for workers in (1, 16, 32, 64)]
         [(8192, 16), (8192, 1), (4096, 1), (2048, 1)]
     """
     return divide_batch(args.global_tokens, args.max_tokens, world_size)
@@ -63,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a preset and change it, and the precision."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
-    add("--max-tokens", type=count, metavar="N", help="largest number of tokens in a worker's batch (big: 8192)")
-    add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
+    add("--max-tokens", type=count, metavar="N",
+        help="largest number of tokens in a worker's batch (big: 8192)")  # fmt: skip
+    add("--global-tokens", type=count, metavar="N",
+        help="tokens of all workers in an update (big: 131072)")  # fmt: skip
     add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
     add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
-    add(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
+    add("--precision", choices=("fp32", "bf16", "fp16"),
         help="bf16: autocast; fp16: with a loss scale (default: fp16 with --gpu, else fp32)",
-    )
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """Train a small network on MNIST with several workers, all by hand: the start of the tutorial.
 
-Every worker computes gradients on its part of the data, and ``average_gradients`` averages them over all workers, as
-in the PyTorch tutorial "Writing Distributed Applications with PyTorch". Start one process per worker::
+Every worker computes gradients on its part of the data, and ``average_gradients`` averages them
+over all workers, as in the PyTorch tutorial "Writing Distributed Applications with PyTorch". Start
+one process per worker::
 
     python step0.py --rank 0 --world-size 2
     python step0.py --rank 1 --world-size 2
@@ -48,7 +49,9 @@ def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     # The workers start from the same weights, because they draw them with the same seed.
     torch.manual_seed(1234)
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
     # Each worker takes every k-th image, so the parts are disjoint and cover the data set.
     part = Subset(data, range(rank, len(data), size))

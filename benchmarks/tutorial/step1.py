@@ -46,7 +46,9 @@ def average_gradients(model: nn.Module) -> None:
 
 def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
     # Each worker takes every k-th image, so the parts are disjoint and cover the data set.
     part = Subset(data, range(rank, len(data), size))
@@ -73,5 +75,6 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     args = parser.parse_args()
-    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+    backends = initialize_backends("gloo", hosts=args.hosts, rank=args.rank, seed=1234)
+    with backends as (rank, size, _):
         run(rank, size, args.data, args.epochs)

@@ -72,5 +72,6 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     args = parser.parse_args()
-    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+    backends = initialize_backends("gloo", hosts=args.hosts, rank=args.rank, seed=1234)
+    with backends as (rank, size, _):
         run(rank, size, args.data, args.epochs)

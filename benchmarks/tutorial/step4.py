@@ -52,8 +52,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         tracker.train()
         batches = iter(train_set)
         for _ in range(len(train_set)):
-            # The Tracker measures the time between two calls, so each call stands at the end of its part.
-            # A loop over the batches themselves would load each of them before the first call.
+            # The Tracker measures the time between two calls, so each call comes after its part. A
+            # loop over the batches themselves would load each of them before the first call.
             tracker.batch_start()
             images, target = next(batches)
             tracker.record_batch_load()
@@ -86,5 +86,6 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     args = parser.parse_args()
-    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+    backends = initialize_backends("gloo", hosts=args.hosts, rank=args.rank, seed=1234)
+    with backends as (rank, size, _):
         run(rank, size, args.run_id, args.data, args.epochs)

@@ -64,8 +64,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         tracker.train()
         batches = iter(train_set)
         for batch_idx in range(len(train_set)):
-            # The Tracker measures the time between two calls, so each call stands at the end of its part.
-            # A loop over the batches themselves would load each of them before the first call.
+            # The Tracker measures the time between two calls, so each call comes after its part. A
+            # loop over the batches themselves would load each of them before the first call.
             tracker.batch_start()
             images, target = next(batches)
             tracker.record_batch_load()
@@ -83,9 +83,13 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_set))
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, results, tracker, len(train_set)
+            )
         print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
-        values, val_loss = validation_round(val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker)
+        values, val_loss = validation_round(
+            val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker
+        )
         record_validation_stats(values, val_loss, tracker, rank)
         tracker.epoch_end()
         # The goal is judged on averages over all workers, so all of them stop in the same epoch.
@@ -106,5 +110,6 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="largest number of epochs")
     args = parser.parse_args()
-    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+    backends = initialize_backends("gloo", hosts=args.hosts, rank=args.rank, seed=1234)
+    with backends as (rank, size, _):
         run(rank, size, args.run_id, args.data, args.epochs)

@@ -1,7 +1,7 @@
-"""A template for a training script of your own: the network of the tutorial, on MNIST, until 80 % are recognized.
+"""A template for your training script: the network of the tutorial, on MNIST, until 80 % accuracy.
 
-``run_task`` reads the command line with ``task_main``, connects the workers, and writes the result folder. Replace the
-network, the data and the metrics by your own.
+``run_task`` reads the command line with ``task_main``, connects the workers, and writes the result
+folder. Replace the network, the data and the metrics by your own.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> None:
-    """Train one worker; ``run`` has its rank, the number of workers, the folders and the arguments."""
+    """Train one worker; ``run`` has its rank, the number of workers, folders and arguments."""
     folder = run.args.data or run.dataset_dir
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, run.rank, run.world_size)
     # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // run.world_size, shuffle=True)
     test_data = MNIST(folder, train=False, download=True, channels=1, pad=0)
-    val_set = DataLoader(partition_dataset_by_rank(test_data, run.rank, run.world_size), batch_size=128)
+    val_set = DataLoader(
+        partition_dataset_by_rank(test_data, run.rank, run.world_size), batch_size=128
+    )
     model, metrics = Net(), [TopKAccuracy(topk=1)]
     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=0.01, momentum=0.5)
     tracker = run.track(metrics, task1_time_to_accuracy_goal())

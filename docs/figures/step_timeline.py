@@ -1,8 +1,8 @@
 """Draw the timeline of a training step, without and with overlap, as an SVG figure.
 
-``python docs/figures/step_timeline.py`` writes ``docs/explanation/step_timeline.svg``. The lengths are chosen for the
-eye: they were not measured. The background is white, so the figure is readable on a light and on a dark page.
-"""
+``python docs/figures/step_timeline.py`` writes ``docs/explanation/step_timeline.svg``. The lengths
+are chosen for the eye: they were not measured. The background is white, so the figure is readable
+on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ PLAIN = (
     Bar(10.4, 1.1, "network", "bucket 2", NETWORK),
     Bar(11.5, 1.1, "network", "bucket 3", NETWORK),
 )
-# During the backward pass, a bucket is packed as soon as it is full. The last one waits for the end of the pass.
+# During the backward pass, a bucket is packed as soon as it is full. The last one waits for the end
+# of the pass.
 OVERLAPPED = (
     *STEPS_BEFORE,
     Bar(5.0, 1.5, "compute"),
@@ -87,13 +88,26 @@ def draw_bars(axes: Axes, bars: tuple[Bar, ...], title: str) -> None:
     """Draw one timeline with its rows."""
     for bar in bars:
         axes.barh(
-            bar.row, bar.length, HEIGHT, left=bar.start, color=COLORS[bar.phase], edgecolor="#333333", linewidth=0.7
+            bar.row,
+            bar.length,
+            HEIGHT,
+            left=bar.start,
+            color=COLORS[bar.phase],
+            edgecolor="#333333",
+            linewidth=0.7,
         )
         if bar.text:
             # A step that is too short for its name has the name above it.
             fits = bar.length > 0.09 * len(bar.text) + 0.15
             y = bar.row if fits else bar.row + HEIGHT / 2 + 0.14
-            axes.text(bar.start + bar.length / 2, y, bar.text, ha="center", va="center", fontsize=TEXT_SIZE)
+            axes.text(
+                bar.start + bar.length / 2,
+                y,
+                bar.text,
+                ha="center",
+                va="center",
+                fontsize=TEXT_SIZE,
+            )
     axes.set_yticks((WORKER, NETWORK), ("worker", "network"), fontsize=TEXT_SIZE + 1.5)
     axes.set_title(title, loc="left", fontsize=TEXT_SIZE + 2.5)
     axes.set_ylim(-1.25, 1.75)
@@ -114,7 +128,9 @@ def draw_span(axes: Axes, start: float, end: float, y: float, text: str) -> None
 def draw_figure() -> None:
     """Draw both timelines and write the file."""
     # Fixed ids and no date: the same script makes the same file.
-    pyplot.rcParams.update({"svg.hashsalt": "step_timeline", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    pyplot.rcParams.update(
+        {"svg.hashsalt": "step_timeline", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    )
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9.6, 5.0), facecolor="white")
     draw_bars(above, PLAIN, "without overlap: all communication is exposed")
     draw_span(above, 9.2, 12.8, -0.5, "exposed")
@@ -125,9 +141,19 @@ def draw_figure() -> None:
     draw_span(below, 8.3, 9.3, -0.5, "hidden")
     draw_span(below, 0.0, 13.9, -1.0, "training time of the step")
     names = [name for name in COLORS if name != "network"]
-    patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=COLORS[name], edgecolor="#333333") for name in names]
+    patches = [
+        pyplot.Rectangle((0, 0), 1, 1, facecolor=COLORS[name], edgecolor="#333333")
+        for name in names
+    ]
     patches.append(pyplot.Rectangle((0, 0), 1, 1, facecolor=COLORS["network"], edgecolor="#333333"))
-    figure.legend(patches, [*names, "message in transit"], ncols=6, loc="lower center", frameon=False, fontsize=9)
+    figure.legend(
+        patches,
+        [*names, "message in transit"],
+        ncols=6,
+        loc="lower center",
+        frameon=False,
+        fontsize=9,
+    )
     figure.subplots_adjust(left=0.075, right=0.99, top=0.94, bottom=0.08, hspace=0.25)
     figure.savefig(FIGURE, metadata={"Date": None})
 

@@ -1,52 +1,23 @@
-"""The ``mlbench`` command.
-
-``cli_group`` is a :class:`click.Group`. A subcommand is imported when it is used, so ``mlbench --help`` imports only
-click. Each file in this folder holds one group of commands.
-
-Example:
-    >>> from mlbench_core.cli import cli_group
-    >>> cli_group.name
-    'mlbench'
-"""
+"""The import path of version 3.0 for :mod:`mlbench_cli`."""
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core._lazy import lazy_subpackages
 
 if TYPE_CHECKING:
+    from mlbench_cli.cli import cli_group
     from mlbench_core.cli import cli
-    from mlbench_core.cli.cli import cli_group
 
-__all__ = ["cli", "cli_group", "main"]
+__all__ = ["cli", "cli_group"]
 
 _subpackage = lazy_subpackages(__name__, "cli")
 
 
-# Not imported here: click is looked for only after main() has taken the user's folder from the places of modules.
+# Not imported here, because click is an import of half a second on a slow disk, and scripts import
+# all of mlbench_core.
 def __getattr__(name: str) -> Any:
-    return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)
-
-
-def main() -> None:
-    """Run the ``mlbench`` command and end the process with its exit status."""
-    _leave_out_current_folder()
-    from mlbench_core.cli._streams import open_streams
-    from mlbench_core.cli.cli import cli_group
-
-    open_streams()
-    cli_group.main(prog_name="mlbench")
-
-
-def _leave_out_current_folder() -> None:
-    """Import nothing from the current folder, in which a user may have a ``click.py``."""
-    try:
-        here = os.getcwd()
-    except OSError:  # it was deleted
-        here = ""
-    # A checkout that is not installed is found only there.
-    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    sys.path[:] = [place for place in sys.path if place and (place == own or os.path.realpath(place) != here)]
+    if name == "cli_group":
+        return _subpackage("cli").cli_group
+    return _subpackage(name)

@@ -1,6 +1,7 @@
 """Remember the clusters that ``mlbench create-cluster`` made, and which of them the commands use.
 
-One file in the user's folder holds all of them, with the tokens of their masters, so only its owner can read it.
+One file in the user's folder holds all of them, with the tokens of their masters, so only its owner
+can read it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ PROVIDERS = ("kind", "gcloud", "aws", "azure")
 """Where a cluster can be: in containers of this machine (kind), or at a cloud."""
 
 _FILE = "clusters.json"
+_KINDS: dict[str, Any] = {
+    "name": str,
+    "provider": str,
+    "num_workers": int,
+    "port": int,
+    "token": str | None,
+    "key": str | None,
+}
 
 
 @dataclass(frozen=True)
@@ -58,20 +67,22 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}"
 
     def public(self) -> dict[str, Any]:
-        """Return what may be shown on a screen: everything but the secrets."""
-        shown = ("name", "provider", "num_workers", "url")
-        return {field: getattr(self, field) for field in shown}
+        """Return the fields without the secrets, to show them on a screen."""
+        names = ("name", "provider", "num_workers", "url")
+        return {name: getattr(self, name) for name in names}
 
 
 def read_clusters() -> dict[str, Cluster]:
     """Return all clusters by name; damaged entries are left out."""
-    found = {}
+    clusters: dict[str, Cluster] = {}
     stored = settings.read(_FILE).get("clusters")
-    for name, entry in (stored if isinstance(stored, dict) else {}).items():
+    if not isinstance(stored, dict):
+        return clusters
+    for name, entry in stored.items():
         cluster = _parse(entry)
         if cluster is not None and cluster.name == name:
-            found[name] = cluster
-    return found
+            clusters[name] = cluster
+    return clusters
 
 
 def find_cluster(name: str, provider: str | None = None) -> Cluster:
@@ -82,21 +93,23 @@ def find_cluster(name: str, provider: str | None = None) -> Cluster:
         provider: Where the cluster must be; by default anywhere.
 
     Raises:
-        ConfigurationError: There is no such cluster; the message names those that exist.
+        ConfigurationError: The cluster does not exist; the message names those that do.
     """
-    known = read_clusters()
-    cluster = known.get(name)
-    if cluster is None or (provider is not None and cluster.provider != provider):
-        all_names = ", ".join(f"{each.provider} {each.name}" for each in known.values()) or "none yet"
-        wanted = f"{provider} {name}" if provider else name
-        raise ConfigurationError(f"NAME must be that of a cluster, not {wanted!r}; clusters: {all_names}")
-    return cluster
+    clusters = read_clusters()
+    cluster = clusters.get(name)
+    if cluster is not None and provider in (None, cluster.provider):
+        return cluster
+    wanted = f"{provider} {name}" if provider else name
+    names = ", ".join(f"{other.provider} {other.name}" for other in clusters.values())
+    raise ConfigurationError(f"cluster {wanted!r} does not exist; clusters: {names or 'none yet'}")
 
 
 def current_cluster() -> Cluster | None:
-    """Return the cluster whose master the commands use, or None if they use the master of this machine."""
+    """Return the cluster whose master the commands use, or None for that of this machine."""
     name = settings.read(_FILE).get("current")
-    return read_clusters().get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    return read_clusters().get(name)
 
 
 def remember_cluster(cluster: Cluster) -> None:
@@ -112,7 +125,10 @@ def choose_cluster(name: str | None) -> None:
 
 
 def forget_cluster(name: str) -> None:
-    """Remove a cluster; if it was the chosen one, the commands use the master of this machine again."""
+    """Remove a cluster.
+
+    If it was the chosen one, the commands use the master of this machine again.
+    """
     with _changing() as stored:
         stored["clusters"].pop(name, None)
         if stored.get("current") == name:
@@ -121,7 +137,8 @@ def forget_cluster(name: str) -> None:
 
 @contextmanager
 def _changing() -> Iterator[dict[str, Any]]:
-    """Read the file, let the block change its content, and write it, while no other process does so."""
+    """Read the file, let the block change its content, and write it; one process at a time."""
+    # Without the lock, two commands that run at once could lose the change of one of them.
     with files.lock(user_folder("clusters.lock")):
         stored = settings.read(_FILE)
         if not isinstance(stored.get("clusters"), dict):
@@ -135,7 +152,6 @@ def _parse(entry: Any) -> Cluster | None:
     if not isinstance(entry, dict):
         return None
     values: dict[str, Any] = {field.name: entry.get(field.name) for field in fields(Cluster)}
-    texts = all(isinstance(values[field], str) for field in ("name", "provider"))
-    numbers = all(isinstance(values[field], int) for field in ("num_workers", "port"))
-    secrets = all(values[field] is None or isinstance(values[field], str) for field in ("token", "key"))
-    return Cluster(**values) if texts and numbers and secrets else None
+    if not all(isinstance(values[name], kind) for name, kind in _KINDS.items()):
+        return None
+    return Cluster(**values)

@@ -1,36 +1,40 @@
-r"""Deliver metrics in order, in batches and once, even if the master is away.
+r"""Deliver metrics once, in order and in batches, even if the master does not answer for a time.
 
 The states of a metric and its transitions::
 
-    put ---> QUEUED, in memory ---- the master answers ----> DONE: accepted, or refused with a warning
+    put ---> QUEUED, in memory ---- the master answers ----> DONE: accepted, or refused (warning)
      |         |           ^                                  ^
-     |    no answer, or    | the disk fails                   | the master answers: the row is deleted
-     |    rows wait        |                                  |
+     |    no answer, or    | the disk fails                   | the master answers:
+     |    rows wait        |                                  | the row is deleted
      |         +-----------+------------------------------> KEPT, a row of the outbox <--+
      |                                                        |                          |
      |                                                        +-------- no answer -------+
      +-----> LOST with an error: the disk fails, and the memory is full
 
-Metrics stay in the queue only until the request before them is answered. If the master is slow, batches become larger,
-not more numerous. If the master does not answer, all queued metrics become rows, and later metrics follow them. A
-background thread then tries again with growing pauses. Rows are sent before the queue, oldest first, by whichever
-process is first, even if the process that inserted them has ended. With a shared outbox, a killed process loses its
-queued metrics, and only those.
+Metrics stay in the queue only until the request before them is answered. If the master is slow,
+batches become larger, not more numerous. If the master does not answer, all queued metrics become
+rows, and later metrics follow them. A background thread then tries again with growing pauses. Rows
+are sent before the queue, oldest first. The first process that has its turn sends them, even if
+the process that inserted them has ended. With a shared outbox, a process that is killed loses only
+its queued metrics.
 
-If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the beginning: ``put``
-inserts it before anything can send it, and the row is deleted after the master's answer. A process that is killed at
-any instant after ``put`` loses nothing. While this fails, because the disk is full, metrics are only in memory. ::
+If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the
+beginning. ``put`` inserts the row before anything can send the metric. The row is deleted after the
+master's answer. A process that is killed at any instant after ``put`` loses nothing. If the
+insertion fails because the disk is full, metrics are only in memory. ::
 
     put ---> QUEUED, in memory and a row ----- the master answers: the row is deleted ----> DONE
                         |                                                                    ^
                         +------ no answer: not in memory any more ------> KEPT, a row -------+
 
-Each metric has an id from the client. If an answer is lost, the request is sent again, and the master ignores the ids
-that it has. So its records have the same content and order as without the outage.
+Each metric has an id from the client. If an answer is lost, the request is sent again, and the
+master ignores the ids that it has. So its records have the same content and order as without the
+outage.
 
-Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving`` while metrics change
-their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put` never acquires the first one, so
-training does not wait for the network. It acquires the second one, and waits for the disk, only to insert rows.
+Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving``
+while metrics change their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put`
+never acquires ``_sending``, so training does not wait for the network. It acquires ``_moving``, and
+waits for the disk, only to insert rows.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlbench_core.client.outbox import MAX_BATCH_BYTES, Outbox
@@ -64,9 +69,9 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 10_000
 """Most metrics in one request."""
 
-# If more are posted during one request, put itself makes them rows, so that memory stays bounded.
+# If more are queued during one request, put() itself makes them rows, so memory stays bounded.
 _MAX_IN_MEMORY = 10 * MAX_BATCH
-# Pause before an insertion: processes that log continuously must leave the database to one another.
+# Pause before an insertion, in which other processes that log continuously can use the database.
 _GATHER_S = 0.02
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
@@ -78,13 +83,13 @@ class Receipt:
     """A metric, and the result of delivering it.
 
     Args:
-        key: Sorts the metric by the time at which it was logged.
+        key: Sort key: the time at which the metric was logged, and the client.
         line: The metric as JSON text.
-        is_row: True if the outbox has it.
+        is_row: True if the metric is in the outbox.
 
     Attributes:
-        result: The master's answer to the request that contained the metric, or an error if the metric is kept for
-            later, refused or lost. None before the first attempt.
+        result: The master's answer to the request that contained the metric, or an error if the
+            metric is kept for later, refused or lost. None before the first attempt.
     """
 
     key: str
@@ -104,7 +109,8 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
-        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else reads them.
+        only_keep: True to send nothing: the metrics stay in the outbox, from which the master reads
+            them.
     """
 
     def __init__(
@@ -123,20 +129,25 @@ class MetricDelivery:
         self._owner = uuid.uuid4().hex
         self._pid = os.getpid()
         self._sending = threading.Lock()
-        self._moving = threading.RLock()  # put may need _keep
-        self._state = threading.Lock()  # guards the attributes below
+        # Reentrant, because put may need _keep.
+        self._moving = threading.RLock()
+        # Guards the attributes below.
+        self._state = threading.Lock()
         self._queue: deque[Receipt] = deque()
-        self._in_flight: list[Receipt] = []  # the batch that was taken from the queue
+        # The batch that was taken from the queue.
+        self._in_flight: list[Receipt] = []
         self._last_ns = 0
         self._away = False
-        self._may_have_rows = os.path.exists(outbox.path)  # rows of any client
-        self._has_rows = False  # rows of this client
+        # Rows of any client, and rows of this one.
+        self._may_have_rows = os.path.exists(outbox.path)
+        self._has_rows = False
         self._disk_fails = False
         self._lost = 0
         self._closed = False
         self._retrier: threading.Thread | None = None
         self._stop = threading.Event()
-        self._random = random.Random()  # the global generator is the user's
+        # A separate generator: a draw from the global one would change the results of a seeded run.
+        self._random = random.Random()
         self._poster = Poster(post, list_runs, timeout_s, self._stop)
 
     def put(self, lines: Sequence[str]) -> list[Receipt]:
@@ -153,9 +164,10 @@ class MetricDelivery:
         """
         # A forked child sends nothing, so its rows would never be deleted.
         if self._outbox.is_shared or self._pid != os.getpid():
-            return [self._enqueue(line) for line in lines]
-        with self._moving:  # without it, a metric could be sent and its row deleted before the row is inserted
-            receipts = [self._enqueue(line) for line in lines]
+            return list(map(self._enqueue, lines))
+        # Without the lock, a metric could be sent and its row deleted before the row is inserted.
+        with self._moving:
+            receipts = list(map(self._enqueue, lines))
             if self._has_rows:
                 # These metrics must follow the rows, so they do not stay in memory.
                 self._keep()
@@ -178,15 +190,19 @@ class MetricDelivery:
                 return receipt
             self._lost += 1
         receipt.result = MasterError(
-            f"the metric is lost: the master at {self._endpoint} does not answer, {self._outbox.path} cannot be "
-            f"written, and {_MAX_IN_MEMORY} metrics wait in memory; free disk space or set MLBENCH_HOME elsewhere"
+            f"the metric is lost: the master at {self._endpoint} does not answer, "
+            f"{self._outbox.path} cannot be written, and {_MAX_IN_MEMORY} metrics wait in memory; "
+            "free disk space or set MLBENCH_HOME elsewhere"
         )
         if self._lost == 1:
             logger.error("%s", receipt.result)
         return receipt
 
     def settle(self, receipt: Receipt) -> requests.Response:
-        """Send or keep the queued metrics, and return the master's answer to the metric of ``receipt``.
+        """Send or keep the queued metrics, and return the master's answer to one of them.
+
+        Args:
+            receipt: The receipt of this metric.
 
         Raises:
             MasterNotFoundError: The master does not answer; the metric is kept and delivered later.
@@ -219,7 +235,9 @@ class MetricDelivery:
             self._sending.release()
 
     def flush(self, timeout_s: float) -> bool:
-        """Send all waiting metrics, and try again with growing pauses until none is left or the time is over.
+        """Send all waiting metrics, and try again with growing pauses.
+
+        Return when none is left or the time limit is reached.
 
         Args:
             timeout_s: Time limit, in seconds.
@@ -231,12 +249,11 @@ class MetricDelivery:
         pause_s = _FIRST_PAUSE_S
         while not self.drain(deadline - time.monotonic()):
             left_s = deadline - time.monotonic()
+            if self._only_keep or left_s <= 0:
+                return self.pending == 0
             # Random pauses, because all workers of a run lose their master at the same moment.
-            if (
-                self._only_keep
-                or left_s <= 0
-                or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s))
-            ):
+            jittered_s = pause_s * self._random.uniform(0.75, 1.25)
+            if self._stop.wait(min(jittered_s, left_s)):
                 return self.pending == 0
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
@@ -250,11 +267,11 @@ class MetricDelivery:
         with self._moving:
             with contextlib.suppress(*_DISK_ERRORS):
                 rows = self._outbox.count(self._owner)
-                return rows + sum(not receipt.is_row for receipt in (*self._in_flight, *self._queue))
+                return rows + len(_without_row([*self._in_flight, *self._queue]))
             return self._in_memory + int(self._has_rows)
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Try to deliver the waiting metrics, keep the others on disk, and end the thread.
+        """Try to deliver the waiting metrics, keep the rest of them on disk, and end the thread.
 
         Args:
             timeout_s: Time limit of the delivery, in seconds.
@@ -262,7 +279,8 @@ class MetricDelivery:
         Returns:
             True if none is left. Those on disk can be delivered by any client of this endpoint.
         """
-        # In a forked child this object is a copy. The metrics belong to the parent, which delivers them.
+        # In a forked child this object is a copy. The metrics belong to the parent, which delivers
+        # them.
         if self._pid != os.getpid():
             return True
         with self._state:
@@ -274,8 +292,12 @@ class MetricDelivery:
             self._stop.set()
             if self._retrier is not None and self._retrier is not threading.current_thread():
                 self._retrier.join(_FIRST_PAUSE_S)
-            if lost := self._lost + sum(not receipt.is_row for receipt in self._queue):
-                logger.error("%d metric(s) for %s are lost: they could not be kept on disk", lost, self._endpoint)
+            lost = self._lost + len(_without_row(self._queue))
+            if lost > 0:
+                logger.error(
+                    "%d metric(s) for %s are lost: they could not be kept on disk",
+                    lost, self._endpoint,
+                )  # fmt: skip
                 self._outbox.report_lost(lost)
             if self.pending == 0 and not self._outbox.is_shared:
                 self._has_rows = False
@@ -287,19 +309,28 @@ class MetricDelivery:
             self._keep()
             return self.pending == 0
         while time.monotonic() <= deadline:
-            # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
-            wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
-            turn = self._outbox.delivering(wait_s) if self._may_have_rows else contextlib.nullcontext(True)
+            # The turn is needed for rows only.
+            turn: contextlib.AbstractContextManager[bool] = contextlib.nullcontext(True)
+            if self._may_have_rows:
+                # Without a deadline, keep the queue on disk now instead of waiting for another
+                # client's turn to end.
+                wait_s = 0.0
+                if deadline < math.inf:
+                    wait_s = max(deadline - time.monotonic(), 0)
+                turn = self._outbox.delivering(wait_s)
             try:
                 with turn as has_turn:
-                    batch = self._take() if has_turn else None
-                    if batch is None or (batch and not self._send(batch, deadline)):
+                    if not has_turn:
+                        return False
+                    batch = self._take()
+                    if batch and not self._send(batch, deadline):
                         return False
             except _DISK_ERRORS as error:
                 self._report_disk(error)
                 if self._has_rows:
                     return False
-                self._may_have_rows = False  # rows of other clients wait for the next client
+                # Rows of other clients wait for the next client.
+                self._may_have_rows = False
                 continue
             if not batch:
                 if self._away:
@@ -311,7 +342,9 @@ class MetricDelivery:
     def _take(self) -> list[Receipt]:
         """Take the next batch: rows first, because they are older than the queue."""
         with self._moving:
-            batch = [Receipt(*row, is_row=True) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
+            batch: list[Receipt] = []
+            if self._may_have_rows:
+                batch = [Receipt(*row, is_row=True) for row in self._outbox.read(MAX_BATCH)]
             with self._state:
                 if not batch:
                     self._may_have_rows = self._has_rows = False
@@ -323,25 +356,32 @@ class MetricDelivery:
             return batch
 
     def _send(self, batch: list[Receipt], deadline: float) -> bool:
-        """Send a batch; if the master does not answer, make its undelivered lines and the whole queue rows."""
+        """Send a batch; without an answer, insert its undelivered metrics and the queue as rows."""
         results: dict[int, requests.Response | MasterRequestError] = {}
         lines = [receipt.line for receipt in batch]
-        failure: str | None = None  # not the exception: its traceback would keep the client alive
+        peek_waiting = partial(self._peek_behind, batch[-1].key)
+        # Only the text, because the traceback of the exception would keep the client alive.
+        failure: str | None = None
         try:
-            self._poster.deliver(lines, results.__setitem__, lambda: self._peek_behind(batch[-1].key), deadline)
+            self._poster.deliver(lines, results.__setitem__, peek_waiting, deadline)
         except Exception as error:
             failure = str(error)
             if not isinstance(error, NoAnswer):
                 logger.exception("metrics for %s could not be sent", self._endpoint)
         with self._moving:
+            rows = []
             for index, result in results.items():
                 batch[index].result = result
+                if batch[index].is_row:
+                    rows.append(batch[index].key)
             with self._state:
-                # If the client was closed during the request, close has made the batch rows already.
+                # If the client was closed during the request, close() has already inserted the
+                # batch as rows.
                 if self._in_flight and not self._stop.is_set():
-                    self._queue.extendleft(batch[i] for i in reversed(range(len(batch))) if i not in results)
+                    unsent = [batch[i] for i in range(len(batch)) if i not in results]
+                    self._queue.extendleft(reversed(unsent))
                 self._in_flight = []
-            if rows := [batch[index].key for index in results if batch[index].is_row]:
+            if rows:
                 with self._reporting_disk():
                     self._outbox.delete(rows)
         if failure is None:
@@ -349,24 +389,34 @@ class MetricDelivery:
         was_away, self._away = self._away, True
         self._keep()
         if not was_away:
-            problem = f"the master at {self._endpoint} does not answer ({failure})"
-            logger.warning("%s: metrics are kept in %s and delivered when it is back", problem, self._outbox.path)
+            logger.warning(
+                "the master at %s does not answer (%s): "
+                "metrics are kept in %s and delivered when it is back",
+                self._endpoint, failure, self._outbox.path,
+            )  # fmt: skip
         return False
 
     def _peek_behind(self, after: str) -> str | None:
         """Return a line that waits behind the row with this key, or None."""
         with self._moving:
-            behind = [line for _, line in self._outbox.read(MAX_BATCH, after)] if not self._in_flight else []
-            behind = behind or [receipt.line for receipt in itertools.islice(self._queue, MAX_BATCH)]
-            return self._random.choice(behind) if behind else None
+            lines: list[str] = []
+            # The batch in flight comes from the queue only if the outbox has no rows.
+            if not self._in_flight:
+                lines = [line for _, line in self._outbox.read(MAX_BATCH, after)]
+            if not lines:
+                queued = itertools.islice(self._queue, MAX_BATCH)
+                lines = [receipt.line for receipt in queued]
+            return self._random.choice(lines) if lines else None
 
     @property
     def _in_memory(self) -> int:
         return len(self._queue) + len(self._in_flight)
 
     def _keep(self) -> None:
-        """Make every metric in memory a row, settle the receipts with an error, and start the thread."""
-        kept = MasterNotFoundError(f"no answer from {self._endpoint}: the metric is kept and delivered later")
+        """Insert every metric in memory as a row, settle its receipt, and start the thread."""
+        kept = MasterNotFoundError(
+            f"no answer from {self._endpoint}: the metric is kept and delivered later"
+        )
         with self._moving:
             with self._state:
                 waiting = [*self._in_flight, *self._queue]
@@ -383,25 +433,27 @@ class MetricDelivery:
         with self._state:
             has_work = (self._has_rows or self._queue) and not self._only_keep
             if has_work and self._retrier is None and not self._closed:
-                thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
+                name = "mlbench-delivery"
+                thread = threading.Thread(target=self._try_again, name=name, daemon=True)
                 # The interpreter starts no threads while it exits; the metrics are on disk.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._retrier = thread
 
     def _try_again(self) -> None:
-        """Send again until no metric waits."""
+        """Send again until no metric is waiting."""
         while not self._stop.wait(_FIRST_PAUSE_S):
             is_done = self.flush(math.inf)
             with self._state:
-                # _keep starts no second thread, so metrics that it kept since the flush are this thread's.
+                # _keep() does not start a second thread, so this thread must also send the metrics
+                # that were kept since the flush.
                 if is_done and not self._has_rows and not self._queue:
                     self._retrier = None
                     return
 
     def _insert(self, receipts: list[Receipt]) -> None:
         """Insert those metrics that are not rows yet."""
-        new = [receipt for receipt in receipts if not receipt.is_row]
+        new = _without_row(receipts)
         if new:
             self._outbox.insert([(receipt.key, receipt.line) for receipt in new])
             self._disk_fails = False
@@ -416,7 +468,14 @@ class MetricDelivery:
             self._report_disk(error)
 
     def _report_disk(self, error: Exception) -> None:
-        # Said once and not for each metric, until the disk works again.
+        # Log this once, not for each metric, until the disk works again.
         if not self._disk_fails:
             self._disk_fails = True
-            logger.warning("metrics for %s cannot be kept on disk: %s: %s", self._endpoint, self._outbox.path, error)
+            logger.warning(
+                "metrics for %s cannot be kept on disk: %s: %s",
+                self._endpoint, self._outbox.path, error,
+            )  # fmt: skip
+
+
+def _without_row(receipts: Iterable[Receipt]) -> list[Receipt]:
+    return [receipt for receipt in receipts if not receipt.is_row]

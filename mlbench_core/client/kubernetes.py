@@ -8,6 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.addresses import bracketed
 from mlbench_core.errors import MasterNotFoundError, require
 
 __all__ = ["find_master"]
@@ -20,54 +21,62 @@ _OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namesp
 def find_master(label_selector: str, namespace: str, in_cluster: bool, load_config: bool) -> str:
     """Find the master's address.
 
-    Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the address that the
-    master's service offers: a port of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load
-    balancer (``LoadBalancer``). All namespaces are searched, and a master in ``namespace`` takes precedence.
+    Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the
+    address that the master's service offers: a port of a node (``NodePort``), an address of the
+    cluster (``ClusterIP``), or a load balancer (``LoadBalancer``). All namespaces are searched, and
+    a master in ``namespace`` takes precedence.
 
     Args:
         label_selector: Labels of the master's pod and service.
         namespace: Namespace in which the master runs. ``"default"`` means any namespace.
         in_cluster: True if this process runs in the cluster.
-        load_config: True to load the cluster's configuration first; False if the caller has loaded it.
+        load_config: True to load the cluster's configuration first; False if the caller has loaded
+            it.
 
     Returns:
         ``"HOST:PORT"``.
 
     Raises:
-        MasterNotFoundError: No pod or service has the labels, several services have them, or the cluster does not
-            answer. The error is also a ``ValueError``.
+        MasterNotFoundError: No pod or service has the labels, several services have them, or the
+            cluster does not answer. The error is also a ``ValueError``.
         MissingDependencyError: The package ``kubernetes`` is not installed.
     """
     client: Any = require("kubernetes.client", "kubernetes")
     config: Any = require("kubernetes.config", "kubernetes")
-    where = f"labels {label_selector!r} in " + (
-        "any namespace" if namespace == _ANY_NAMESPACE else f"namespace {namespace!r} or any other"
-    )
+    where = f"labels {label_selector!r} in any namespace"
+    if namespace != _ANY_NAMESPACE:
+        where = f"labels {label_selector!r} in namespace {namespace!r} or any other"
     try:
-        if load_config:
-            config.load_incluster_config() if in_cluster else config.load_kube_config()
-        core = client.CoreV1Api()
-        query = (core, namespace, label_selector)
-        return _in_cluster(*query) if in_cluster else _outside(*query)
+        if load_config and in_cluster:
+            config.load_incluster_config()
+        elif load_config:
+            config.load_kube_config()
+        search = _in_cluster if in_cluster else _outside
+        return search(client.CoreV1Api(), namespace, label_selector)
     except MasterNotFoundError as error:
         raise MasterNotFoundError(
-            f"no master found through Kubernetes ({where}): {error}; start one, correct the labels, or give its url"
+            f"no master found through Kubernetes ({where}): {error}; "
+            "start one, correct the labels, or give its url"
         ) from None
-    # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or damaged configuration.
+    # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or
+    # damaged configuration.
     except Exception as error:
         raise MasterNotFoundError(
-            f"no master found through Kubernetes ({where}): {type(error).__name__}: {str(error)[:300]}; "
-            "check the cluster's configuration or give the master's url"
+            f"no master found through Kubernetes ({where}): {type(error).__name__}: "
+            f"{str(error)[:300]}; check the cluster's configuration or give the master's url"
         ) from error
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
-    # The workers of a run are in the namespace of their master, so this process's own namespace is searched too.
-    own = _own_namespace()
-    pod = _master_pod(core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector)
+    # The workers of a run are in the namespace of their master, so this process's own namespace is
+    # searched too.
+    namespaces: tuple[str | None, ...] = (namespace, _own_namespace())
+    if namespace == _ANY_NAMESPACE:
+        namespaces = namespaces[::-1]
+    pod = _master_pod(core, namespaces, label_selector)
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
-    return f"{_bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
+    return f"{bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
 
 
 def _outside(core: Any, namespace: str, label_selector: str) -> str:
@@ -75,22 +84,24 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
     port = _port(service)
     kind = service.spec.type
     if kind == "ClusterIP":
-        return f"{_bracketed(service.spec.cluster_ip)}:{port.port}"
+        return f"{bracketed(service.spec.cluster_ip)}:{port.port}"
     if kind == "LoadBalancer":
-        return f"{_bracketed(_load_balancer_address(service))}:{port.port}"
+        return f"{bracketed(_load_balancer_address(service))}:{port.port}"
     if kind == "NodePort":
         # The Python client turns the name externalIPs into external_i_ps.
         addresses = _entries(getattr(service.spec, "external_i_ps", None))
         external = [address for address in addresses if isinstance(address, str)]
         if external:
-            return f"{_bracketed(external[0])}:{port.node_port}"
+            return f"{bracketed(external[0])}:{port.node_port}"
         pod = _master_pod(core, (_namespace_of(service) or namespace,), label_selector)
-        return f"{_bracketed(_node_address(core, pod))}:{port.node_port}"
-    raise MasterNotFoundError(f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer")
+        return f"{bracketed(_node_address(core, pod))}:{port.node_port}"
+    raise MasterNotFoundError(
+        f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer"
+    )
 
 
 def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
-    """Return the service with the labels; of several services, the one in the requested namespace."""
+    """Return the service with the labels, preferably one in the requested namespace."""
     services = _first_allowed(
         lambda: core.list_service_for_all_namespaces(label_selector=label_selector).items,
         lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
@@ -98,7 +109,8 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
     if not services:
         raise MasterNotFoundError("no service has these labels")
     if namespace != _ANY_NAMESPACE:
-        services = [service for service in services if _namespace_of(service) == namespace] or services
+        requested = [service for service in services if _namespace_of(service) == namespace]
+        services = requested or services
     _refuse_several(services, "services")
     return services[0]
 
@@ -108,7 +120,10 @@ def _port(service: Any) -> Any:
     ports = _entries(service.spec.ports)
     if not ports:
         raise MasterNotFoundError("its service has no port")
-    return next((port for port in ports if port.port == _PORT_IN_POD), ports[0])
+    for port in ports:
+        if port.port == _PORT_IN_POD:
+            return port
+    return ports[0]
 
 
 def _namespace_of(entry: Any) -> str | None:
@@ -117,12 +132,12 @@ def _namespace_of(entry: Any) -> str | None:
 
 
 def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
-    """Return the master's pod from the first of ``namespaces`` that has one, otherwise from any namespace."""
-    pods = _first_allowed(
-        *(partial(_pods_in, core, namespace, label_selector) for namespace in dict.fromkeys(filter(None, namespaces))),
-        lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
-        until_found=True,
-    )
+    """Return the master's pod from the first of ``namespaces`` that has one, or from any other."""
+    queries: list[Callable[[], Any]] = []
+    for namespace in dict.fromkeys(filter(None, namespaces)):
+        queries.append(partial(_pods_in, core, namespace, label_selector))
+    queries.append(lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items)
+    pods = _first_allowed(*queries, until_found=True)
     if not pods:
         raise MasterNotFoundError("no pod has these labels")
     if len({_namespace_of(pod) for pod in pods}) > 1:
@@ -142,20 +157,21 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
         queries: The functions that query the cluster.
         until_found: True to continue until a query has a result that is not empty.
     """
-    # Many users may query only their own namespace, so the other queries are tried after a refusal (HTTP 403).
+    # Many users may query only their own namespace, so the other queries are tried after a refusal
+    # (HTTP 403).
     refusal: Exception | None = None
     answered = False
     for query in queries:
         try:
-            found = _entries(query())
+            entries = _entries(query())
         except Exception as error:
             if getattr(error, "status", None) != HTTPStatus.FORBIDDEN:
                 raise
             refusal = error
             continue
         answered = True
-        if found or not until_found:
-            return found
+        if entries or not until_found:
+            return entries
     if refusal is not None and not answered:
         raise refusal
     return []
@@ -164,7 +180,9 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
 def _refuse_several(entries: list[Any], kind: str) -> None:
     if len(entries) > 1:
         names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
-        raise MasterNotFoundError(f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace")
+        raise MasterNotFoundError(
+            f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace"
+        )
 
 
 def _own_namespace() -> str | None:
@@ -176,7 +194,8 @@ def _own_namespace() -> str | None:
 
 
 def _load_balancer_address(service: Any) -> str:
-    """Return the first address of a load balancer; ``ingress`` is a list, or None while it is created."""
+    """Return the first address of a load balancer."""
+    # A list, or None while the load balancer is created.
     ingress = service.status.load_balancer.ingress
     for entrance in (ingress, *_entries(ingress)):
         for address in (getattr(entrance, "ip", None), getattr(entrance, "hostname", None)):
@@ -187,11 +206,16 @@ def _load_balancer_address(service: Any) -> str:
 
 def _node_address(core: Any, pod: Any) -> str:
     """Return an address of the node on which a pod runs, preferably an external one."""
-    # Users have different permissions: a user who may not list nodes may be allowed to read one. The pod itself, which
-    # every user of this function can read, has only the node's internal address.
+    # Users have different permissions: a user who may not list nodes may be allowed to read one.
+    # The pod itself, which every user of this function can read, has only the node's internal
+    # address.
     name = pod.spec.node_name
+
+    def listed_node() -> Any:
+        return _entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]
+
     sources: tuple[Callable[[], Any], ...] = (
-        lambda: _address_of(_entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]),
+        lambda: _address_of(listed_node()),
         lambda: _address_of(core.read_node(name)),
         lambda: pod.status.host_ip,
     )
@@ -199,12 +223,15 @@ def _node_address(core: Any, pod: Any) -> str:
     for source in sources:
         try:
             address = source()
-        except Exception as error:  # forbidden, or no such node
+        # Of any type: the request may be forbidden, or the node may not exist.
+        except Exception as error:
             problems.append(f"{type(error).__name__}: {str(error)[:100]}")
             continue
         if isinstance(address, str) and address:
             return address
-    raise MasterNotFoundError(f"its node {name!r} has no address ({'; '.join(problems) or 'none is listed'})")
+    raise MasterNotFoundError(
+        f"its node {name!r} has no address ({'; '.join(problems) or 'none is listed'})"
+    )
 
 
 def _address_of(node: Any) -> Any:
@@ -213,22 +240,20 @@ def _address_of(node: Any) -> Any:
         for entry in addresses:
             if entry.type == kind:
                 return entry.address
-    return addresses[0].address if addresses else None
+    if not addresses:
+        return None
+    return addresses[0].address
 
 
 def _entries(items: Any) -> list[Any]:
-    """Return the cluster's answer (a list, None, or an object that supports only indexing) as a list."""
+    """Return the cluster's answer as a list; it may be None or support only indexing."""
     if items is None:
         return []
-    entries = list(items) if isinstance(items, Iterable) else []
-    if not entries:
-        try:
-            entries = [items[0]]
-        except (IndexError, TypeError, KeyError):
-            return []
-    return entries
-
-
-def _bracketed(host: str) -> str:
-    """Put an IPv6 address into the brackets that a URL needs; return anything else unchanged."""
-    return f"[{host}]" if ":" in str(host) else host
+    if isinstance(items, Iterable):
+        entries = list(items)
+        if entries:
+            return entries
+    try:
+        return [items[0]]
+    except (IndexError, TypeError, KeyError):
+        return []

@@ -1,7 +1,7 @@
 """Send metrics of a worker to the master that the environment names.
 
-A training script or :class:`~mlbench_core.tracking.tracker.Tracker` calls :meth:`LogMetrics.log`. The client is created
-on first use. Training neither waits for it nor fails because of it.
+A training script or :class:`~mlbench_core.tracking.tracker.Tracker` calls :meth:`LogMetrics.log`.
+The client is created on first use. Training neither waits for it nor fails because of it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Key = tuple[int, "str | None", "str | None"]
 class _SharedClient:
     """The client of this process, for the master that the environment names at the moment.
 
-    A forked child gets a new client, because threads do not survive a fork. A new client is also created if
-    ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric goes to the master that the environment named
-    when the metric was logged.
+    A forked child gets a new client, because threads do not survive a fork. A new client is also
+    created if ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric goes to the
+    master that the environment named when the metric was logged.
     """
 
     def __init__(self) -> None:
@@ -45,15 +45,16 @@ class _SharedClient:
         self._problem = ""
 
     def _forget(self) -> None:
-        """Drop the parent's client in a forked child. It is not closed, because the parent delivers its metrics."""
-        # Another thread of the parent may have held the lock during the fork. In the child, nobody would release it.
+        """Drop the parent's client in a forked child; it stays open, for the parent's metrics."""
+        # Another thread of the parent may have held the lock during the fork. In the child, it
+        # would never be released.
         self._lock = threading.Lock()
         self._client = None
         self._key = None
         self._lost = 0
 
     def get(self, counts_lost: bool = True) -> ApiClient | None:
-        """Return the client, or None if the environment names no master or the master cannot be found.
+        """Return the client, or None if no master is named or it cannot be found.
 
         Args:
             counts_lost: True if a metric is lost without a client.
@@ -66,9 +67,11 @@ class _SharedClient:
             if key != self._key:
                 if self._client is not None:
                     self._client.close()
-                # A failure is remembered, too, because a search of the cluster for each metric would slow training.
+                # A failure is remembered, too, because a search of the cluster for each metric
+                # would slow training.
                 self._client, self._key = self._make(url), key
-            self._lost += counts_lost and self._client is None
+            if self._client is None and counts_lost:
+                self._lost += 1
             return self._client
 
     def _make(self, url: str | None) -> ApiClient | None:
@@ -81,8 +84,8 @@ class _SharedClient:
             return ApiClient(max_workers=1, in_cluster=True, url=url)
         except MissingDependencyError as error:
             self._problem = (
-                f"this process runs in a Kubernetes cluster, but its master cannot be found: {error}, or set "
-                "MLBENCH_MASTER_URL to the address of the master"
+                "this process runs in a Kubernetes cluster, but its master cannot be found: "
+                f"{error}, or set MLBENCH_MASTER_URL to the address of the master"
             )
         except Exception as error:
             self._problem = str(error)
@@ -91,7 +94,10 @@ class _SharedClient:
         return None
 
     def _report_lost(self) -> None:
-        """Log the number of metrics that were not sent. This is called at exit, so a user sees it at the end."""
+        """Log the number of metrics that were not sent.
+
+        It is called at exit, so a user sees it at the end.
+        """
         atexit.unregister(self._report_lost)
         lost, self._lost = self._lost, 0
         if lost:
@@ -104,7 +110,7 @@ class _SharedClient:
         return client is None or client.flush(timeout_s)
 
     def close(self) -> None:
-        """Try for a few seconds to deliver, keep undelivered metrics on disk, and end the threads."""
+        """Deliver for a few seconds, keep undelivered metrics on disk, and end the threads."""
         with self._lock:
             client, self._client, self._key = self._client, None, None
         self._report_lost()
@@ -118,9 +124,10 @@ _shared = _SharedClient()
 class LogMetrics:
     """Send metrics of this worker to the master that the environment names.
 
-    ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes cluster
-    (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise metrics are ignored. Metrics
-    are delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
+    ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes
+    cluster (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise
+    metrics are ignored. Metrics are delivered in order in the background, see
+    :class:`~mlbench_core.client.api.ApiClient`.
     """
 
     @staticmethod
@@ -135,7 +142,8 @@ class LogMetrics:
             value: A number, a text, or a tensor or array of one element.
 
         Example:
-            >>> LogMetrics.log(run_id=1, rank=0, epoch=2, metric_name="val_loss", value=0.25)  # no master: ignored
+            >>> # Without a master, the value is ignored.
+            >>> LogMetrics.log(run_id=1, rank=0, epoch=2, metric_name="val_loss", value=0.25)
         """
         client = _shared.get()
         if client is None:
@@ -148,15 +156,19 @@ class LogMetrics:
                 cumulative=False,
                 metadata=json.dumps({"rank": rank, "epoch": epoch}),
             )
-        # For example a tensor of several elements. Training must not end because a metric cannot be sent.
+        # The value may be a tensor of several elements, for example. Training must not end because
+        # a metric cannot be sent.
         except Exception as error:
-            logger.warning("metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error)
+            logger.warning(
+                "metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error
+            )
 
     @staticmethod
     def connect() -> None:
         """Create the client now, without a request; otherwise the first :meth:`log` does.
 
-        Call it before the interpreter exits in order to log metrics while it does: then no client can be created.
+        Call it before the interpreter exits in order to log metrics while it does: then no client
+        can be created.
         """
         _shared.get(counts_lost=False)
 
@@ -174,5 +186,5 @@ class LogMetrics:
 
     @staticmethod
     def close() -> None:
-        """Deliver waiting metrics, keep undelivered ones on disk for the next client, and end the threads."""
+        """Deliver waiting metrics, keep undelivered ones on disk, and end the threads."""
         _shared.close()

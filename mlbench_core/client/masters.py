@@ -1,19 +1,22 @@
 """Find the masters that this user runs on this machine, with the secrets that their clients need.
 
-A running master keeps a record in the user's folder: its address, its process, its token and its key. Only the user can
-read it. A client that finds the record of its address sends the token from there, so a user need not copy it.
+A running master keeps a record in the user's folder: its address, its process, its token and its
+key. Only the user can read it. A client that finds the record of its address sends the token from
+there, so a user need not copy it.
 
-A record can be stale: the master was killed, and a program of another user has its port or its process id. Two checks
-keep the token away from such a program. A process is the one of the record only if it also started at the recorded
-time. And a server must prove on each new connection that it knows the key, before the client sends anything else::
+A record can be stale: the master was killed, and a program of another user has its port or its
+process id. Two checks keep the token away from such a program. A process is the one of the record
+only if it also started at the recorded time. And a server must prove on each new connection that it
+knows the key, before the client sends anything else::
 
     client --- GET /api/health/, header X-MLBench-Nonce: NONCE -------------------> server
     client <-- header X-MLBench-Proof: HMAC(key, NONCE, the server's address) ----- server
     client --- requests with the token -------------------------------------------> server
 
-The address in the proof is the one at which the connection arrived. A server at another address, which passes the nonce
-on to the real master, therefore gets a proof that its own client refuses. The key is not the token: with the proof of a
-short token that a user chose, anybody could try all short tokens without asking the master.
+The address in the proof is the one at which the connection arrived. A server at another address,
+which passes the nonce on to the real master, therefore gets a proof that its own client refuses.
+The key is not the token: with the proof of a short token that a user chose, anybody could try all
+short tokens without asking the master.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ __all__ = [
 ]
 
 KEY_VARIABLE = "MLBENCH_MASTER_KEY"
-"""Environment variable with the key of the master that ``MLBENCH_MASTER_URL`` names; set by the master for workers."""
+"""Environment variable with the key of the master that ``MLBENCH_MASTER_URL`` names.
+
+The master sets it for its workers.
+"""
 
 NONCE_HEADER = "X-MLBench-Nonce"
 """Header of a request that demands the proof."""
@@ -72,7 +78,7 @@ class MasterRecord(NamedTuple):
         token: The token that it demands, or None.
         key: The key with which it proves its identity.
         folder: Its data folder; None in records of earlier versions.
-        engine: The name of its launcher.
+        engine: The name of its engine.
     """
 
     url: str
@@ -93,7 +99,8 @@ class Credentials(NamedTuple):
 
     Attributes:
         token: The token to send, or None.
-        key: The key that the server must know before the token is sent, or None if the server need not prove anything.
+        key: The key that the server must know before the token is sent, or None if the server need
+            not prove anything.
     """
 
     token: str | None
@@ -107,42 +114,59 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
         url: The address.
         token: The token that the user gave, if any; it is preferred to a recorded one.
     """
-    place = _place(url)
+    server = _server_of(url)
     for record in _records():
+        if not _same_server(_server_of(record.url), server):
+            continue
         # A stale record of this machine may name a port that another user's program has now.
-        if _same_server(_place(record.url), place) and (record.is_alive() or not is_loopback(place[1])):
+        if record.is_alive() or not is_loopback(server[1]):
             return Credentials(token or record.token, record.key)
     for cluster in read_clusters().values():
-        if _same_server(_place(cluster.url), place):
+        if _same_server(_server_of(cluster.url), server):
             return Credentials(token or cluster.token, cluster.key)
     if token is None:
         chosen = settings.read(settings.SETTINGS)
-        if chosen.get("master_url") and _place(str(chosen["master_url"])) == place:
+        if chosen.get("master_url") and _server_of(str(chosen["master_url"])) == server:
             token = chosen.get("token") or None
-    # A worker outlives its master's record: the master may have ended, and another program may have its port.
-    is_own = _place(os.environ.get("MLBENCH_MASTER_URL") or "") == place
-    return Credentials(token, (os.environ.get(KEY_VARIABLE) or None) if is_own else None)
+    key = None
+    # A worker outlives its master's record: the master may have ended, and another program may have
+    # its port.
+    if _server_of(os.environ.get("MLBENCH_MASTER_URL") or "") == server:
+        key = os.environ.get(KEY_VARIABLE) or None
+    return Credentials(token, key)
 
 
 def read_record(name: str = settings.MASTER) -> MasterRecord | None:
     """Return the record in a file of the user's folder, or None if it is missing or damaged."""
-    known = settings.read(name)
-    url, pid, started, token, key, folder, engine = (known.get(field) for field in MasterRecord._fields)
-    if not (isinstance(url, str) and isinstance(pid, int) and isinstance(started, str) and isinstance(key, str)):
-        return None
-    given = [value if isinstance(value, str) else None for value in (token, folder, engine)]
-    return MasterRecord(url, pid, started, given[0], key, given[1], given[2] or "local")
+    values = settings.read(name)
+    for field, kind in (("url", str), ("pid", int), ("started", str), ("key", str)):
+        if not isinstance(values.get(field), kind):
+            return None
+    # A master may have no token, and records of earlier versions lack the other two.
+    for field in ("token", "folder", "engine"):
+        if not isinstance(values.get(field), str):
+            values[field] = None
+    values["engine"] = values["engine"] or "local"
+    return MasterRecord(**{field: values[field] for field in MasterRecord._fields})
 
 
 def remember_master(
-    url: str, pid: int, token: str | None, key: str, folder: str | None = None, engine: str = "local"
+    url: str,
+    pid: int,
+    token: str | None,
+    key: str,
+    folder: str | None = None,
+    engine: str = "local",
 ) -> None:
     """Write the record of a master that has started."""
-    # The first running master is the one that the command uses. Others are found by their addresses.
+    # The first running master is the one that the command uses. Others are found by their
+    # addresses.
     first = read_record()
-    is_first = first is None or not first.is_alive() or first.pid == pid
-    name = settings.MASTER if is_first else f"master-{_place(url)[2]}.json"
-    settings.remember(name, MasterRecord(url, pid, start_mark(pid) or "", token, key, folder, engine)._asdict())
+    name = settings.MASTER
+    if first is not None and first.is_alive() and first.pid != pid:
+        name = f"master-{_server_of(url)[2]}.json"
+    record = MasterRecord(url, pid, start_mark(pid) or "", token, key, folder, engine)
+    settings.remember(name, record._asdict())
 
 
 def forget_master(pid: int) -> None:
@@ -162,10 +186,12 @@ def make_proof(key: str, nonce: str, address: str, port: int) -> str:
         port: The port of the server.
 
     Example:
-        >>> make_proof("key", "0a", "127.0.0.1", 80) == make_proof("key", "0a", "::ffff:127.0.0.1", 80)
+        >>> proof = make_proof("key", "0a", "127.0.0.1", 80)
+        >>> proof == make_proof("key", "0a", "::ffff:127.0.0.1", 80)
         True
     """
-    # The two ends of a connection may write one address differently: a zone after "%", IPv4 within IPv6.
+    # The two ends of a connection may write one address differently: a zone after "%", IPv4 within
+    # IPv6.
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         address = str(getattr(parsed, "ipv4_mapped", None) or parsed)
@@ -181,17 +207,17 @@ def check_token(token: str) -> str:
     """
     if not token or not all("!" <= character <= "~" for character in token):
         raise MasterTokenError(
-            "token must be one or more printable ASCII characters without blanks and line breaks: correct --token, "
-            "--token-file, MLBENCH_TOKEN or the argument token"
+            "token must be one or more printable ASCII characters without blanks and line "
+            "breaks: correct --token, --token-file, MLBENCH_TOKEN or the argument token"
         )
     return token
 
 
 def start_mark(pid: int) -> str | None:
-    """Return a text that no other process with this id has, before or after; None if the process has ended.
+    """Return a text that no other process with this id has; None if the process has ended.
 
-    It does not change when the clock is set. A start time in seconds would: Linux has only the time since boot, and
-    the time of the boot moves with the clock.
+    It does not change when the clock is set. A start time in seconds would: Linux has only the time
+    since boot, and the time of the boot moves with the clock.
 
     Args:
         pid: The process id.
@@ -200,11 +226,17 @@ def start_mark(pid: int) -> str | None:
 
     try:
         if sys.platform.startswith("linux"):
-            # The name in parentheses may contain blanks and parentheses. Field 3 is the state, 22 the start in ticks.
+            # The name in parentheses may contain blanks and parentheses. Field 3 is the state, 22
+            # the start in ticks.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return None if fields[0] in (b"Z", b"X") else f"{boot_id()}-{int(fields[19])}"
+            # A zombie, or a process that is being removed.
+            if fields[0] in (b"Z", b"X"):
+                return None
+            return f"{boot_id()}-{int(fields[19])}"
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else repr(process.create_time())
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return repr(process.create_time())
     except (OSError, IndexError, ValueError, psutil.Error):
         return None
 
@@ -231,11 +263,14 @@ def _records() -> Iterator[MasterRecord]:
             yield record
 
 
-def _place(url: str) -> tuple[str, str, int]:
-    """Return scheme, host and port of an address; the port is 0 if it is none."""
+def _server_of(url: str) -> tuple[str, str, int]:
+    """Return scheme, host and port of an address; the port is 0 if it is not an address."""
+    if "://" not in url:
+        url = f"http://{url}"
     try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return parts.scheme, parts.hostname or "", port
     except ValueError:
         return "", "", 0
 

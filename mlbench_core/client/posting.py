@@ -1,14 +1,15 @@
 """Post metrics to one master, and find the metrics that it will never accept.
 
-A list of lines goes out as one request. A list that is not accepted is divided until the cause is found, so that one
-bad metric delays no other. The states of a list and of a line::
+A list of lines goes out as one request. A list that is not accepted is divided until the cause is
+found, so that one bad metric delays no other. The states of a list and of a line::
 
     list  -- accepted --------> delivered
           -- refused, or 500 -> each half is a list
 
     line  -- accepted ------> delivered
-          -- refused (4xx) -> dropped with a warning; if its run is wrong, all other lines of the run, too
-          -- 500 -----------> the list of runs lacks its run: dropped with all other lines of the run
+          -- refused (4xx) -> dropped with a warning
+                              if its run is wrong, all other lines of the run are dropped, too
+          -- 500 -----------> the list of runs lacks its run: dropped with the run's other lines
                               otherwise SUSPECT, and the next line is posted
           -- anything else, or no answer -> the master is away: every line is kept
 
@@ -16,9 +17,9 @@ bad metric delays no other. The states of a list and of a line::
             -- three times 500, then the master accepts another line -> dropped with a warning
             -- three times 500, and the master accepts no other line -> the master is away
 
-The suspects exist because a status 500 does not show the cause. The master of version 3.0 answers 500 to a metric of a
-deleted run, and a master whose database is broken answers 500 to everything. If such a master recovers between two
-attempts, suspects arrive after later lines, each once.
+The suspects exist because a status 500 does not show the cause. The master of version 3.0 answers
+500 to a metric of a deleted run, and a master whose database is broken answers 500 to everything.
+If such a master recovers between two attempts, suspects arrive after later lines, each once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["ListRuns", "NoAnswer", "Post", "Poster"]
 
 logger = logging.getLogger(__name__)
-# A generator of its own: a draw from the global one would change the results of a seeded run.
+# A separate generator: a draw from the global one would change the results of a seeded run.
 _random = random.Random()
 
 # requests does not accept a time limit of 0 or less.
@@ -56,7 +58,11 @@ _PROBES = 5
 _PAIRS_THAT_SHOW_NO_LISTS = 2
 _INTERNAL_ERROR = "it answers 500 Internal Server Error"
 _TOKEN_NEEDED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-_TEMPORARY = _TOKEN_NEEDED | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+_TEMPORARY = _TOKEN_NEEDED | {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_EARLY,
+    HTTPStatus.TOO_MANY_REQUESTS,
+}
 
 Post = Callable[[str, float], "requests.Response"]
 ListRuns = Callable[[float], "requests.Response"]
@@ -65,7 +71,10 @@ PeekWaiting = Callable[[], "str | None"]
 
 
 class NoAnswer(Exception):
-    """Raised if the master is away, broken, or refuses the token: every line must be kept and sent again."""
+    """Raised if the master is away, broken, or refuses the token.
+
+    Every line must then be kept and sent again.
+    """
 
 
 @dataclass
@@ -81,7 +90,8 @@ class Poster:
     Attributes:
         unknown_runs: Ids of runs that the master does not have; their metrics are dropped.
         early_answers: Answers to lines that were posted before their turn, by the id of the metric.
-        pairs_accepted_singly: Number of pairs of lines that the master refused together and then accepted one by one.
+        pairs_accepted_singly: Number of pairs of lines that the master refused together and then
+            accepted one by one.
     """
 
     post: Post
@@ -93,15 +103,20 @@ class Poster:
     pairs_accepted_singly: int = 0
 
     def deliver(
-        self, lines: list[str], settle: Settle, peek_waiting: PeekWaiting, deadline: float | None = None
+        self,
+        lines: list[str],
+        settle: Settle,
+        peek_waiting: PeekWaiting,
+        deadline: float | None = None,
     ) -> None:
         """Post lines in order.
 
         Args:
             lines: JSON texts, each with an ``id``.
-            settle: Called with the index of each line and the answer to it, or the reason why it is dropped. A line
-                for which it was not called must be delivered again.
-            peek_waiting: Returns a line that waits behind these ones, or None. It may be posted before its turn.
+            settle: Called with the index of each line and the answer to it, or the reason why it is
+                dropped. A line for which it was not called must be delivered again.
+            peek_waiting: Returns a line that waits behind these ones, or None. It may be posted
+                before its turn.
             deadline: End of the time limit on the monotonic clock, or None.
 
         Raises:
@@ -119,11 +134,13 @@ class _Delivery:
     settle: Settle
     peek_waiting: PeekWaiting
     deadline: float | None
-    todo: list[list[int]] = field(default_factory=list)  # indexes of lines; the list to post next is the last one
+    # Indexes of lines; the list to post next is the last one.
+    todo: list[list[int]] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)
     in_a_row: int = 0
     most_in_a_row: int = _SUSPECTS_IN_A_ROW
-    held_back: list[int] = field(default_factory=list)  # the last line, to be posted after the suspects' attempts
+    # The last line, to be posted after the suspects' attempts.
+    held_back: list[int] = field(default_factory=list)
     known_runs: set[str] = field(default_factory=set)
     refused_pair: set[int] = field(default_factory=set)
     any_accepted: bool = False
@@ -132,7 +149,8 @@ class _Delivery:
         self.todo = [self.without_early(list(range(len(self.lines))))]
         while self.todo:
             part = self.without_unknown_runs(self.todo.pop())
-            # The master of version 3.0 takes one metric in a request: do not try lists again and again.
+            # The master of version 3.0 accepts one metric in a request, so lists are not tried
+            # again and again.
             if len(part) > 1 and self.poster.pairs_accepted_singly >= _PAIRS_THAT_SHOW_NO_LISTS:
                 self.todo += [[index] for index in reversed(part)]
             elif part:
@@ -145,7 +163,7 @@ class _Delivery:
             self.retry_suspects()
 
     def deliver(self, part: list[int]) -> None:
-        """Post lines together; if they are not accepted, divide them, or suspect or drop a single one."""
+        """Post lines together; after a refusal, divide them, or suspect or drop a single one."""
         response = self.post(part)
         is_doubtful = response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
         if response.ok:
@@ -153,8 +171,11 @@ class _Delivery:
         elif len(part) > 1:
             if len(part) == 2:
                 self.refused_pair = set(part)
-            # A broken master shows it on the first line, so dividing the whole list would waste requests.
-            cut = 1 if is_doubtful and not self.any_accepted else len(part) // 2
+            cut = len(part) // 2
+            # A broken master shows it on the first line, so dividing the whole list would waste
+            # requests.
+            if is_doubtful and not self.any_accepted:
+                cut = 1
             self.todo += [part[cut:], part[:cut]]
         elif is_doubtful:
             self.suspect(part[0])
@@ -165,13 +186,17 @@ class _Delivery:
                 f"{line[:300]} (answer: {response.text[:300]})",
                 response.status_code,
             )
-            # The master refuses the id itself, such as a text, and will refuse it with the run's other metrics too.
+            # The master refuses the id itself, such as a text, and will refuse it with the run's
+            # other metrics too.
             refuses_id = (message_of(response) or "").startswith("run_id: ")
-            run = _run_of(line) if refuses_id or response.status_code == HTTPStatus.NOT_FOUND else None
+            run = None
+            if refuses_id or response.status_code == HTTPStatus.NOT_FOUND:
+                run = _run_of(line)
             if run is None:
                 logger.warning("%s", error)
             self.settle(part[0], error)
-            self.forget_run(run)
+            if run is not None:
+                self.forget_run(run)
 
     def accept(self, part: list[int], response: requests.Response) -> None:
         for index in part:
@@ -180,7 +205,8 @@ class _Delivery:
         self.in_a_row = 0
         if len(part) == 1 and self.refused_pair:
             self.refused_pair -= set(part)
-            self.poster.pairs_accepted_singly += not self.refused_pair
+            if not self.refused_pair:
+                self.poster.pairs_accepted_singly += 1
 
     def suspect(self, index: int) -> None:
         run = _run_of(self.lines[index])
@@ -198,7 +224,7 @@ class _Delivery:
                 del self.todo[0]
 
     def retry_suspects(self) -> None:
-        """Post the suspects two more times; drop them if the master accepts another line after that."""
+        """Post the suspects two more times; drop them if the master then accepts another line."""
         # Without any other line, nothing could show that the master works.
         if not self.held_back and self.peek_waiting() is None:
             raise NoAnswer(_INTERNAL_ERROR)
@@ -215,8 +241,8 @@ class _Delivery:
         if not self.suspects:
             return
         error = MasterRequestError(
-            f"the master answers 500 to {len(self.suspects)} metric(s) and takes others; after three attempts they are "
-            f"dropped, the first is {self.lines[self.suspects[0]][:300]}",
+            f"the master answers 500 to {len(self.suspects)} metric(s) and takes others; after "
+            f"three attempts they are dropped, the first is {self.lines[self.suspects[0]][:300]}",
             HTTPStatus.INTERNAL_SERVER_ERROR,
         )
         logger.warning("%s", error)
@@ -230,11 +256,11 @@ class _Delivery:
             NoAnswer: Several of them are not accepted either, or nothing else waits.
         """
         limit = len(self.suspects) + _PROBES
-        while waiting := self.todo or ([self.held_back] if self.held_back else []):
+        while self.todo or self.held_back:
             # Bad lines often follow one another, so the lines to probe with are chosen at random.
-            part = _random.choice(waiting)
+            part = _random.choice(self.todo or [self.held_back])
             index = part.pop(_random.randrange(len(part)))
-            self.todo = [part for part in self.todo if part]
+            self.todo = list(filter(None, self.todo))
             if self.without_unknown_runs([index]):
                 self.any_accepted = False
                 self.deliver([index])
@@ -243,17 +269,21 @@ class _Delivery:
             if len(self.suspects) >= limit:
                 raise NoAnswer(_INTERNAL_ERROR)
         line = self.peek_waiting()
-        response = None if line is None else self.ask(line)
-        if line is None or response is None or not response.ok:
+        if line is None:
             raise NoAnswer(_INTERNAL_ERROR)
-        # The master of version 3.0 knows no ids and would store the line twice if it were sent again in its turn.
+        response = self.ask(line)
+        if not response.ok:
+            raise NoAnswer(_INTERNAL_ERROR)
+        # The master of version 3.0 knows no ids and would store the line twice if it were sent
+        # again in its turn.
         self.poster.early_answers[_id_of(line)] = response
         self.in_a_row = 0
 
     def without_early(self, part: list[int]) -> list[int]:
         """Settle the lines that were posted before their turn, and return the other ones."""
         early = self.poster.early_answers
-        if not early:  # which spares decoding every line
+        # In the usual case, no line is decoded.
+        if not early:
             return part
         left = []
         for index in part:
@@ -265,10 +295,12 @@ class _Delivery:
         return left
 
     def without_unknown_runs(self, part: list[int]) -> list[int]:
-        """Settle the metrics of runs that the master does not have as dropped, and return the other ones."""
+        """Settle metrics of runs that the master does not have, and return the other ones."""
         if not self.poster.unknown_runs:
             return part
-        error = MasterRequestError("the master does not know the metric's run", HTTPStatus.NOT_FOUND)
+        error = MasterRequestError(
+            "the master does not know the metric's run", HTTPStatus.NOT_FOUND
+        )
         left = []
         for index in part:
             if _run_of(self.lines[index]) in self.poster.unknown_runs:
@@ -277,23 +309,28 @@ class _Delivery:
                 left.append(index)
         return left
 
-    def forget_run(self, run: str | None) -> None:
-        if run is not None:
-            self.poster.unknown_runs.add(run)
-            logger.warning("the master has no run %s: the run's metrics are dropped", run)
+    def forget_run(self, run: str) -> None:
+        self.poster.unknown_runs.add(run)
+        logger.warning("the master has no run %s: the run's metrics are dropped", run)
 
     def is_deleted(self, run: str) -> bool:
         """Return True if the master lists its runs and this one is not among them."""
         response = self.request(self.poster.list_runs)
+        if not response.ok:
+            return False
         try:
-            runs = response.json() if response.ok else None
+            runs = response.json()
         except ValueError:
-            runs = None
-        return isinstance(runs, list) and run not in {str(known.get("id")) for known in runs if isinstance(known, dict)}
+            return False
+        if not isinstance(runs, list):
+            return False
+        return run not in [str(entry.get("id")) for entry in runs if isinstance(entry, dict)]
 
     def post(self, part: list[int]) -> requests.Response:
-        lines = [self.lines[index] for index in part]
-        return self.ask(lines[0] if len(lines) == 1 else f"[{','.join(lines)}]")
+        body = ",".join([self.lines[index] for index in part])
+        if len(part) > 1:
+            body = f"[{body}]"
+        return self.ask(body)
 
     def ask(self, body: str) -> requests.Response:
         """Post a body and return an answer that is final, or a 500.
@@ -301,11 +338,14 @@ class _Delivery:
         Raises:
             NoAnswer: The master gives no such answer.
         """
-        response = self.request(lambda limit_s: self.poster.post(body, limit_s))
-        if response.ok or _is_refused(response) or response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        response = self.request(partial(self.poster.post, body))
+        status = response.status_code
+        if response.ok or _is_refused(response) or status == HTTPStatus.INTERNAL_SERVER_ERROR:
             return response
-        advice = f": {TOKEN_ADVICE}" if response.status_code in _TOKEN_NEEDED else ""
-        raise NoAnswer(f"it answers {response.status_code} {response.reason}{advice}")
+        problem = f"it answers {status} {response.reason}"
+        if status in _TOKEN_NEEDED:
+            problem += f": {TOKEN_ADVICE}"
+        raise NoAnswer(problem)
 
     def request(self, send: Callable[[float], requests.Response]) -> requests.Response:
         limit_s = self.poster.timeout_s
@@ -313,7 +353,8 @@ class _Delivery:
             limit_s = max(min(limit_s, self.deadline - time.monotonic()), _SHORTEST_TIMEOUT_S)
         try:
             return send(limit_s)
-        except OSError as error:  # each requests.RequestException is one
+        # Each requests.RequestException is an OSError.
+        except OSError as error:
             raise NoAnswer(reason(error)) from error
 
 
@@ -328,7 +369,7 @@ def _id_of(line: str) -> str:
 
 
 def _is_refused(response: requests.Response) -> bool:
-    """Return True if the master itself says that it can never accept this."""
+    """Return True if the master itself can never accept the lines."""
     status = response.status_code
     # A user can correct a missing or wrong token while the metrics wait.
     if not 400 <= status < 500 or status in _TEMPORARY:

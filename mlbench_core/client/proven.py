@@ -1,6 +1,7 @@
-"""Connect only to a server that proves to be the expected master; see :mod:`mlbench_core.client.masters`.
+"""Connect only to a server that proves to be the expected master.
 
-Import this module late: it loads ``requests``.
+The proof is described in :mod:`mlbench_core.client.masters`. Import this module late: it loads
+``requests``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import NewConnectionError
 
+from mlbench_core.addresses import bracketed
 from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, make_proof
 
 __all__ = ["ProvenAdapter"]
@@ -25,7 +27,8 @@ _LONGEST_ANSWER_BYTES = 65_536
 class ProvenAdapter(HTTPAdapter):
     """A transport of ``requests`` that demands the proof on each new connection.
 
-    A server that does not give it looks like one that does not answer: ``requests.ConnectionError``.
+    A server that does not give it looks like one that does not answer:
+    ``requests.ConnectionError``.
 
     Args:
         key: The key that the server must know.
@@ -56,31 +59,40 @@ class ProvenAdapter(HTTPAdapter):
         class PoolTLS(HTTPSConnectionPool):
             ConnectionCls = ProvenTLS
 
-        # Within connect, because a pool connects again whenever the server has closed an idle connection. By then
-        # another program may have the port.
+        # Within connect, because a pool connects again whenever the server has closed an idle
+        # connection. By then another program may have the port.
         self.poolmanager.pool_classes_by_scheme = {"http": Pool, "https": PoolTLS}
 
 
 def _demand_proof(connection: HTTPConnection, key: str) -> None:
     """Ask the server for the proof on a connection that was just opened."""
     nonce = secrets.token_hex(16)
-    host = f"[{connection.host}]" if ":" in connection.host else connection.host
-    lines = ("GET /api/health/ HTTP/1.1", f"Host: {host}:{connection.port}", f"{NONCE_HEADER}: {nonce}", "\r\n")
+    lines = (
+        "GET /api/health/ HTTP/1.1",
+        f"Host: {bracketed(connection.host)}:{connection.port}",
+        f"{NONCE_HEADER}: {nonce}",
+        "\r\n",
+    )
     try:
         connection.sock.sendall("\r\n".join(lines).encode())
         address, port = connection.sock.getpeername()[:2]
         # The connection's own methods cannot be used: it is in the middle of the caller's request.
         with HTTPResponse(connection.sock, method="GET") as response:
             response.begin()
-            # The caller's answer follows on the same connection, so this one must be read to its end.
+            # The caller's answer follows on the same connection, so this one must be read to its
+            # end.
             is_whole = len(response.read(_LONGEST_ANSWER_BYTES)) < _LONGEST_ANSWER_BYTES
             proof = response.headers.get(PROOF_HEADER, "").encode("latin-1", "replace")
-        problem = f"answers with HTTP {response.status} and is not the master that this user started"
+        problem = (
+            f"answers with HTTP {response.status} and is not the master that this user started"
+        )
         if is_whole and hmac.compare_digest(proof, make_proof(key, nonce, address, port).encode()):
             return
     except OSError as error:
         problem = f"does not answer ({type(error).__name__})"
     except HTTPException as error:
-        problem = f"answers wrongly ({type(error).__name__}) and is not the master that this user started"
+        problem = (
+            f"answers wrongly ({type(error).__name__}) and is not the master that this user started"
+        )
     connection.close()
     raise NewConnectionError(connection, f"the server there {problem}")

@@ -1,8 +1,8 @@
 """HTTP requests to a master: addresses, authentication, time limits, retries and errors.
 
-No other module speaks HTTP to the master, except the transport in :mod:`mlbench_core.client.proven`:
-:class:`~mlbench_core.client.api.ApiClient` and the ``mlbench`` command send through :class:`RestClient`. Importing this
-module does not load ``requests``.
+No other module speaks HTTP to the master, except the transport in
+:mod:`mlbench_core.client.proven`: :class:`~mlbench_core.client.api.ApiClient` and the ``mlbench``
+command send through :class:`RestClient`. Importing this module does not load ``requests``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["TOKEN_ADVICE", "RestClient", "base_url", "message_of", "path_part", 
 
 TOKEN_ADVICE = "set MLBENCH_TOKEN to the token that the master was started with"
 
+# Files of certificate authorities for https; the first one counts.
+_CA_VARIABLES = ("MLBENCH_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _RETRY_BACKOFF_S = 0.2
 _RETRY_STATUSES = (502, 503, 504)
 _DOWNLOAD_CHUNK_BYTES = 1 << 16
@@ -36,17 +38,18 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 class RestClient:
     """Send requests to one master, from any number of threads.
 
-    The token travels in a header and never in a URL. Proxies of the environment are not used for a master on this
-    machine. Only GET requests follow redirects. A redirected POST or DELETE would become a GET, which changes nothing
-    but succeeds.
+    The token travels in a header and never in a URL. Proxies of the environment are not used for a
+    master on this machine. Only GET requests follow redirects. A redirected POST or DELETE would
+    become a GET, which changes nothing but succeeds.
 
     Args:
         url: Address of the master, see :func:`base_url`.
-        token: Sent as ``Authorization: Bearer``. By default the token of a master that this user runs at this address;
-            the server must then prove first that it is this master, see :mod:`mlbench_core.client.masters`.
+        token: Sent as ``Authorization: Bearer``. By default the token of a master that this user
+            runs at this address; the server must then prove first that it is this master, see
+            :mod:`mlbench_core.client.masters`.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
-        retries: Number of times that a GET request is repeated, with back-off, after a failed connection or a
-            temporary error of a proxy (status 502, 503 or 504).
+        retries: Number of times that a GET request is repeated, with back-off, after a failed
+            connection or a temporary error of a proxy (status 502, 503 or 504).
 
     Attributes:
         url: The address, with a scheme and without a final slash.
@@ -57,14 +60,16 @@ class RestClient:
         MasterTokenError: ``token`` has characters that a request cannot carry.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 30.0, retries: int = 0) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout_s: float = 30.0, retries: int = 0
+    ) -> None:
         self.url = base_url(url)
         self.timeout_s = timeout_s
-        self._given = check_token(token) if token else None
-        self._credentials = find_credentials(self.url, self._given)
+        self._token = check_token(token) if token else None
+        self._credentials = find_credentials(self.url, self._token)
         self._retries = retries
-        # The sessions of requests are not documented as thread-safe, so each thread has its own. A weak reference lets
-        # the session of a thread that has ended be closed with it.
+        # The sessions of requests are not documented as thread-safe, so each thread has its own. A
+        # weak reference lets the session of a thread that has ended be closed with it.
         self._local = threading.local()
         self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -85,15 +90,16 @@ class RestClient:
         """
         options = {"timeout": self.timeout_s, "allow_redirects": method == "GET", **options}
         # Given with each request, because the environment overrules the setting of a session.
-        if bundle := _ca_bundle():
-            options.setdefault("verify", bundle)
+        for name in _CA_VARIABLES:
+            if os.environ.get(name):
+                options.setdefault("verify", os.environ[name])
         response = self._session().request(method, f"{self.url}/api/{path}", **options)
-        if response.status_code == 401 and self._given is None:
+        if response.status_code == 401 and self._token is None:
             # The master of this user may have started after this client was made.
-            found = find_credentials(self.url)
-            if found != self._credentials:
+            credentials = find_credentials(self.url)
+            if credentials != self._credentials:
                 response.close()
-                self._credentials = found
+                self._credentials = credentials
                 self._local = threading.local()
                 response = self._session().request(method, f"{self.url}/api/{path}", **options)
         return response
@@ -105,20 +111,28 @@ class RestClient:
             The response, with a status below 300.
 
         Raises:
-            MasterRequestError: The request failed or was refused. The message is one line for the user.
+            MasterRequestError: The request failed or was refused. The message is one line for the
+                user.
         """
         import requests
 
         try:
             response = self.request(method, path, **options)
         except requests.Timeout:
-            raise MasterRequestError(f"the master at {self.url} did not answer within {self.timeout_s:g} s") from None
+            raise MasterRequestError(
+                f"the master at {self.url} did not answer within {self.timeout_s:g} s"
+            ) from None
         except requests.ConnectionError as error:
-            raise MasterRequestError(f"cannot reach the master at {self.url}: {reason(error)}") from error
+            raise MasterRequestError(
+                f"cannot reach the master at {self.url}: {reason(error)}"
+            ) from error
         except requests.RequestException as error:
-            raise MasterRequestError(f"the request to the master at {self.url} failed: {error}") from error
+            raise MasterRequestError(
+                f"the request to the master at {self.url} failed: {error}"
+            ) from error
         if response.status_code >= 300:
-            # The body of a streamed response is not read yet; leaving the block frees its connection.
+            # The body of a streamed response is not read yet; leaving the block frees its
+            # connection.
             with response:
                 raise MasterRequestError(self._refusal(response), response.status_code)
         return response
@@ -136,13 +150,15 @@ class RestClient:
             The decoded answer.
 
         Raises:
-            MasterRequestError: The request failed or was refused, or the server that answered is not a master.
+            MasterRequestError: The request failed or was refused, or the server that answered is
+                not a master.
         """
         answer = _decoded(self.send(method, path, **options))
         if not isinstance(answer, kind):
+            expected = "object" if kind is dict else "list"
             raise MasterRequestError(
-                f"{self.url} answered, but not as an MLBench master does: expected a JSON "
-                f"{'object' if kind is dict else 'list'}"
+                f"{self.url} answered, but not as an MLBench master does: "
+                f"expected a JSON {expected}"
             )
         return answer
 
@@ -168,7 +184,9 @@ class RestClient:
                 for chunk in response.iter_content(_DOWNLOAD_CHUNK_BYTES):
                     size_bytes += file.write(chunk)
             except requests.RequestException as error:
-                raise MasterRequestError(f"the download from {self.url} broke off after {size_bytes} bytes") from error
+                raise MasterRequestError(
+                    f"the download from {self.url} broke off after {size_bytes} bytes"
+                ) from error
         return size_bytes
 
     def close(self) -> None:
@@ -186,9 +204,9 @@ class RestClient:
 
     def _session(self) -> requests.Session:
         """Return the session of this thread."""
-        known: requests.Session | None = getattr(self._local, "session", None)
-        if known is not None:
-            return known
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is not None:
+            return session
         # Importing this module must not load requests; see the docstring of the module.
         import requests
         from requests.adapters import HTTPAdapter
@@ -229,15 +247,12 @@ class RestClient:
             problem = "does not accept the token" if self._credentials.token else "needs a token"
             return f"the master at {self.url} {problem} (HTTP {status}): {TOKEN_ADVICE}"
         if response.is_redirect:
-            return f"{self.url} redirects to {response.headers['Location']} (HTTP {status}): use that address"
+            return (
+                f"{self.url} redirects to {response.headers['Location']} (HTTP {status}): "
+                "use that address"
+            )
         message = message_of(response) or f"the master refused the request: {response.reason}"
         return f"{message} (HTTP {status} from {self.url})"
-
-
-def _ca_bundle() -> str | None:
-    """Return the file of certificate authorities for https."""
-    names = ("MLBENCH_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
 def base_url(url: str) -> str:
@@ -258,15 +273,20 @@ def base_url(url: str) -> str:
     """
     text = url.strip()
     full = text if "://" in text else f"http://{text}"
-    if "@" in full:  # the message must not show the password
-        raise MasterAddressError(f"the url of the master must be without user name and password: {TOKEN_ADVICE}")
+    # The message must not show the password.
+    if "@" in full:
+        raise MasterAddressError(
+            f"the url of the master must be without user name and password: {TOKEN_ADVICE}"
+        )
     try:
         parts = urlsplit(full)
-        port = parts.port  # raises ValueError if it is not a port number
+        # Raises ValueError if it is not a port number.
+        port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
     is_address = parts.scheme in ("http", "https") and parts.hostname and port != 0
-    if not is_address or parts.query or parts.fragment or any(character.isspace() for character in full):
+    has_more = parts.query or parts.fragment or any(map(str.isspace, full))
+    if not is_address or has_more:
         raise MasterAddressError(
             f"the url of the master must be HOST:PORT or http://HOST:PORT, not {url!r}; "
             "for example http://127.0.0.1:5080"
@@ -283,10 +303,11 @@ def _decoded(response: requests.Response) -> Any:
 
 
 def message_of(response: requests.Response) -> str | None:
-    """Return the reason that this version's master gives for a refusal, or None if another server answered."""
+    """Return the reason of a refusal by this version's master, or None for other servers."""
     answer = _decoded(response)
-    message = answer.get("message") if isinstance(answer, dict) else None
-    return None if message is None else str(message)
+    if not isinstance(answer, dict) or answer.get("message") is None:
+        return None
+    return str(answer["message"])
 
 
 def path_part(value: str | int) -> str:
@@ -295,7 +316,7 @@ def path_part(value: str | int) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the reason of a failed request without the text that requests and urllib3 add to it."""
+    """Return the reason of a failed request, without the additions of requests and urllib3."""
     text = str(error)
     if "refused" in text:
         return "connection refused; is it running?"

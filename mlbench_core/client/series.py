@@ -13,10 +13,17 @@ from typing import Any
 
 from mlbench_core.tasks import Task
 
-__all__ = ["FIRST_SEED", "SEED", "RunSeries", "check_backend", "check_placeholders", "parse_workers"]
+__all__ = [
+    "FIRST_SEED",
+    "SEED",
+    "RunSeries",
+    "check_backend",
+    "check_placeholders",
+    "parse_workers",
+]
 
 SEED = "{seed}"
-"""The place in a command that gets the seed of the run."""
+"""The placeholder in a command for the seed of the run."""
 
 FIRST_SEED = 42
 """The seed of every task without ``--seed``."""
@@ -24,6 +31,9 @@ FIRST_SEED = 42
 _PLACEHOLDERS = ("{run_id}", "{rank}", "{hosts}", "{backend}", SEED)
 # Not the ${NAME} of a shell, and not the braces of JSON or awk.
 _PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z_]\w*\}")
+
+# int() of thousands of digits is slow, and it also reads "1_0" and digits of other scripts.
+_WORKERS = re.compile(r"(?=0*[1-9])[0-9]{1,9}")
 
 # The fields of a request that hold a command of the user.
 _COMMANDS = ("command", "custom_image_command")
@@ -43,8 +53,7 @@ def parse_workers(text: str) -> tuple[int, ...]:
         (1, 2, 4)
     """
     words = text.replace(",", " ").split()
-    # int of thousands of digits is slow, and it also reads "1_0" and digits of other scripts.
-    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) for word in words):
+    if not words or not all(map(_WORKERS.fullmatch, words)):
         raise ValueError(f"must be whole numbers from 1, not {text[:80]!r}: give for example 1 2 4")
     # A number that is given twice would start two runs of the same name.
     return tuple(dict.fromkeys(map(int, words)))
@@ -62,8 +71,10 @@ def check_backend(backend: str, task: Task | None, gpu: bool) -> None:
         ValueError: The task or the computer of the workers cannot use the backend.
     """
     if task is not None and backend not in task.backends:
-        known = ", ".join(task.backends)
-        raise ValueError(f"the backend of task {task.key} must be one of {known}, not {backend!r}")
+        allowed = ", ".join(task.backends)
+        raise ValueError(
+            f"the backend of task {task.key} must be one of {allowed}, not {backend!r}"
+        )
     if backend == "nccl" and not gpu:
         raise ValueError("nccl needs GPUs: give each worker a GPU (--gpu), or use the backend gloo")
 
@@ -79,13 +90,14 @@ def check_placeholders(command: str) -> None:
 
     Example:
         >>> check_placeholders("train.py --rank {rank}")
-        >>> check_placeholders("train.py --workers {workers}")
+        >>> check_placeholders("train.py --workers {workers}")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: the placeholder must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{workers}'
+        ValueError: the placeholder must be one of {run_id}, {rank}, ..., not '{workers}'
     """
-    for found in _PLACEHOLDER.findall(command):
-        if found not in _PLACEHOLDERS:
-            raise ValueError(f"the placeholder must be one of {', '.join(_PLACEHOLDERS)}, not {found[:80]!r}")
+    for placeholder in _PLACEHOLDER.findall(command):
+        if placeholder not in _PLACEHOLDERS:
+            allowed = ", ".join(_PLACEHOLDERS)
+            raise ValueError(f"the placeholder must be one of {allowed}, not {placeholder[:80]!r}")
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,10 @@ class RunSeries:
         num_workers: The numbers of workers, each one once.
         request: The body of ``POST /api/runs/`` without ``name`` and ``num_workers``.
         task: The task that the request starts, also by an image; None for a command of the user.
-        repeats: Number of runs for each number of workers, with different seeds; None for one without a seed.
-        seed: Seed of the first repeat of each number of workers; each further repeat gets the next one. None is 42.
+        repeats: Number of runs for each number of workers, with different seeds; None for one
+            without a seed.
+        seed: Seed of the first repeat of each number of workers; each further repeat gets the next
+            one. None is 42.
 
     Example:
         >>> series = RunSeries("demo", (1, 2), {"command": "train.py --seed {seed}"}, repeats=2)
@@ -115,14 +129,25 @@ class RunSeries:
 
     @property
     def seed_option(self) -> str | None:
-        """Return the field that asks for seeds, ``"repeats"`` or ``"seed"``, or None if no field does."""
-        return "repeats" if self.repeats is not None else "seed" if self.seed is not None else None
+        """Return the field that asks for seeds, ``"repeats"`` or ``"seed"``, or None."""
+        if self.repeats is not None:
+            return "repeats"
+        if self.seed is not None:
+            return "seed"
+        return None
 
     def names(self) -> list[tuple[str, int]]:
         """Return the name and the number of workers of each run."""
-        ends = [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
-        # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of workers alike.
-        return [(f"{self.name}-{workers}{end}", workers) for end in ends for workers in self.num_workers]
+        ends = [""]
+        if self.repeats is not None:
+            ends = [f"-r{repeat + 1}" for repeat in range(self.repeats)]
+        names = []
+        # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of
+        # workers alike.
+        for end in ends:
+            for workers in self.num_workers:
+                names.append((f"{self.name}-{workers}{end}", workers))
+        return names
 
     def check_seeds(self) -> None:
         """Refuse seeds that the runs would not use.
@@ -133,31 +158,38 @@ class RunSeries:
         if self.seed_option is None:
             return
         option = f"--{self.seed_option}"
-        if any(word == "--seed" or word.startswith("--seed=") for word in self.request.get("arguments", ())):
-            raise ValueError(
-                f"--seed among the arguments of the script cannot be given with {option}: each run gets a seed of its "
-                "own"
-            )
+        for word in self.request.get("arguments", ()):
+            if word == "--seed" or word.startswith("--seed="):
+                raise ValueError(
+                    f"--seed among the arguments of the script cannot be given with {option}: "
+                    "each run gets its own seed"
+                )
         if self.task is not None and not self.task.has_goal:
-            raise ValueError(f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed")
-        if self.task is None and not self._has_place_for_seed():
             raise ValueError(
-                f"{option} needs {SEED} in the command, for example --command 'train.py --seed {SEED}': otherwise all "
-                "repeats are the same run"
+                f"{option} cannot be given with task {self.task.key}: "
+                "it only measures, and uses no seed"
+            )
+        if self.task is None and not self._has_seed_placeholder():
+            raise ValueError(
+                f"{option} needs {SEED} in the command, for example "
+                f"--command 'train.py --seed {SEED}': otherwise all repeats are the same run"
             )
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the bodies of ``POST /api/runs/``, one for each run."""
-        is_seeded = self.seed_option is not None or self._has_place_for_seed()
+        is_seeded = self.seed_option is not None or self._has_seed_placeholder()
         first = FIRST_SEED if self.seed is None else self.seed
-        return [
-            # The same seeds for all numbers of workers, so that their times can be compared in pairs.
-            {**self._request(first + place // len(self.num_workers) if is_seeded else None), "name": name}
-            | {"num_workers": workers}
-            for place, (name, workers) in enumerate(self.names())
-        ]
+        requests = []
+        for index, (name, workers) in enumerate(self.names()):
+            seed = None
+            if is_seeded:
+                # The same seeds for all numbers of workers, so that their times can be compared in
+                # pairs.
+                seed = first + index // len(self.num_workers)
+            requests.append({**self._request(seed), "name": name, "num_workers": workers})
+        return requests
 
-    def _has_place_for_seed(self) -> bool:
+    def _has_seed_placeholder(self) -> bool:
         return any(SEED in (self.request.get(field) or "") for field in _COMMANDS)
 
     def _request(self, seed: int | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Store the state of this user: settings, the last answers to the command, the running masters.
 
-Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only. A file
-or folder that other users may write is refused: they could send a user's token to their own server.
+Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its
+owner only. A file or folder that other users may write is refused: they could send a user's token
+to their own server.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ def read(name: str) -> dict[str, Any]:
         # A pipe of this name must not block.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigurationError(f"{path} must be a file: delete it")
-            files.check_only_own(path, found)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigurationError(f"{path} is not a regular file: delete it")
+            files.check_only_own(path, status)
             files.check_only_own(path.parent)
             text = file.read(_MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise ConfigurationError(f"{path} must be readable for this user: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"{path} cannot be read by this user: {error.strerror or error}"
+        ) from error
     try:
         value = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -67,11 +70,13 @@ def remember(name: str, value: dict[str, Any]) -> None:
     """
     folder = user_folder()
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder was trusted so far.
-    # The setgid bit marks a folder that is shared on purpose.
-    if os.name == "posix" and not any(folder.glob("*.json")) and not folder.stat().st_mode & stat.S_ISGID:
-        with contextlib.suppress(PermissionError):
-            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
+    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder
+    # was trusted so far. The setgid bit marks a folder that is shared on purpose.
+    if os.name == "posix" and not any(folder.glob("*.json")):
+        mode = folder.stat().st_mode
+        if not mode & stat.S_ISGID:
+            with contextlib.suppress(PermissionError):
+                folder.chmod(stat.S_IMODE(mode) & ~0o022)
     files.check_only_own(folder)
     with files.replacing(user_folder(name)) as temporary:
         # Set the mode before the content, so that no other user can read a token in between.

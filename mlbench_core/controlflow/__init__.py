@@ -2,4 +2,6 @@
 
 from mlbench_core._lazy import lazy_subpackages
 
-__getattr__ = lazy_subpackages(__name__, "pytorch", "run_results", "task_arguments", "tensorflow", "validation_stats")
+__getattr__ = lazy_subpackages(
+    __name__, "pytorch", "run_results", "task_arguments", "tensorflow", "validation_stats"
+)

@@ -1,17 +1,20 @@
-"""Write the result folder of a run, together with all of its workers. This module imports no framework.
+"""Write the result folder of a run, together with all of its workers.
 
-Each worker writes its raw lines to a file of its own. At the end rank 0 joins them and writes the result. Workers on
-hosts that do not share the folder with rank 0 send their lines to it::
+This module imports no framework. Each worker writes its raw lines to its own file. At the end
+rank 0 joins them and writes the result. Workers on hosts that do not share the folder with rank 0
+send their lines to it::
 
     rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
                                 ... training ...
-    all: write the last line; ranks that did not see the mark send their file; rank 0 joins the files
+    all: write the last line
+    ranks that did not see the mark: send their file
+    rank 0: join the files
 
-A resumed run changes nothing in the folder before its training starts. So if its checkpoint is refused, the result of
-the earlier run stays.
+A resumed run changes nothing in the folder before its training starts. So if its checkpoint is
+refused, the result of the earlier run stays.
 
-After an error, rank 0 does not wait for the others. A worker that ends later finds the lock of the folder free, and
-computes the result again with its own lines.
+After an error, rank 0 does not wait for the others. A worker that ends later finds the lock of the
+folder free, and computes the result again with its own lines.
 """
 
 from __future__ import annotations
@@ -43,40 +46,43 @@ from mlbench_core.results.folder import (
 )
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import TASKS
-from mlbench_core.tracking.goal import describe_goal
 
 __all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 
 logger = logging.getLogger(__name__)
 
-# Arguments that are not settings of the training, or have a field of their own in the configuration.
+# Arguments that are not settings of the training, or have their own field in the configuration.
 _NOT_OPTIONS = frozenset(
-    (
-        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
-        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
-        # The goal of the configuration has it.
+    {
+        "run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts",
+        "timeout", "resume", "checkpoint", "validation_only", "gpu", "backend", "light_target",
+        "seed", "dataset", "preset", "optimizer", "sink",
+        # A part of the configuration's goal.
         "goal_after",
-        "sink",
-    )
-)
-# Options that the closed division leaves free. They decide how numbers are computed and sent, when a run ends, and on
-# which further data it is evaluated.
+    }
+)  # fmt: skip
+# Options that the closed division leaves free. They decide how numbers are computed and sent, when
+# a run ends, and on which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
-    (
-        *("overlap", "shared_memory", "compile", "cuda_graphs", "channels_last", "precision", "autocast", "bf16"),
-        *("epochs", "past_goal", "full_train"),
-    )
-)
+    {
+        "overlap", "shared_memory", "compile", "cuda_graphs", "channels_last", "precision",
+        "autocast", "bf16", "epochs", "past_goal", "full_train",
+    }
+)  # fmt: skip
 
-# Settings that have a field of their own and that a resumed run keeps.
+# Settings that have their own field and that a resumed run keeps.
 _FIXED_SETTINGS = ("task", "dataset", "preset", "algorithm", "workers", "seed")
 
 _FLUSH_TIMEOUT_S = 5.0
 
 
 class Workers:
-    """Messages between the workers, which a result folder needs of a framework. This class is a worker alone."""
+    """Messages between the workers, for a result folder; this class is for one worker alone.
+
+    For several workers, a subclass sends the messages through its framework.
+    """
 
     @property
     def size(self) -> int:
@@ -88,36 +94,44 @@ class Workers:
         return list(numbers)
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
-        """Return the content that the sender passed; every worker calls it, the others with any content."""
+        """Return the content that the sender passed.
+
+        Every worker calls it, the others with any content.
+        """
         return content
 
 
 class RunFolder:
-    """The result folder of a run; every worker makes one at the same time, after the workers are connected.
+    """The result folder of a run.
 
-    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
-    also after an exception. For workers of PyTorch, use
+    Every worker makes one at the same time, after the workers are connected. Pass :attr:`sink` to
+    the tracker. Use it as a context manager around the tracker: at its end the
+    result is written, also after an exception. For workers of PyTorch, use
     :class:`mlbench_core.controlflow.pytorch.run_results.RunResults`, which needs no ``workers``.
 
     Args:
-        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so
+            on.
         configuration: The program of the run and its settings.
         run_id: Id of the run.
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
+        resume: True to continue the run in this folder. Its files stay as they are until the
+            training starts.
         workers: Messages between the workers; None for a worker alone.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
-            run has other settings than its first part: another algorithm, data set, seed or number of workers, or
-            another option that the closed division fixes.
-        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written
+            to. Or a resumed run has other settings than its first part: another algorithm, data
+            set, seed or number of workers, or another option that the closed division fixes.
+        MLBenchError: At the end of the block, the training has finished, but its result could not
+            be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.
-        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other
+            ranks.
     """
 
     def __init__(
@@ -152,8 +166,8 @@ class RunFolder:
                     prepare()
             except OSError as error:
                 raise ConfigurationError(
-                    f"the result folder must be on a disk with space and be writable, but {folder} is not "
-                    f"({error.strerror or error}): choose another --root-output"
+                    f"the result folder {folder} cannot be written ({error.strerror or error}): "
+                    "choose another --root-output, on a disk with space"
                 ) from error
             except ConfigurationError:
                 self._claimed.close()
@@ -161,7 +175,8 @@ class RunFolder:
         self._sharing = self._who_shares_the_folder()
         path = lines_path(folder, rank)
         if not self._sharing[rank] and not resume and path.exists():
-            # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
+            # Left by a killed run. Only this worker's file is moved, because others of this host
+            # write now, too.
             path.replace(path.with_name(f"earlier-{path.name}"))
         before_start = prepare if resume and rank == 0 else None
         self.sink = LinesSink(path, rank, run_id, configuration.to_dict(), before_start)
@@ -170,23 +185,29 @@ class RunFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._resume and not self.sink.has_started:
             # Nothing was trained, so the folder keeps the result of the earlier run.
             self._claimed.close()
             return
-        reason = None if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        problem: Exception | None = None
+        state = "finished"
+        reason: str | None = None
+        if error is not None:
+            state, reason = "failed", " ".join(f"{type(error).__name__}: {error}".split())
+        loss: str | None = None
         try:
-            self.sink.finish("finished" if error is None else "failed", reason)
+            self.sink.finish(state, reason)
             # After an error other workers may be gone, so nothing is received from them.
             if error is None:
                 self._bring_lines()
             if self._rank == 0:
                 self.result = finish_folder(self.folder)
-        except (OSError, ValueError, RuntimeError, MLBenchError) as caught:
-            problem = caught
+        except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
+            loss = f"{type(problem).__name__}: {problem}"
         finally:
             self._claimed.close()
         if error is not None and self._sharing[self._rank]:
@@ -194,25 +215,30 @@ class RunFolder:
         if self.result is not None:
             log = (self._run_id, 0, self.result["epochs"])
             if self.result["goal"] is not None:
-                # The tracker sent the goal with the times of rank 0; this one has those of the slowest worker.
+                # The tracker sent the goal with the times of rank 0; this one has those of the
+                # slowest worker.
                 LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
-        loss = None if problem is None else f"{type(problem).__name__}: {problem}"
-        if loss is None and error is None and self.result is not None and self.result["run"]["state"] == "failed":
-            loss = self.result["run"]["reason"]
-        if loss is not None:
-            text = f"the result in {self.folder} is incomplete: {loss}"
-            # An error here must not hide how the training itself failed.
-            if error is not None:
-                logger.error("%s", text)
-            else:
-                raise MLBenchError(f"{text}: free space, or choose another --root-output, and run it again")
+        run = {} if self.result is None else self.result["run"]
+        # The sink also records this state if it could not write all lines.
+        if loss is None and error is None and run.get("state") == "failed":
+            loss = run["reason"]
+        if loss is None:
+            return
+        text = f"the result in {self.folder} is incomplete: {loss}"
+        if error is None:
+            raise MLBenchError(
+                f"{text}: free space, or choose another --root-output, and run it again"
+            )
+        # An exception here would hide how the training itself failed.
+        logger.error("%s", text)
 
     def _join_late_lines(self) -> None:
-        """Compute the result again while the folder has lines that it does not contain; call it after an error.
+        """Compute the result again while the folder has lines that it does not contain.
 
-        Whoever has the lock looks again after releasing it. So a worker that finds it taken may leave.
+        It is called after an error. The worker that has the lock looks again after releasing it. So
+        a worker that finds it taken may leave.
         """
         try:
             while (self.folder / RESULT).exists() and any(self.folder.glob("metrics.rank-*.jsonl")):
@@ -224,12 +250,12 @@ class RunFolder:
             logger.error("the result in %s lacks lines of other workers: %s", self.folder, problem)
 
     def _claim(self) -> None:
-        """Keep other runs out of the folder until this one ends: the lines of two runs must not be mixed."""
+        """Keep other runs out of the folder until this one ends, so that their lines do not mix."""
         try:
             self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
         except TimeoutError as error:
             raise ConfigurationError(
-                f"the result folder must belong to one run at a time, and another run is writing to {self.folder}: "
+                f"another run is writing to {self.folder}: "
                 "give another --run_id, or wait until it has ended"
             ) from error
         except NotImplementedError:
@@ -249,10 +275,10 @@ class RunFolder:
         seen = self._workers.sum(seen)
         if self._rank == 0:
             mark.unlink()
-        return [bool(shares) for shares in seen]
+        return list(map(bool, seen))
 
     def _bring_lines(self) -> None:
-        """Copy the raw lines of workers on other hosts to rank 0; after the call every worker's file is there."""
+        """Copy the raw lines of workers on other hosts to the folder of rank 0."""
         if self._workers.size == 1:
             return
         # Rank 0 must not join the files before every worker has written its last line.
@@ -264,8 +290,9 @@ class RunFolder:
             kept, content = path.with_name(f"sent-{path.name}"), b""
             if self._rank == sender:
                 content = zlib.compress(path.read_bytes())
-                # Out of the way before rank 0 writes its copy: if the folders are the same after all, because a network
-                # file system showed the mark too late, the copy must not be removed below.
+                # Out of the way before rank 0 writes its copy: if the folders are the same after
+                # all, because a network file system showed the mark too late, the copy must not be
+                # removed below.
                 path.replace(kept)
             content = self._workers.broadcast(content, sender)
             if self._rank == 0:
@@ -282,32 +309,43 @@ def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None
     """
     try:
         earlier = read_result(folder)["configuration"]
-    except ConfigurationError:  # nothing is left of the first part, and so there is nothing to mix with
+    except ConfigurationError:
+        # Nothing is left of the first part, so there is nothing to mix with.
         return
-
-    def settings(of: Mapping[str, Any]) -> dict[str, Any]:
-        options = {name: value for name, value in (of.get("options") or {}).items() if name not in _FREE_OPTIONS}
-        return {**options, **{name: of.get(name) for name in _FIXED_SETTINGS}}
-
-    # As JSON has them: a tuple of the command line is a list in the file.
-    before, now = (json.loads(json.dumps(settings(of), default=str)) for of in (earlier, configuration))
-    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if differing:
-        values = [["not set" if of.get(name) is None else repr(of[name]) for of in (before, now)] for name in differing]
-        listed = "; ".join(
-            f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
-        )
+    before, now = _fixed_settings(earlier), _fixed_settings(configuration)
+    differences = []
+    for name in {**before, **now}:
+        then, here = before.get(name), now.get(name)
+        if then != here:
+            differences.append(f"{name} was {_setting_text(then)} and is {_setting_text(here)}")
+    if differences:
         raise ConfigurationError(
-            f"a resumed run must have the settings of its first part in {folder}, but {listed}: give the same "
-            "settings, or start a new run without --resume"
+            f"the resumed run has other settings than its first part in {folder}, because "
+            f"{'; '.join(differences)}: give the same settings, or start a new run without --resume"
         )
+
+
+def _fixed_settings(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a resumed run must keep."""
+    options = configuration.get("options") or {}
+    settings = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
+    for name in _FIXED_SETTINGS:
+        settings[name] = configuration.get(name)
+    # As JSON has them: a tuple of the command line is a list in the file.
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
+
+
+def _setting_text(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def task_environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, Any]:
     """Return the content of ``environment.json`` for a task with this command line.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         dataset_dir: Folder of the data, unless the command line names another one.
     """
     seed = getattr(args, "seed", None)
@@ -323,7 +361,8 @@ def task_configuration(
     """Return the configuration of a task with this command line.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         uid: The task's name in paths, such as ``"task1a"``.
         workers: Number of workers.
         backend: Communication backend.
@@ -331,12 +370,17 @@ def task_configuration(
         threads: Threads of each worker.
     """
     task = TASKS.get(uid.removeprefix("task"))
+    key: str | None = None
+    dataset = getattr(args, "dataset", None)
+    if task is not None:
+        key, dataset = task.key, dataset or task.dataset
     options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
+    aim = None if goal is None else GoalAim.of(goal).to_dict()
     return Configuration(
         workers=workers,
-        task=task.key if task else None,
+        task=key,
         program=Path(sys.argv[0]).name or None,
-        dataset=getattr(args, "dataset", None) or (task.dataset if task else None),
+        dataset=dataset or None,
         preset=getattr(args, "preset", None),
         algorithm=getattr(args, "optimizer", None),
         options=options,
@@ -346,6 +390,6 @@ def task_configuration(
         network=os.environ.get("MLBENCH_NETWORK") or None,
         light=args.light_target,
         changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
-        goal=None if goal is None else describe_goal(goal),
+        goal=aim,
         seed=getattr(args, "seed", None),
     )

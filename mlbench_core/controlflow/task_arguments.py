@@ -28,7 +28,7 @@ from mlbench_core.tasks import BACKENDS
 __all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "seconds", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Default of ``--timeout``, the seconds to wait for other workers; it is torch's own default for Gloo."""
+"""Default of ``--timeout``, the seconds to wait for other workers, as torch has it for Gloo."""
 
 
 def task_main(
@@ -40,29 +40,32 @@ def task_main(
 ) -> None:
     """Read a task's command line, create its folders, and run it.
 
-    The call is ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=...,
-    hosts=..., validation_only=..., gpu=..., light_target=...)``. All arguments are keyword arguments, so a task may
-    declare its parameters in any order.
+    The call is ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=...,
+    backend=..., hosts=..., validation_only=..., gpu=..., light_target=...)``. All arguments are
+    keyword arguments, so a task may declare its parameters in any order.
 
-    Under torchrun, rank, hosts and world size come from the environment. The rank is then ``RANK``. The hosts are None,
-    so ``initialize_backends`` reads them from the environment.
+    Under torchrun, rank, hosts and world size come from the environment. The rank is then ``RANK``.
+    The hosts are None, so ``initialize_backends`` reads them from the environment.
 
-    The default of ``--backend`` is ``"nccl"`` with ``--gpu``, ``"mpi"`` under an mpirun if mpi4py is installed, and
-    ``"gloo"`` otherwise.
+    The default of ``--backend`` is ``"nccl"`` with ``--gpu``, ``"mpi"`` under an mpirun if mpi4py
+    is installed, and ``"gloo"`` otherwise.
 
-    An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
+    An option may be shortened as long as it stays unambiguous: ``--root-data`` is
+    ``--root-dataset``.
 
-    Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task with status 1. Both
-    print one line on standard error. If another worker was lost, the traceback of the backend's error comes before it.
+    Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task
+    with status 1. Both print one line on standard error. If another worker was lost, the traceback
+    of the backend's error comes before it.
 
     Args:
         main_func: The task. It accepts the ten names above as keyword arguments.
-        uid: The task's name in paths: ``<root-dataset>/torch/<uid>``, ``<root-checkpoint>/<uid>/<run_id>`` and
-            ``<root-output>/<uid>/<run_id>``.
+        uid: The task's name in paths: ``<root-dataset>/torch/<uid>``,
+            ``<root-checkpoint>/<uid>/<run_id>`` and ``<root-output>/<uid>/<run_id>``.
         argv: Arguments to read instead of those of the process.
-        add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is then also called with
-            ``args=``, the namespace of all arguments; pass its ``timeout`` to ``initialize_backends(timeout_s=...)``.
-            Its attribute ``options`` is a dictionary of the options that differ from their defaults.
+        add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is
+            then also called with ``args=``, the namespace of all arguments; pass its ``timeout`` to
+            ``initialize_backends(timeout_s=...)``. Its attribute ``options`` is a dictionary of the
+            options that differ from their defaults.
 
     Raises:
         TypeError: ``main_func`` cannot be called.
@@ -74,11 +77,14 @@ def task_main(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
-        ...     task_main(main, "task1a", argv=["--run_id", "7", "--hosts", "a,b", "--rank", "1", *roots])
+        ...     argv = ["--run_id", "7", "--hosts", "a,b", "--rank", "1", *roots]
+        ...     task_main(main, "task1a", argv=argv)
         7 1 gloo
     """
     if not callable(main_func):
-        raise TypeError(f"main_func must be callable, not {main_func!r}: pass the task's main function")
+        raise TypeError(
+            f"main_func must be callable, not {main_func!r}: pass the task's main function"
+        )
     if not _is_folder_name(uid):
         raise ValueError(f"uid must be a name for a folder, such as 'task1a', not {uid!r}")
     parser = _make_parser()
@@ -93,14 +99,20 @@ def task_main(
         add_arguments(parser)
     args = parser.parse_args(argv)
     if not _is_folder_name(args.run_id):
-        parser.error(f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
+        parser.error(
+            f"argument --run_id: {args.run_id!r} cannot name a folder; "
+            "use letters, digits, '-', '_' and '.'"
+        )
     try:
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
     except (ValueError, ConfigurationError) as error:
         parser.error(str(error))
     args.options = _options(parser, args)
-    extra = {} if add_arguments is None else {"args": args}
-    # The last garbage collection of the process looks at every object of torch, which takes a second.
+    extra: dict[str, Any] = {}
+    if add_arguments is not None:
+        extra["args"] = args
+    # The last garbage collection of the process looks at every object of torch, which takes a
+    # second.
     atexit.register(gc.freeze)
     try:
         main_func(
@@ -127,16 +139,19 @@ def task_main(
 
 def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that differ from their defaults, as values that can be written as JSON."""
-    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    options = {}
+    for name, value in vars(args).items():
+        if value != parser.get_default(name):
+            options[name] = str(value) if isinstance(value, Path) else value
+    return options
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
     """Add the arguments of every task that trains: epochs, resuming, checkpoints and the seed.
 
     Args:
-        parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``, ``--checkpoint``, ``--seed`` and
-            ``--sink``.
+        parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``,
+            ``--checkpoint``, ``--seed`` and ``--sink``.
         epochs: The task's budget; None if it depends on other arguments.
 
     Example:
@@ -147,16 +162,24 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         (8, True, 0, 600.0)
     """
     shown = "" if epochs is None else " [%(default)s]"
-    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown)
+    parser.add_argument(
+        "--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown
+    )
     parser.add_argument(
         "--goal-after",
         type=seconds,
         metavar="SECONDS",
         help="the goal is the best value of the task's metric after this training time",
     )
-    parser.add_argument("--past-goal", action="store_true", help="train all epochs, even after the goal is reached")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="save one after every epoch, not only of the best")
+    parser.add_argument(
+        "--past-goal", action="store_true", help="train all epochs, even after the goal is reached"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the last checkpoint of this run"
+    )
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="save one after every epoch, not only of the best"
+    )
     parser.add_argument(
         "--seed",
         type=_seed,
@@ -169,7 +192,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         action="append",
         default=[],
         metavar="NAME[:ARGUMENT]",
-        help="also write the numbers of rank 0 to jsonl:PATH, csv:PATH, tensorboard:FOLDER, wandb, mlflow or a plug-in",
+        help=(
+            "also write the numbers of rank 0 to jsonl:PATH, csv:PATH, tensorboard:FOLDER, "
+            "wandb, mlflow or a plug-in"
+        ),
     )
 
 
@@ -201,6 +227,7 @@ def seconds(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
+        # Fails the comparison below.
         number = math.nan
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
@@ -218,25 +245,42 @@ class _Parser(argparse.ArgumentParser):
     """A parser for which two spellings of one option do not make its short form ambiguous."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that a short form may stand for, each once."""
-        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+        """Return the options that a short form may mean, each once."""
+        # The first item of each tuple is the option's action, which its spellings share.
+        by_action = {id(match[0]): match for match in super()._get_option_tuples(option_string)}
+        return list(by_action.values())
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
+    """Return the parser of the shared arguments; each name may have ``_`` or ``-``."""
     parser = _Parser(description="Run a benchmark task.")
 
     def add(name: str, **options: Any) -> None:
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))
+        spellings = dict.fromkeys(
+            (f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}")
+        )
         parser.add_argument(*spellings, **options)
 
-    add("run_id", default=os.environ.get("MLBENCH_RUN_ID") or "1", metavar="ID", help="id of the run [%(default)s]")
-    for name, folder in (("dataset", "datasets"), ("checkpoint", "checkpoints"), ("output", "output")):
-        # A launcher sets MLBENCH_OUTPUT, so that it can read what the run leaves.
-        default = (os.environ.get("MLBENCH_OUTPUT") if name == "output" else None) or str(user_folder(folder))
+    add(
+        "run_id",
+        default=os.environ.get("MLBENCH_RUN_ID") or "1",
+        metavar="ID",
+        help="id of the run [%(default)s]",
+    )
+    for name, folder in (
+        ("dataset", "datasets"),
+        ("checkpoint", "checkpoints"),
+        ("output", "output"),
+    ):
+        default = str(user_folder(folder))
+        # An engine sets MLBENCH_OUTPUT, so that it can read the run's result.
+        if name == "output":
+            default = os.environ.get("MLBENCH_OUTPUT") or default
         # argparse formats help texts with %, and the name of a folder may contain %.
         shown = default.replace("%", "%%")
-        add(f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]")
+        add(
+            f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]"
+        )
     add("validation_only", action="store_true", help="only evaluate the checkpoints of the run")
     add("gpu", action="store_true", help="train on GPUs")
     add("light", action="store_true", dest="light_target", help="stop at the light goal")
@@ -251,7 +295,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
+def _rank_and_hosts(
+    rank: int | None, hosts: str | None, environment: Mapping[str, str]
+) -> tuple[int, str | None]:
     """Return this worker's rank, and the hosts if they were given on the command line.
 
     Args:
@@ -266,11 +312,11 @@ def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[st
         ValueError: Rank and hosts contradict each other.
         ConfigurationError: The launcher's variables contradict each other.
     """
-    found = detect_environment(hosts, -1 if rank is None else rank, environment)
-    if not hosts or isinstance(found, TorchrunEnvironment):
-        return found.read_rank(), None
-    given = HostsEnvironment(hosts, found.read_rank(), environment)
-    return given.rank, ",".join(given.hosts)
+    launcher = detect_environment(hosts, -1 if rank is None else rank, environment)
+    if not hosts or isinstance(launcher, TorchrunEnvironment):
+        return launcher.read_rank(), None
+    world = HostsEnvironment(hosts, launcher.read_rank(), environment)
+    return world.rank, ",".join(world.hosts)
 
 
 def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
@@ -282,7 +328,9 @@ def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
     is_mpirun = isinstance(launcher, OpenMPIEnvironment) or (
         isinstance(launcher, MPICHEnvironment) and not environment.get("SLURM_PROCID")
     )
-    return "mpi" if is_mpirun and importlib.util.find_spec("mpi4py") is not None else "gloo"
+    if is_mpirun and importlib.util.find_spec("mpi4py") is not None:
+        return "mpi"
+    return "gloo"
 
 
 def _is_folder_name(name: str) -> bool:
@@ -297,6 +345,6 @@ def _make_folder(option: str, root: str, *parts: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the folder {folder} cannot be made ({error.strerror}); choose another {option}"
+            f"the folder {folder} cannot be created ({error.strerror}); choose another {option}"
         ) from error
     return str(folder)

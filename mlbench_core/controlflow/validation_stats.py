@@ -21,9 +21,10 @@ def record_validation_stats(
 ) -> bool:
     """Record the result of a validation, and return True if it is the best so far.
 
-    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and ``val_global_<metric>``. The values are
-    those of all workers, so only rank 0 sends them to the master. The goal of the tracker receives each value. The
-    tracker also receives the primary metric, to find the best epoch.
+    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and
+    ``val_global_<metric>``. The values are those of all workers, so only rank 0 sends them to the
+    master. The goal of the tracker receives each value. The tracker also receives the primary
+    metric, to find the best epoch.
 
     Args:
         metrics_values: Value of each metric, an object with a ``name``; may be empty or None.
@@ -32,7 +33,8 @@ def record_validation_stats(
         rank: This worker's rank.
 
     Returns:
-        True if the primary metric is better than in all validations before; False without a tracker or that metric.
+        True if the primary metric is better than in all validations before; False without a tracker
+        or that metric.
     """
     if tracker is None:
         return False

@@ -1,4 +1,7 @@
-"""The data sets of linear models that are known by name: the addresses of their texts, and their sizes and labels."""
+"""Describe the data sets of linear models that are known by name.
+
+A description has the addresses of the texts, the sizes and the labels.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,13 @@ SYNTHETIC = "synthetic_dense"
 
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 # The next two addresses have fixed revisions, so that the checksums below stay correct.
-_XGBOOST = "https://raw.githubusercontent.com/dmlc/xgboost/379b29f0836b9dbc313b993d8e5743bd452d4117/demo/data/"
-_LIBSVM_SOURCE = "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
+_XGBOOST = (
+    "https://raw.githubusercontent.com/dmlc/xgboost/379b29f0836b9dbc313b993d8e5743bd452d4117/"
+    "demo/data/"
+)
+_LIBSVM_SOURCE = (
+    "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
+)
 _AGARICUS_SHA256 = (
     "915c2def06e9b44a306ad097fe8b6652c7c477d9c1e605bd2130ad20a70a8ad6",
     "765db79391141953d890ce197fe828a621d6487fbba4de5e4d2217bd140371c0",
@@ -30,9 +38,10 @@ class TextFile:
 
     Attributes:
         url: Address of the file.
-        n_rows: Expected number of rows, which is compared with the number of rows of the converted text.
-        sha256: Checksum of the downloaded file. None if no published checksum could be verified; the number of rows,
-            the number of features and the labels are then checked instead.
+        n_rows: Expected number of rows, which is compared with the number of rows of the converted
+            text.
+        sha256: Checksum of the downloaded file. None if no published checksum could be verified;
+            the number of rows, the number of features and the labels are then checked instead.
     """
 
     url: str
@@ -122,7 +131,8 @@ KNOWN: Mapping[str, KnownDataset] = {
         "Reuters news, tf-idf",
         47_236,
         _parts(
-            TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242), TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399)
+            TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242),
+            TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399),
         ),
         layout="csr",
     ),
@@ -137,23 +147,29 @@ KNOWN: Mapping[str, KnownDataset] = {
 
 
 def text_names(name: str, part: str) -> list[str]:
-    """Return the names that the text of one part of a data set may have, without the ending of a compression.
+    """Return the names that the text of one part of a data set may have.
+
+    The names do not have the ending of a compression.
 
     Args:
         name: Name of the data set, known or not.
         part: ``"train"`` or ``"test"``.
 
     Returns:
-        The published name, if the data set is known, and then ``NAME`` for training or ``NAME.t`` for test.
+        The published name, if the data set is known, and then ``NAME`` for training or ``NAME.t``
+        for test.
 
     Example:
         >>> text_names("epsilon", "test"), text_names("mine", "train")
         (['epsilon_normalized.t', 'epsilon.t'], ['mine'])
     """
-    names = [name if part == "train" else f"{name}.t"]
+    names = []
     if name in KNOWN and part in KNOWN[name].files:
         published = PurePosixPath(KNOWN[name].files[part].file_name)
-        names.insert(0, published.stem if published.suffix in COMPRESSIONS[1:] else published.name)
+        is_compressed = published.suffix in COMPRESSIONS[1:]
+        names.append(published.stem if is_compressed else published.name)
+    names.append(name if part == "train" else f"{name}.t")
+    # The published name may be one of these: a9a.t, for example.
     return list(dict.fromkeys(names))
 
 

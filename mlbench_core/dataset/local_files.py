@@ -1,4 +1,7 @@
-"""Find the files of a data set, plain or compressed, read them, and create names for files derived from them."""
+"""Find the files of a data set, plain or compressed, and read them.
+
+The module also creates names for files that are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +58,18 @@ def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
     Returns:
         Its path, or None.
     """
-    candidates = (folder / (name + ending) for folder, name, ending in itertools.product(folders, names, COMPRESSIONS))
-    return next((path for path in candidates if path.is_file()), None)
+    for folder, name, ending in itertools.product(folders, names, COMPRESSIONS):
+        path = folder / (name + ending)
+        if path.is_file():
+            return path
+    return None
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading in binary mode, decompressed if its name ends in ``.gz``, ``.bz2`` or ``.xz``.
+    """Open a file for reading in binary mode.
+
+    The content is decompressed if the name ends in ``.gz``, ``.bz2`` or ``.xz``.
 
     Args:
         path: The file.
@@ -70,14 +78,15 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         The open file.
 
     Raises:
-        DatasetError: The file cannot be read or decompressed. Damage in the middle of a file is found only when it is
-            read.
+        DatasetError: The file cannot be read or decompressed. Damage in the middle of a file is
+            found only when it is read.
     """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
+        # Errors of the system have a number. For damaged data, the decompressors raise OSErrors
+        # without one.
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(f"{path} cannot be read: {error}") from error
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
@@ -86,9 +95,10 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text without their ends; for an ``.sgm`` file, its segments.
 
-    Only a line feed ends a line, with or without one carriage return before it. Texts from the web contain other
-    characters that Python treats as line ends. If they ended a line, all following lines would no longer match those
-    of the other language. A byte order mark at the start of the file is ignored.
+    Only a line feed ends a line, with or without one carriage return before it. Texts from the web
+    contain other characters that Python treats as line ends. If they ended a line, all following
+    lines would no longer match those of the other language. A byte order mark at the start of the
+    file is ignored.
 
     Args:
         path: The file, plain or compressed.
@@ -101,16 +111,21 @@ def read_lines(path: Path) -> Iterator[str]:
     """
     with open_file(path) as file:
         lines = _decoded(path, file)
-        if ".sgm" in path.suffixes[-2:]:
-            lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
-        yield from lines
+        if ".sgm" not in path.suffixes[-2:]:
+            yield from lines
+            return
+        for line in lines:
+            if match := _SEGMENT.search(line):
+                yield html.unescape(match[1]).strip()
 
 
 def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a file that is open in binary mode, which splits at line feeds only."""
     for number, line in enumerate(iter(partial(file.readline, MOST_LINE_BYTES), b""), 1):
         if len(line) == MOST_LINE_BYTES:
-            raise DatasetError(f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is not text")
+            raise DatasetError(
+                f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is not text"
+            )
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
@@ -136,9 +151,12 @@ def load_array(path: Path, *, mapped: bool) -> np.ndarray:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
-    # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy do not help.
+    # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy
+    # do not help.
     except MemoryError as error:
-        raise DatasetError(f"{path} is damaged, or too large for the memory of this machine") from error
+        raise DatasetError(
+            f"{path} is damaged, or too large for the memory of this machine"
+        ) from error
     except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
         raise DatasetError(f"{path} is damaged: it cannot be read as an array") from error
 
@@ -149,7 +167,7 @@ def count_lines(path: Path) -> int:
 
 
 def digest_texts(paths: Iterable[Path], settings: list[Any]) -> str:
-    """Return a digest of settings and of the path, size and mtime of each text, to name files derived from them.
+    """Return a digest of settings and texts, as a name for files derived from them.
 
     Args:
         paths: The texts.

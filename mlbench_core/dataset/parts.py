@@ -1,7 +1,7 @@
 """Assign samples to workers and to the validation set, by position.
 
-Every worker computes the whole assignment from the seed alone, and no global generator is read. This module imports no
-framework, so the parts of a data set are the same in all of them.
+Every worker computes the whole assignment from the seed alone, and no global generator is read.
+This module imports no framework, so the parts of a data set are the same in all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["divide_batch", "part_sizes", "sample_order", "stratified_split", "un
 def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
     """Divide the samples of an update among workers that may hold fewer at a time than their share.
 
-    A worker accumulates the gradients of as few batches as possible. Their size is the one with which
-    ``world_size * size * frequency`` is nearest to ``total``; it is equal if ``world_size * frequency`` divides it.
+    A worker accumulates the gradients of as few batches as possible. Their size is the one with
+    which ``world_size * size * frequency`` is nearest to ``total``; it is equal if ``world_size *
+    frequency`` divides it.
 
     Args:
         total: Samples, or tokens, of all workers in an update, at least 1.
@@ -31,7 +32,8 @@ def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
         world_size: Number of workers, at least 1.
 
     Returns:
-        ``(size, frequency)``: the size of a worker's batch, at least 1, and its batches before an update.
+        ``(size, frequency)``: the size of a worker's batch, at least 1, and its batches before an
+        update.
 
     Example:
         >>> [divide_batch(2048, 128, world_size) for world_size in (1, 3, 12, 16, 32)]
@@ -50,21 +52,28 @@ def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
 
 
 def part_sizes(count: int, world_size: int) -> list[int]:
-    """Return the number of samples of each worker. The sizes differ by at most 1, and the last part is the smallest.
+    """Return the number of samples of each worker.
+
+    The sizes differ by at most 1, and the last part is the smallest.
 
     Example:
         >>> part_sizes(5, 2)
         [3, 2]
     """
-    return [count // world_size + (worker < count % world_size) for worker in range(world_size)]
+    size, n_larger = divmod(count, world_size)
+    return [size + 1] * n_larger + [size] * (world_size - n_larger)
 
 
 def sample_order(count: int, shuffle: bool, seed: int) -> np.ndarray:
     """Return the positions of all samples in the order in which workers receive them."""
-    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+    if shuffle:
+        return np.random.default_rng(seed).permutation(count)
+    return np.arange(count)
 
 
-def uniform_part(count: int, rank: int, world_size: int, *, shuffle: bool = True, seed: int = 0) -> np.ndarray:
+def uniform_part(
+    count: int, rank: int, world_size: int, *, shuffle: bool = True, seed: int = 0
+) -> np.ndarray:
     """Return the positions of the samples of one worker, each equally likely on every worker.
 
     The parts are disjoint and cover every sample.
@@ -73,7 +82,8 @@ def uniform_part(count: int, rank: int, world_size: int, *, shuffle: bool = True
         count: Number of samples.
         rank: Rank of the worker, from 0 to ``world_size - 1``.
         world_size: Number of workers, at least 1.
-        shuffle: If True, the samples are drawn at random and in random order; otherwise the parts are contiguous.
+        shuffle: If True, the samples are drawn at random and in random order; otherwise the parts
+            are contiguous.
         seed: Seed of the draw, at least 0; the same on all workers.
 
     Returns:

@@ -1,7 +1,8 @@
 """Download a data set, and prepare it so that a task can start at once.
 
-The classes that read the data do both by themselves when a task starts. Here, both are done before, for machines
-without a network or for large data. The results are those of the tasks, so a task with the same folder uses them.
+The classes that read the data do both when a task starts. Here, both are done before, for machines
+without a network or for large data. The results are those of the tasks, so a task with the same
+folder uses them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class Prepared:
 def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     """Download the files of a data set that a folder does not have.
 
-    An interrupted download is resumed by the next call, and a file gets its name only when it is complete.
+    An interrupted download is resumed by the next call, and a file gets its name only when it is
+    complete.
 
     Args:
         record: The data set.
         folder: Destination folder; None is the default folder of the data set.
 
     Returns:
-        The published files that are in the folder now, plain or compressed; none if the data set needs no download.
+        The published files that are in the folder now, plain or compressed; none if the data set
+        needs no download.
 
     Raises:
         DownloadError: A download failed, the disk is full, or only a person can get the data.
@@ -56,36 +59,46 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     folder = folder or record.folder
     if record.origin == "by hand":
         raise DownloadError(
-            f"{record.name} cannot be downloaded by a program: get it from {record.sources[0]}, and put its folders "
-            f"train and val into {folder}"
+            f"{record.name} cannot be downloaded by a program: get it from {record.sources[0]}, "
+            f"and put its folders train and val into {folder}"
         )
     if record.origin != "download":
         return []
     # The modules that download are those that read the data, and these import torch.
     require("torch", "torch")
-    _FETCHERS[record.name](folder)
-    found = {file.name: file.find(folder) for file in record.files}
+    _FETCHERS[record.name](record.name, folder)
+    paths: list[Path] = []
+    missing: list[str] = []
+    for file in record.files:
+        match = file.find(folder)
+        if match is None:
+            missing.append(file.name)
+        else:
+            paths.append(match[0])
     # The classes read other text in these folders too, and do not mix it with a download.
-    if missing := [name for name, each in found.items() if each is None]:
+    if missing:
         raise DatasetError(
-            f"{folder} has other text of {record.name}, so {', '.join(missing)} cannot be downloaded into it: move "
-            f"that text away, or use another folder"
+            f"{folder} has other text of {record.name}, so {', '.join(missing)} cannot be "
+            "downloaded into it: move that text away, or use another folder"
         )
-    return [each[0] for each in found.values() if each is not None]
+    return paths
 
 
-def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None) -> Prepared | None:
+def prepare(
+    record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None
+) -> Prepared | None:
     """Prepare a data set whose files are on this machine; nothing is downloaded.
 
-    Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of
-    steps. Each step leaves its complete result or nothing, and a later call continues after the last complete step.
+    Text is split into words and sub-words, and the text of linear models becomes stores. The
+    preparation consists of steps. Each step leaves its complete result or nothing, and a later call
+    continues after the last complete step.
 
     Args:
         record: The data set.
-        folder: Folder of its files, the one that a task gets by ``--data``; None is the default folder, which a task
-            without ``--data`` reads.
-        vocabulary: File with the sub-tokens of MLPerf's reference, for ``wmt17`` only, as a task gets it by
-            ``--vocabulary``; None for a vocabulary of the task's own.
+        folder: Folder of its files, the one that a task gets by ``--data``; None is the default
+            folder, which a task without ``--data`` reads.
+        vocabulary: File with the sub-tokens of MLPerf's reference, for ``wmt17`` only, as a task
+            gets it by ``--vocabulary``; None learns a vocabulary from the text.
 
     Returns:
         The result; None if the data set is read as it is.
@@ -97,7 +110,9 @@ def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Pa
         MissingDependencyError: A package is not installed.
     """
     if vocabulary is not None and record.name != "wmt17":
-        raise ValueError(f"vocabulary must be None for {record.name}, not {vocabulary}: only wmt17 can use one")
+        raise ValueError(
+            f"vocabulary must be None for {record.name}, not {vocabulary}: only wmt17 can use one"
+        )
     if record.name not in _PREPARERS:
         return None
     require("torch", "torch")
@@ -109,29 +124,37 @@ def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Pa
         # A DatasetNotFoundError is an OSError too, but has no number.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DatasetError(
-                f"the disk is full: {record.name} could not be prepared ({error}); free some space and start again"
+                f"the disk is full: {record.name} could not be prepared ({error}); free some "
+                "space and start again"
             ) from error
         raise
 
 
-def _fetch_cifar10(folder: Path) -> None:
-    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1
+def _fetch_images(name: str, folder: Path) -> None:
+    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1, MNIST
 
+    # The classes download the missing files of their part when they are created.
     for train in (True, False):
-        CIFAR10V1(folder, train=train, download=True)
-
-
-def _fetch_mnist(folder: Path) -> None:
-    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import MNIST
-
-    for train in (True, False):
-        MNIST(folder, train=train, download=True, pad=0, channels=1)
+        if name == "cifar10":
+            CIFAR10V1(folder, train=train, download=True)
+        else:
+            MNIST(folder, train=train, download=True, pad=0, channels=1)
 
 
 def _fetch_text(name: str, folder: Path) -> None:
-    from mlbench_core.dataset.nlp.pytorch import multi30k, wikitext2_dataset, wmt16_dataset, wmt17_dataset
+    from mlbench_core.dataset.nlp.pytorch import (
+        multi30k,
+        wikitext2_dataset,
+        wmt16_dataset,
+        wmt17_dataset,
+    )
 
-    modules = {"multi30k": multi30k, "wikitext2": wikitext2_dataset, "wmt16": wmt16_dataset, "wmt17": wmt17_dataset}
+    modules = {
+        "multi30k": multi30k,
+        "wikitext2": wikitext2_dataset,
+        "wmt16": wmt16_dataset,
+        "wmt17": wmt17_dataset,
+    }
     modules[name].download_text(folder)
 
 
@@ -142,11 +165,10 @@ def _fetch_linear(name: str, folder: Path) -> None:
         download(name, part, folder)
 
 
-_FETCHERS: Mapping[str, Callable[[Path], None]] = {
-    "cifar10": _fetch_cifar10,
-    "mnist": _fetch_mnist,
-    **{name: partial(_fetch_text, name) for name in ("multi30k", "wikitext2", "wmt16", "wmt17")},
-    **{name: partial(_fetch_linear, name) for name in KNOWN},
+_FETCHERS: Mapping[str, Callable[[str, Path], None]] = {
+    **dict.fromkeys(("cifar10", "mnist"), _fetch_images),
+    **dict.fromkeys(("multi30k", "wikitext2", "wmt16", "wmt17"), _fetch_text),
+    **dict.fromkeys(KNOWN, _fetch_linear),
 }
 
 
@@ -161,18 +183,22 @@ def _prepare_pairs(record: DatasetRecord, folder: Path | None, **options: Any) -
     }
     parts = ("train", "validation") if record.name == "wmt16" else ("train", "validation", "test")
     load = partial(loaders[record.name], folder or record.folder, **options)
-    # The stores have all pairs; a data set may leave out long ones.
-    stores = {part: load(**{part: True}).part.store for part in parts}
-    return Prepared(user_folder("cache", "text"), "pairs", {part: len(store) for part, store in stores.items()})
+    counts = {}
+    for part in parts:
+        # The store has all pairs; a data set may leave out long ones.
+        counts[part] = len(load(**{part: True}).part.store)
+    return Prepared(user_folder("cache", "text"), "pairs", counts)
 
 
 def _prepare_wikitext2(record: DatasetRecord, folder: Path | None) -> Prepared:
     """Create the cache of the words' ids."""
     from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
 
-    parts = ("train", "valid", "test")
     load: Callable[..., Any] = partial(Wikitext2Dataset, folder or record.folder, 1, download=False)
-    return Prepared(user_folder("cache"), "tokens", {part: len(load(**{part: True}).tokens) for part in parts})
+    counts = {}
+    for part in ("train", "valid", "test"):
+        counts[part] = len(load(**{part: True}).tokens)
+    return Prepared(user_folder("cache"), "tokens", counts)
 
 
 def _prepare_linear(record: DatasetRecord, folder: Path | None) -> Prepared:
@@ -188,18 +214,21 @@ def _prepare_linear(record: DatasetRecord, folder: Path | None) -> Prepared:
         if folder is None:
             _check_texts(record)
         stores = prepare_stores(name, home, folder)
-    counts = {part: sum(len(LinearStore(path)) for path in find_stores(stores, name, part)) for part in parts}
+    counts = {}
+    for part in parts:
+        counts[part] = sum(map(len, map(LinearStore, find_stores(stores, name, part))))
     return Prepared(stores, "rows", counts)
 
 
 def _check_texts(record: DatasetRecord) -> None:
     """Refuse to prepare a part without text and store, which ``prepare_stores`` would download."""
     for file in record.files:
-        if not has_stores(record.folder, record.name, file.name) and file.find(record.folder) is None:
-            raise DatasetNotFoundError(
-                f"{record.folder} has no {file.forms[0].path}, plain or compressed: 'mlbench data fetch {record.name}' "
-                f"downloads it"
-            )
+        if has_stores(record.folder, record.name, file.name) or file.find(record.folder):
+            continue
+        raise DatasetNotFoundError(
+            f"{record.folder} has no {file.forms[0].path}, plain or compressed: "
+            f"'mlbench data fetch {record.name}' downloads it"
+        )
 
 
 _PREPARERS: Mapping[str, Callable[[DatasetRecord, Path | None], Prepared]] = {

@@ -1,13 +1,14 @@
 """The data sets that the library knows: their licenses, sources, sizes, checksums and folders.
 
-Each value is one that its publisher states, or that was measured on a verified copy. A value that nobody has verified
-is "unknown" or None. The classes that read a data set take their addresses and checksums from here. This module imports
-no framework.
+Each value is one that its publisher states, or that was measured on a verified copy. A value that
+nobody has verified is "unknown" or None. The classes that read a data set take their addresses and
+checksums from here. This module imports no framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,29 @@ from mlbench_core.dataset.local_files import find_file
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "Archive", "DataFile", "DatasetRecord", "FileForm", "get_dataset"]
+__all__ = [
+    "DATASETS",
+    "DEFAULT_FOLDER",
+    "Archive",
+    "DataFile",
+    "DatasetRecord",
+    "FileForm",
+    "get_dataset",
+]
 
 DEFAULT_FOLDER = ("datasets", "torch")
-"""The folder of all default folders, below that of the user; tasks without ``--root-dataset`` use it too."""
+"""The parent of all default folders, below the user's folder.
+
+Tasks without ``--root-dataset`` use it too.
+"""
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-CIFAR10_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+CIFAR10_BATCHES = (*map("data_batch_{}".format, range(1, 6)), "test_batch")
 # The folders into which the two archives unpack.
 CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
-# The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
-# is checked instead.
+# The published checksums. No verifiable checksum of the other binary batches is published, so their
+# number of records is checked instead.
 CIFAR10_MD5 = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
@@ -38,12 +50,13 @@ CIFAR10_MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-_CIFAR10_BATCH_BYTES = 10_000 * (1 + 3 * 32 * 32)  # of the binary version: a label and an image in each record
+# Of the binary version: a label and an image in each record.
+_CIFAR10_BATCH_BYTES = 10_000 * (1 + 3 * 32 * 32)
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FOLDERS = ("", "raw", "MNIST/raw")
-# Each file has two checksums. That of the decompressed content is valid for any compression. That of the archive
-# detects a damaged download before the file gets its final name.
+# Each file has two checksums. That of the decompressed content is valid for any compression. That
+# of the archive detects a damaged download before the file gets its final name.
 MNIST_MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -59,7 +72,8 @@ MNIST_ARCHIVE_MD5 = {
 
 WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
 WIKITEXT2_HUB_URL = (
-    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
+    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/"
+    "{name}-00000-of-00001.parquet"
 )
 WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 WIKITEXT2_WORDS = 33_278
@@ -68,7 +82,8 @@ WIKITEXT2_NAMES = ("wiki.{part}.tokens", "{part}.txt")
 
 # The address has a fixed revision, so that the checksums below stay correct.
 MULTI30K_URL = (
-    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw/"
+    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/"
+    "data/task1/raw/"
 )
 MULTI30K_NAMES = {
     "train": ("train",),
@@ -99,9 +114,10 @@ class Archive:
 
     Attributes:
         url: Address of a tar archive.
-        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or
-            ``ref``.
-        lines: Number of lines in each language, which is checked because no checksums are published.
+        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}``
+            for ``src`` or ``ref``.
+        lines: Number of lines in each language, which is checked because no checksums are
+            published.
     """
 
     url: str
@@ -109,18 +125,28 @@ class Archive:
     lines: int
 
     def text_path(self, lang: str) -> str:
-        """Return the path of the text in one language in the archive; English is the source of the original."""
+        """Return the path of the text in one language in the archive."""
+        # In newstest2014's files, English is the source and German the reference translation.
         return self.member.format(lang=lang, side={"en": "src", "de": "ref"}.get(lang, ""))
 
 
-# The publishers give no checksums; the last number of each archive is its number of lines, which is checked instead.
-EUROPARL = Archive("https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209)
-COMMON_CRAWL = Archive(
-    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz", "commoncrawl.de-en.{lang}", 2_399_123
+# The publishers give no checksums; the last number of each archive is its number of lines, which is
+# checked instead.
+EUROPARL = Archive(
+    "https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209
 )
-NEWSTEST2013 = Archive("https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000)
+COMMON_CRAWL = Archive(
+    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
+    "commoncrawl.de-en.{lang}",
+    2_399_123,
+)
+NEWSTEST2013 = Archive(
+    "https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000
+)
 NEWSTEST2014 = Archive(
-    "https://www.statmt.org/wmt14/test-full.tgz", "test-full/newstest2014-deen-{side}.{lang}.sgm", 3_003
+    "https://www.statmt.org/wmt14/test-full.tgz",
+    "test-full/newstest2014-deen-{side}.{lang}.sgm",
+    3_003,
 )
 _NEWS_11 = Archive(
     "https://data.statmt.org/wmt16/translation-task/training-parallel-nc-v11.tgz",
@@ -132,7 +158,8 @@ _NEWS_12 = Archive(
     "training/news-commentary-v12.de-en.{lang}",
     270_769,
 )
-# Europarl, Common Crawl and newstest2014 are in both data sets, so both can share a folder and a download.
+# Europarl, Common Crawl and newstest2014 are in both data sets, so both can share a folder and a
+# download.
 WMT16_ARCHIVES = {"train": (EUROPARL, COMMON_CRAWL, _NEWS_11), "validation": (NEWSTEST2014,)}
 WMT17_ARCHIVES = {
     "train": (EUROPARL, COMMON_CRAWL, _NEWS_12),
@@ -149,8 +176,9 @@ class FileForm:
 
     Attributes:
         path: Path below the folder of the data set, without the ending of a compression.
-        check: ``"sha256"`` or ``"md5"`` if a checksum is published, otherwise ``"bytes"``, ``"lines"`` or ``"tokens"``:
-            the number of these. Tokens are words, plus one end for each line.
+        check: ``"sha256"`` or ``"md5"`` if a checksum is published, otherwise ``"bytes"``,
+            ``"lines"`` or ``"tokens"``: the number of these. Tokens are words, plus one end for
+            each line.
         expected: The checksum in hexadecimal digits, or the number.
     """
 
@@ -172,7 +200,7 @@ class DataFile:
     forms: tuple[FileForm, ...]
 
     def find(self, folder: Path) -> tuple[Path, FileForm] | None:
-        """Return the path of the file, plain or compressed, and its form; None if it does not exist.
+        """Return the path of the file, plain or compressed, and its form, or None.
 
         Args:
             folder: Folder of the data set.
@@ -192,10 +220,11 @@ class DatasetRecord:
         title: Short description.
         license: License as the sources of the data state it; "unknown" if nobody has checked it.
         sources: Addresses of the data; or one text that says where it comes from.
-        download_bytes: Size of the download, rounded if its publisher rounds it; 0 without a download, None if unknown.
+        download_bytes: Size of the download, rounded if its publisher rounds it; 0 without a
+            download, None if unknown.
         files: The published files that training and validation need.
-        origin: ``"download"``; ``"installed"`` with a package; ``"generated"``; or ``"by hand"`` if only a person can
-            get it.
+        origin: ``"download"``; ``"installed"`` with a package; ``"generated"``; or ``"by hand"`` if
+            only a person can get it.
     """
 
     name: str
@@ -218,8 +247,12 @@ class DatasetRecord:
 
     @property
     def folder(self) -> Path:
-        """Return the default folder: the one that its first task reads without ``--data`` and ``--root-dataset``."""
-        return user_folder(*DEFAULT_FOLDER, f"task{self.tasks[0]}" if self.tasks else self.name)
+        """Return the default folder.
+
+        Its first task reads this folder without ``--data`` and ``--root-dataset``.
+        """
+        name = f"task{self.tasks[0]}" if self.tasks else self.name
+        return user_folder(*DEFAULT_FOLDER, name)
 
     @property
     def checks(self) -> tuple[str, ...]:
@@ -257,110 +290,146 @@ def _cifar_batch(name: str) -> DataFile:
     forms = []
     for folder in CIFAR10_FOLDERS:
         for file_name in (f"{name}.bin", name):
-            md5 = CIFAR10_MD5.get(file_name)
             path = f"{folder}/{file_name}".lstrip("/")
-            forms.append(FileForm(path, "md5", md5) if md5 else FileForm(path, "bytes", _CIFAR10_BATCH_BYTES))
+            if md5 := CIFAR10_MD5.get(file_name):
+                forms.append(FileForm(path, "md5", md5))
+            else:
+                forms.append(FileForm(path, "bytes", _CIFAR10_BATCH_BYTES))
     return DataFile(name, tuple(forms))
 
 
 def _wikitext_part(part: str) -> DataFile:
-    names = [f"{folder}/{name}".lstrip("/") for folder in WIKITEXT2_FOLDERS for name in WIKITEXT2_NAMES]
-    tokens = WIKITEXT2_TOKENS[part]
-    return DataFile(part, tuple(FileForm(name.format(part=part), "tokens", tokens) for name in names))
+    forms = []
+    for folder in WIKITEXT2_FOLDERS:
+        for name in WIKITEXT2_NAMES:
+            path = f"{folder}/{name.format(part=part)}".lstrip("/")
+            forms.append(FileForm(path, "tokens", WIKITEXT2_TOKENS[part]))
+    return DataFile(part, tuple(forms))
 
 
 def _wmt_files(archives: Mapping[str, tuple[Archive, ...]]) -> tuple[DataFile, ...]:
     """Return the texts of all archives; the test sets are also known by their plain names."""
     files = []
-    for archive in (archive for part in archives.values() for archive in part):
+    for archive in itertools.chain.from_iterable(archives.values()):
         for lang in ("en", "de"):
             path = archive.text_path(lang)
-            plain = [f"newstest{year}.{lang}" for year in (2013, 2014) if f"newstest{year}" in path]
-            forms = [FileForm(each, "lines", archive.lines) for each in (*plain, path)]
+            forms = [FileForm(path, "lines", archive.lines)]
+            for test_set in ("newstest2013", "newstest2014"):
+                if test_set in path:
+                    forms.insert(0, FileForm(f"{test_set}.{lang}", "lines", archive.lines))
             files.append(DataFile(path.rsplit("/", 1)[-1], tuple(forms)))
     return tuple(files)
 
 
 def _wmt(name: str, title: str, archives: Mapping[str, tuple[Archive, ...]]) -> DatasetRecord:
-    urls = tuple(archive.url for part in archives.values() for archive in part)
-    return DatasetRecord(name, title, "unknown (test sets: for research)", urls, 1_600_000_000, _wmt_files(archives))
+    urls = tuple(archive.url for archive in itertools.chain.from_iterable(archives.values()))
+    terms = "unknown (test sets: for research)"
+    return DatasetRecord(name, title, terms, urls, 1_600_000_000, _wmt_files(archives))
 
 
 def _linear(name: str) -> DatasetRecord:
-    known = KNOWN[name]
+    data = KNOWN[name]
     files = []
-    for part, text in known.files.items():
-        published, *others = text_names(name, part)
+    for part, text in data.files.items():
+        names = text_names(name, part)
         check: tuple[str, str | int] = ("lines", text.n_rows)
-        # A checksum is that of the published file, so it is that of the content only if the file is not compressed.
-        if text.sha256 is not None and published == text.file_name:
+        # A checksum is that of the published file, so it is that of the content only if the file is
+        # not compressed.
+        if text.sha256 is not None and names[0] == text.file_name:
             check = ("sha256", text.sha256)
-        files.append(DataFile(part, tuple(FileForm(each, *check) for each in (published, *others))))
-    urls = tuple(text.url for text in known.files.values())
-    return DatasetRecord(name, known.title, known.license, urls, known.download_bytes, tuple(files))
+        files.append(DataFile(part, tuple(FileForm(path, *check) for path in names)))
+    urls = tuple(text.url for text in data.files.values())
+    return DatasetRecord(name, data.title, data.license, urls, data.download_bytes, tuple(files))
 
 
 def _mnist_file(name: str) -> DataFile:
-    paths = [f"{folder}/{name}".lstrip("/") for folder in MNIST_FOLDERS]
-    return DataFile(name, tuple(FileForm(path, "md5", MNIST_MD5[name]) for path in paths))
+    forms = []
+    for folder in MNIST_FOLDERS:
+        forms.append(FileForm(f"{folder}/{name}".lstrip("/"), "md5", MNIST_MD5[name]))
+    return DataFile(name, tuple(forms))
 
 
-DATASETS: Mapping[str, DatasetRecord] = {
-    record.name: record
-    for record in (
-        DatasetRecord(
-            "cifar10",
-            "CIFAR-10: color images of 32x32 in ten classes",
-            "none stated",
-            (CIFAR10_URL,),
-            162_000_000,
-            tuple(map(_cifar_batch, CIFAR10_BATCHES)),
+def _multi30k_file(name: str) -> DataFile:
+    return DataFile(name, (FileForm(name, "sha256", MULTI30K_SHA256[name]),))
+
+
+def _urls(folder: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{folder}{name}.gz" for name in names)
+
+
+_RECORDS = (
+    DatasetRecord(
+        "cifar10",
+        "CIFAR-10: color images of 32x32 in ten classes",
+        "none stated",
+        (CIFAR10_URL,),
+        162_000_000,
+        tuple(map(_cifar_batch, CIFAR10_BATCHES)),
+    ),
+    DatasetRecord(
+        "mnist",
+        "MNIST: handwritten digits, 28x28",
+        "none stated; commonly CC BY-SA 3.0",
+        _urls(MNIST_URL, MNIST_MD5),
+        11_594_722,
+        tuple(map(_mnist_file, MNIST_MD5)),
+    ),
+    DatasetRecord(
+        "digits",
+        "Handwritten digits of scikit-learn, 8x8",
+        "unknown",
+        ("scikit-learn",),
+        0,
+        origin="installed",
+    ),
+    DatasetRecord(
+        "imagenet",
+        "ImageNet, or images in one folder for each class",
+        "unknown",
+        ("https://image-net.org/download",),
+        origin="by hand",
+    ),
+    *map(_linear, KNOWN),
+    DatasetRecord(
+        SYNTHETIC,
+        "Dense rows of a logistic model",
+        "not applicable",
+        ("this library",),
+        0,
+        origin="generated",
+    ),
+    DatasetRecord(
+        "wikitext2",
+        "WikiText-2: articles of Wikipedia, in words",
+        "CC BY-SA",
+        (
+            WIKITEXT2_URL,
+            WIKITEXT2_HUB_URL.format(name="train"),
+            WIKITEXT2_HUB_URL.format(name="validation"),
+            WIKITEXT2_HUB_URL.format(name="test"),
         ),
-        DatasetRecord(
-            "mnist",
-            "MNIST: handwritten digits, 28x28",
-            "none stated; commonly CC BY-SA 3.0",
-            tuple(f"{MNIST_URL}{name}.gz" for name in MNIST_MD5),
-            11_594_722,
-            tuple(map(_mnist_file, MNIST_MD5)),
-        ),
-        DatasetRecord(
-            "digits",
-            "Handwritten digits of scikit-learn, 8x8",
-            "unknown",
-            ("scikit-learn",),
-            0,
-            origin="installed",
-        ),
-        DatasetRecord(
-            "imagenet",
-            "ImageNet, or images in one folder for each class",
-            "unknown",
-            ("https://image-net.org/download",),
-            origin="by hand",
-        ),
-        *map(_linear, KNOWN),
-        DatasetRecord(
-            SYNTHETIC, "Dense rows of a logistic model", "not applicable", ("this library",), 0, origin="generated"
-        ),
-        DatasetRecord(
-            "wikitext2",
-            "WikiText-2: articles of Wikipedia, in words",
-            "CC BY-SA",
-            (WIKITEXT2_URL, *(WIKITEXT2_HUB_URL.format(name=name) for name in ("train", "validation", "test"))),
-            4_000_000,
-            tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
-        ),
-        _wmt("wmt16", "WMT16 English-German: Europarl, Common Crawl, News Commentary 11", WMT16_ARCHIVES),
-        _wmt("wmt17", "WMT17 English-German: Europarl, Common Crawl, News Commentary 12", WMT17_ARCHIVES),
-        DatasetRecord(
-            "multi30k",
-            "Multi30k: captions of photos, English-German",
-            "research and education, non-commercial",
-            tuple(f"{MULTI30K_URL}{name}.gz" for name in MULTI30K_SHA256),
-            1_296_271,
-            tuple(DataFile(name, (FileForm(name, "sha256", sha256),)) for name, sha256 in MULTI30K_SHA256.items()),
-        ),
-    )
-}
+        4_000_000,
+        tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
+    ),
+    _wmt(
+        "wmt16",
+        "WMT16 English-German: Europarl, Common Crawl, News Commentary 11",
+        WMT16_ARCHIVES,
+    ),
+    _wmt(
+        "wmt17",
+        "WMT17 English-German: Europarl, Common Crawl, News Commentary 12",
+        WMT17_ARCHIVES,
+    ),
+    DatasetRecord(
+        "multi30k",
+        "Multi30k: captions of photos, English-German",
+        "research and education, non-commercial",
+        _urls(MULTI30K_URL, MULTI30K_SHA256),
+        1_296_271,
+        tuple(map(_multi30k_file, MULTI30K_SHA256)),
+    ),
+)
+
+DATASETS: Mapping[str, DatasetRecord] = {record.name: record for record in _RECORDS}
 """All data sets by name."""

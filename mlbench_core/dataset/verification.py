@@ -1,4 +1,4 @@
-"""Check the files of a data set against their published checksums, or against their sizes if none is published."""
+"""Check the files of a data set against published checksums, or sizes if none are published."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class FileStatus:
 def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus]:
     """Check the files of a data set.
 
-    The content is checked after decompression, so a file may be plain or compressed. For a linear model's data, the
-    text, the stores that were made from it, or both may exist.
+    The content is checked after decompression, so a file may be plain or compressed. For a linear
+    model's data, the text, the stores that were made from it, or both may exist.
 
     Args:
         record: The data set.
@@ -49,7 +49,8 @@ def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus
         The result for each file, at least one.
 
     Raises:
-        MissingDependencyError: The folder has stores of a linear model's data, and a package to read them is missing.
+        MissingDependencyError: The folder has stores of a linear model's data, and a package to
+            read them is missing.
 
     Example:
         >>> import tempfile
@@ -63,45 +64,57 @@ def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus
     if record.origin == "installed":
         return [_check_scikit_learn()]
     if record.origin == "by hand":
-        return [_check_classes(folder / part) for part in ("train", "val")]
-    checks: list[Callable[[], list[FileStatus]]]
-    if record.origin == "generated" or record.name in KNOWN:
-        parts = [file.name for file in record.files] or ["train", "test"]
-        checks = [partial(_check_linear, record, part, folder) for part in parts]
-    else:
-        checks = [partial(_check_file, file, folder) for file in record.files]
-    found: list[FileStatus] = []
+        return [_check_classes(folder / "train"), _check_classes(folder / "val")]
+    checks: list[Callable[[], list[FileStatus]]] = []
+    if record.origin == "generated":
+        # Generated rows have stores, but no text.
+        for part in ("train", "test"):
+            checks.append(partial(_check_linear, record, part, None, folder))
+    for file in record.files:
+        if record.name in KNOWN:
+            checks.append(partial(_check_linear, record, file.name, file, folder))
+        else:
+            checks.append(partial(_check_file, file, folder))
+    statuses: list[FileStatus] = []
     with show_progress(record.name, len(checks)) as advance:
         for check in checks:
-            found += check()
+            statuses += check()
             advance(1)
-    return found
+    return statuses
 
 
 def _check_file(file: DataFile, folder: Path) -> list[FileStatus]:
-    found = file.find(folder)
-    if found is None:
-        return [FileStatus(folder / file.forms[0].path, "missing", "does not exist, plain or compressed")]
-    path, form = found
+    match = file.find(folder)
+    if match is None:
+        expected = folder / file.forms[0].path
+        return [FileStatus(expected, "missing", "does not exist, plain or compressed")]
+    path, form = match
     name, measure = _MEASURES[form.check]
     try:
         value = measure(path)
     except DatasetError as error:
         return [FileStatus(path, "damaged", str(error).removeprefix(f"{path} is damaged: "))]
     if value != form.expected:
-        problem = f"its {name} must be {form.expected}, not {value}: delete it and get it again"
+        problem = f"its {name} is {value}, not {form.expected}: delete it and get it again"
         return [FileStatus(path, "damaged", problem)]
     return [FileStatus(path, "ok", name)]
 
 
-def _check_linear(record: DatasetRecord, part: str, folder: Path) -> list[FileStatus]:
+def _check_linear(
+    record: DatasetRecord, part: str, text: DataFile | None, folder: Path
+) -> list[FileStatus]:
     """Check the text and the stores of one part; one of them is enough."""
-    text = next((file for file in record.files if file.name == part), None)
-    found = _check_file(text, folder) if text is not None and text.find(folder) else []
+    statuses: list[FileStatus] = []
+    expected = f"{record.name}_{part}.lmdb"
+    if text is not None:
+        expected = text.forms[0].path
+        if text.find(folder):
+            statuses += _check_file(text, folder)
     if has_stores(folder, record.name, part):
-        found += _check_stores(record, part, folder)
-    expected = text.forms[0].path if text is not None else f"{record.name}_{part}.lmdb"
-    return found or [FileStatus(folder / expected, "missing", "neither its text nor its store exists")]
+        statuses += _check_stores(record, part, folder)
+    if statuses:
+        return statuses
+    return [FileStatus(folder / expected, "missing", "neither its text nor its store exists")]
 
 
 def _check_stores(record: DatasetRecord, part: str, folder: Path) -> list[FileStatus]:
@@ -110,46 +123,58 @@ def _check_stores(record: DatasetRecord, part: str, folder: Path) -> list[FileSt
     require("lmdb", "linear")
     from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
 
-    found: list[FileStatus] = []
+    statuses: list[FileStatus] = []
     rows = 0
+    is_damaged = False
     for path in find_stores(folder, record.name, part):
         try:
             store = LinearStore(path)
             store.verify()
             rows += len(store)
         except DatasetError as error:
-            found.append(FileStatus(path, "damaged", str(error)))
+            statuses.append(FileStatus(path, "damaged", str(error)))
+            is_damaged = True
         else:
-            found.append(FileStatus(path, "ok", "CRC-32 of its blocks"))
-    known = KNOWN.get(record.name)
+            statuses.append(FileStatus(path, "ok", "CRC-32 of its blocks"))
     # A damaged store already has the reason why rows are missing.
-    if known is None or rows == known.files[part].n_rows or any(each.status == "damaged" for each in found):
-        return found
-    problem = f"has {rows} rows in all its stores, not {known.files[part].n_rows}: prepare it again"
-    return [FileStatus(each.path, "damaged", problem) for each in found]
+    if record.name not in KNOWN or is_damaged:
+        return statuses
+    expected = KNOWN[record.name].files[part].n_rows
+    if rows == expected:
+        return statuses
+    problem = f"has {rows} rows in all its stores, not {expected}: prepare it again"
+    return [FileStatus(status.path, "damaged", problem) for status in statuses]
 
 
 def _check_scikit_learn() -> FileStatus:
     """Check that scikit-learn is installed, without its import, which takes a second."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
-        return FileStatus(Path("scikit-learn"), "missing", "not installed: pip install 'mlbench-core[vision]'")
+        problem = "not installed: pip install 'mlbench-core[vision]'"
+        return FileStatus(Path("scikit-learn"), "missing", problem)
     return FileStatus(Path(spec.origin).parent, "ok", "scikit-learn is installed")
 
 
 def _check_classes(folder: Path) -> FileStatus:
-    """Check that a folder has one folder for each class, or tar files; no checksums are known for its images."""
-    classes = sum(path.is_dir() for path in folder.iterdir()) if folder.is_dir() else 0
+    """Check that a folder has one folder for each class, or tar files."""
+    n_classes = 0
+    if folder.is_dir():
+        n_classes = sum(map(Path.is_dir, folder.iterdir()))
     archives = [*folder.glob("*.tar"), *folder.parent.glob(f"{folder.name}*.tar")]
-    if not classes and not archives:
-        return FileStatus(folder, "missing", "must have one folder of images for each class, or tar files")
-    found = f"{len(archives)} tar files" if archives else f"{classes} classes"
-    return FileStatus(folder, "ok", f"{found}; images are not checked")
+    if archives:
+        content = f"{len(archives)} tar files"
+    elif n_classes:
+        content = f"{n_classes} classes"
+    else:
+        problem = "must have one folder of images for each class, or tar files"
+        return FileStatus(folder, "missing", problem)
+    # No checksums of the images are published.
+    return FileStatus(folder, "ok", f"{content}; images are not checked")
 
 
 def _count_bytes(path: Path) -> int:
     with open_file(path) as file:
-        return sum(len(chunk) for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
+        return sum(map(len, iter(partial(file.read, _CHUNK_BYTES), b"")))
 
 
 def _count_tokens(path: Path) -> int:

@@ -2,4 +2,6 @@
 
 from mlbench_core._lazy import lazy_subpackages
 
-__getattr__ = lazy_subpackages(__name__, "environment", "interfaces", "pytorch", "tensorflow", "worker_addresses")
+__getattr__ = lazy_subpackages(
+    __name__, "environment", "interfaces", "pytorch", "tensorflow", "worker_addresses"
+)

@@ -1,7 +1,8 @@
 """Find out how the workers of a run were started, and the place of this worker among them.
 
-Every launcher (torchrun, ``mpirun``, SLURM) leaves rank and world size in environment variables of its own. A class for
-each launcher reads these variables, and :func:`detect_environment` chooses the class.
+Every launcher (torchrun, ``mpirun``, SLURM) sets its own environment variables with rank and world
+size. A class for each launcher reads these variables, and :func:`detect_environment` chooses the
+class.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Place:
     master_port: int = DEFAULT_PORT
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which torch reads this place; none for a worker alone."""
+        """Return the variables from which torch reads this place; none for a worker alone."""
         if self.master_address is None:
             return {}
         return {
@@ -83,7 +84,7 @@ class ClusterEnvironment(ABC):
         self.environment = os.environ if environment is None else environment
 
     def is_active(self) -> bool:
-        """Return True if this process was started this way; always for ways that leave no trace in the environment."""
+        """Return True if this process was started this way; always if the way leaves no trace."""
         return True
 
     @abstractmethod
@@ -91,7 +92,8 @@ class ClusterEnvironment(ABC):
         """Return this worker's place.
 
         Raises:
-            ConfigurationError: A variable is missing or not a number, or the numbers contradict each other.
+            ConfigurationError: A variable is missing or not a number, or the numbers contradict
+                each other.
         """
 
     def read_rank(self) -> int:
@@ -103,7 +105,7 @@ class ClusterEnvironment(ABC):
         return self.place().rank
 
     def is_on_one_machine(self, place: Place) -> bool:
-        """Return True if all workers are known to run on this machine, so that nobody else needs to reach them.
+        """Return True if all workers are known to run here, so nobody else needs to reach them.
 
         Args:
             place: This worker's place, from :meth:`place`.
@@ -117,7 +119,7 @@ class ClusterEnvironment(ABC):
 
     def _has(self, *names: str) -> bool:
         # A variable that is set to nothing counts as missing.
-        return all(self.environment.get(name) for name in names)
+        return all(map(self.environment.get, names))
 
     def _integer(self, name: str, default: int | None = None) -> int:
         text = self.environment.get(name)
@@ -127,7 +129,8 @@ class ClusterEnvironment(ABC):
             return int(text or "")
         except ValueError:
             raise ConfigurationError(
-                f"the environment variable {name} must be a whole number, as {self.name} sets it, not {text!r}"
+                f"the environment variable {name} must be a whole "
+                f"number, as {self.name} sets it, not {text!r}"
             ) from None
 
     def _port(self, default: int = DEFAULT_PORT) -> int:
@@ -139,8 +142,8 @@ class ClusterEnvironment(ABC):
     def _checked(self, place: Place) -> Place:
         if place.world_size < 1 or not 0 <= place.rank < place.world_size:
             raise ConfigurationError(
-                f"{self.name} gives rank {place.rank} in a world of {place.world_size}; "
-                f"the rank must be at least 0 and below the world size"
+                f"{self.name} gives rank {place.rank} in a world of {place.world_size}; the rank "
+                "must be at least 0 and below the world size"
             )
         return place
 
@@ -151,7 +154,8 @@ class HostsEnvironment(ClusterEnvironment):
     The first host is the rendezvous.
 
     Args:
-        hosts: Host names or addresses by rank. A host that runs several workers is named several times.
+        hosts: Host names or addresses by rank. A host that runs several workers is named several
+            times.
         rank: This worker's number in ``hosts``; may be left at -1 if ``hosts`` has one entry.
         environment: As in :class:`ClusterEnvironment`; ``MASTER_PORT`` is the rendezvous' port.
 
@@ -165,18 +169,23 @@ class HostsEnvironment(ClusterEnvironment):
 
     name = "--hosts"
 
-    def __init__(self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(environment)
         entries = hosts.split(",") if isinstance(hosts, str) else hosts
         self.hosts = [str(host).strip() for host in entries]
         if not self.hosts or not all(self.hosts):
-            raise ValueError(f"hosts must be host names separated by commas, one for each worker, not {hosts!r}")
+            raise ValueError(
+                f"hosts must be host names separated by commas, one for each worker, not {hosts!r}"
+            )
         if rank == -1 and len(self.hosts) == 1:
             rank = 0
         if not 0 <= rank < len(self.hosts):
             raise ValueError(
-                f"rank is {rank}, but hosts names {len(self.hosts)} workers ({','.join(self.hosts)}): "
-                f"rank must be 0 to {len(self.hosts) - 1}, another one for each worker"
+                f"rank is {rank}, but hosts names {len(self.hosts)} workers "
+                f"({','.join(self.hosts)}): rank must be 0 to "
+                f"{len(self.hosts) - 1}, another one for each worker"
             )
         self.rank = rank
 
@@ -190,7 +199,9 @@ class HostsEnvironment(ClusterEnvironment):
 
 
 class TorchrunEnvironment(ClusterEnvironment):
-    """Workers started by ``torchrun``, or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Workers started by ``torchrun``, or by anything else that sets torch's four variables.
+
+    These are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Example:
         >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "4000"}
@@ -211,10 +222,12 @@ class TorchrunEnvironment(ClusterEnvironment):
         address = self.environment.get("MASTER_ADDR")
         if not address and world_size > 1:
             raise ConfigurationError(
-                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set it to the host of rank "
-                f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
+                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is "
+                "not: set it to the host of rank 0, start the workers with torchrun, or "
+                "unset RANK and WORLD_SIZE to run alone"
             )
-        return self._checked(Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port()))
+        local_rank = self._integer("LOCAL_RANK", 0)
+        return self._checked(Place(rank, world_size, local_rank, address or None, self._port()))
 
     def _num_local(self) -> int:
         return self._integer("LOCAL_WORLD_SIZE", 0)
@@ -238,22 +251,27 @@ class _MPIEnvironment(ClusterEnvironment):
         rank, size = self._integer(self.rank_name), self._integer(self.size_name)
         address = self.environment.get("MASTER_ADDR")
         if not address and size > 1:
-            # An mpirun does not name the host of rank 0. It is this host only if all workers run here.
+            # An mpirun does not name the host of rank 0. It is this host
+            # only if all workers run here.
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
-                    f"{self.name} started {size} workers on more than one host, and none knows where rank 0 is: "
-                    f"set MASTER_ADDR to the first host's address for all (mpirun -x MASTER_ADDR=... with Open MPI, "
-                    f"-genv MASTER_ADDR ... with MPICH)"
+                    f"{self.name} started {size} workers on more than one host, and none knows "
+                    "where rank 0 is: set MASTER_ADDR to the first host's address for all (mpirun "
+                    "-x MASTER_ADDR=... with Open MPI, -genv MASTER_ADDR ... with MPICH)"
                 )
             address = "127.0.0.1"
-        return self._checked(Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port()))
+        local_rank = self._integer(self.local_rank_name, 0)
+        return self._checked(Place(rank, size, local_rank, address or None, self._port()))
 
     def _num_local(self) -> int:
         return self._integer(self.local_size_name, 0)
 
 
 class OpenMPIEnvironment(_MPIEnvironment):
-    """Workers started by Open MPI's ``mpirun``; over several hosts it needs ``-x MASTER_ADDR=<first host>``."""
+    """Workers started by Open MPI's ``mpirun``.
+
+    Over several hosts it needs ``-x MASTER_ADDR=<first host>``.
+    """
 
     name = "Open MPI's mpirun"
     rank_name = "OMPI_COMM_WORLD_RANK"
@@ -263,7 +281,10 @@ class OpenMPIEnvironment(_MPIEnvironment):
 
 
 class MPICHEnvironment(_MPIEnvironment):
-    """Workers started by MPICH's or Intel's ``mpirun``; over several hosts it needs ``-genv MASTER_ADDR <host>``."""
+    """Workers started by MPICH's or Intel's ``mpirun``.
+
+    Over several hosts it needs ``-genv MASTER_ADDR <host>``.
+    """
 
     name = "MPICH's mpirun"
     rank_name = "PMI_RANK"
@@ -273,12 +294,14 @@ class MPICHEnvironment(_MPIEnvironment):
 
 
 class MPIWorldEnvironment(ClusterEnvironment):
-    """Workers of the backend ``mpi``, started in any way: MPI itself gives the rank and the world size.
+    """Workers of the backend ``mpi``, started in any way: MPI gives rank and world size.
 
-    The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place` starts MPI.
+    The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place`
+    starts MPI.
 
     Args:
-        expected: The environment given by hand (``--hosts`` and ``--rank``) or by torchrun, if any; MPI must agree.
+        expected: The environment given by hand (``--hosts`` and ``--rank``) or by torchrun, if any;
+            MPI must agree.
         hosts: The hosts that were given by hand, if any: one for each of MPI's workers.
         environment: As in :class:`ClusterEnvironment`.
     """
@@ -304,30 +327,37 @@ class MPIWorldEnvironment(ClusterEnvironment):
         world = mpi.world()
         mpi.check_variables(world, self.environment)
         if self.hosts:
-            mpi.check_launch(world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name)
+            size = len(HostsEnvironment(self.hosts, 0).hosts)
+            mpi.check_launch(world, -1, size, HostsEnvironment.name)
         if self.expected is not None:
-            given = self.expected.place()
-            mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
+            expected = self.expected.place()
+            mpi.check_launch(world, expected.rank, expected.world_size, self.expected.name)
         if world.size == 1:
             return Place(rank=0, world_size=1)
-        # Each worker knows only its own host; the list of all gives the local rank and the rendezvous.
+        # Each worker knows only its own host; the list of all gives the
+        # local rank and the rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
-        address = self.environment.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
+        address = self.environment.get("MASTER_ADDR")
+        if not address:
+            address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
         return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
+    """Workers started by SLURM's ``srun``, one per task; the rendezvous is the first node.
 
-    Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name resolves here. If not, it
-    is the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
+    Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name
+    resolves here. If not, it is the address by which SLURM reaches the node (``NodeAddr`` of
+    ``scontrol show node``).
 
-    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node use different ports.
-    The shell of ``sbatch`` or ``salloc`` itself is not a worker, although it sees the same variables as task 0.
+    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node use
+    different ports. The shell of ``sbatch`` or ``salloc`` itself is not a worker, although it sees
+    the same variables as task 0.
 
     Example:
-        >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
+        >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0",
+        ...              "SLURM_JOB_ID": "71234",
         ...              "SLURM_NODELIST": "node[07-08]"}
         >>> SlurmEnvironment(variables).place()
         Place(rank=2, world_size=4, local_rank=0, master_address='node07', master_port=26234)
@@ -336,24 +366,29 @@ class SlurmEnvironment(ClusterEnvironment):
     name = "SLURM's srun"
 
     def is_active(self) -> bool:
-        # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the same variables.
-        in_step = self._has("SLURM_STEP_ID")
-        batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
-        interactive_shell = self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
-        tasks = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
-        return self._has("SLURM_PROCID") and tasks and not batch_shell and not interactive_shell
+        # Only srun makes a step. Without one this is the shell of sbatch or salloc,
+        # which has the same variables.
+        if not self._has("SLURM_STEP_ID"):
+            if self.environment.get("ENVIRONMENT") == "BATCH":
+                return False
+            if self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+                return False
+        has_size = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
+        return self._has("SLURM_PROCID") and has_size
 
     def read_rank(self) -> int:
         return self._integer("SLURM_PROCID")
 
     def place(self) -> Place:
-        size = self._integer("SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
+        # A step may have fewer tasks than the job.
+        in_step = self._has("SLURM_STEP_NUM_TASKS")
+        size = self._integer("SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS")
         nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
             raise ConfigurationError(
-                f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
-                f"set MASTER_ADDR"
+                f"SLURM started {size} tasks, but none of "
+                f"{', '.join(self._node_lists)} names the nodes: set MASTER_ADDR"
             )
         # Ports 15000 to 34999 by the job's number: two jobs on one node rarely get the same port.
         port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
@@ -363,13 +398,19 @@ class SlurmEnvironment(ClusterEnvironment):
     def _num_local(self) -> int:
         # A step may use fewer nodes than its job. Tasks on one node are all of the step's.
         nodes = self._integer("SLURM_STEP_NUM_NODES", self._integer("SLURM_NNODES", 0))
-        return self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0)) if nodes == 1 else 0
+        if nodes != 1:
+            return 0
+        return self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0))
 
-    _node_lists: ClassVar[tuple[str, ...]] = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    _node_lists: ClassVar[tuple[str, ...]] = (
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NODELIST",
+    )
 
 
 class SingleProcessEnvironment(ClusterEnvironment):
-    """A worker on its own: a world of size 1 that opens no port."""
+    """A single worker: a world of size 1 that opens no port."""
 
     name = "no launcher"
 
@@ -384,43 +425,54 @@ def first_slurm_host(nodes: str) -> str:
         >>> first_slurm_host("gpu-[003-005,9]-ib,login1"), first_slurm_host("r[1-2]n[07-08]")
         ('gpu-003-ib', 'r1n07')
     """
-    # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma outside brackets.
+    # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma
+    # outside brackets.
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
+    if match is None:
+        return ""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
 def _slurm_address(nodes: str) -> str:
-    """Return the name of the first node, or the address that SLURM has for it if the name does not resolve."""
-    # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as containers.
+    """Return the first node's name, or SLURM's address for it if the name does not resolve."""
+    # scontrol knows the short form completely; first_slurm_host() is for hosts
+    # without it, such as containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
     name = listed[0] if listed else first_slurm_host(nodes)
     if not name or resolves(name):
         return name
-    known = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
-    return known.group(1) if known else name
+    match = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    if not match:
+        return name
+    return match.group(1)
 
 
 def _scontrol(*arguments: str) -> str:
-    """Return the answer of SLURM's ``scontrol``; empty if it is missing, fails or does not answer in time."""
+    """Return the output of SLURM's ``scontrol``; empty if it is missing, fails or is too slow."""
     try:
-        done = subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
-        )
+        command, limit_s = ["scontrol", *arguments], _SCONTROL_TIMEOUT_S
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout
 
 
 def detect_environment(
-    hosts: str | Sequence[str] | None = None, rank: int = -1, environment: Mapping[str, str] | None = None
+    hosts: str | Sequence[str] | None = None,
+    rank: int = -1,
+    environment: Mapping[str, str] | None = None,
 ) -> ClusterEnvironment:
     """Find out how this worker was started.
 
-    torchrun comes first if its agent runs, because the agent already provides the rendezvous. Then come ``hosts`` with
-    ``rank``, and then the variables of the other launchers. A process that none of them started is alone.
+    torchrun comes first if its agent runs, because the agent already provides the rendezvous. Then
+    come ``hosts`` with ``rank``, and then the variables of the other launchers. A process that none
+    of them started is alone.
 
     Args:
-        hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not given by hand.
+        hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not
+            given by hand.
         rank: This worker's rank in ``hosts``; -1 if not given by hand.
         environment: The environment variables; by default those of this process.
 
@@ -428,19 +480,25 @@ def detect_environment(
         The environment; nothing has been contacted yet.
 
     Raises:
-        ValueError: ``rank`` lies outside ``hosts``, or is given without hosts and without a launcher.
+        ValueError: ``rank`` lies outside ``hosts``, or is given without hosts and without a
+            launcher.
 
     Example:
         >>> detect_environment("a,b", 0, {}).name
         '--hosts'
     """
-    environment = os.environ if environment is None else environment
-    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from elsewhere: hosts
-    # given by hand take precedence over them.
+    if environment is None:
+        environment = os.environ
+    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from
+    # elsewhere: hosts given by hand take precedence over them.
     torchrun = TorchrunEnvironment(environment)
     if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
         return torchrun
-    launchers = (OpenMPIEnvironment(environment), MPICHEnvironment(environment), SlurmEnvironment(environment))
+    launchers = (
+        OpenMPIEnvironment(environment),
+        MPICHEnvironment(environment),
+        SlurmEnvironment(environment),
+    )
     launcher = next((candidate for candidate in launchers if candidate.is_active()), None)
     # Without a rank, the launcher says which of the hosts this worker is.
     if launcher is not None and (not hosts or rank == -1):
@@ -449,7 +507,7 @@ def detect_environment(
         return HostsEnvironment(hosts, rank, environment)
     if rank > 0:
         raise ValueError(
-            f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b --rank {rank}), "
-            f"start the workers with torchrun, or leave the rank out to run alone"
+            f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b "
+            f"--rank {rank}), start the workers with torchrun, or leave the rank out to run alone"
         )
     return SingleProcessEnvironment(environment)

@@ -1,13 +1,14 @@
 """Find the network interface that leads to the other workers.
 
-Gloo listens on the address to which the machine's own name resolves. On many machines that is 127.0.1.1, or an address
-in the wrong one of several networks, and workers of other machines cannot connect. The interface that leads to rank 0's
-address is the right one.
+Gloo listens on the address to which the machine's own name resolves. On many machines that is
+127.0.1.1, or an address in the wrong one of several networks, and workers of other machines cannot
+connect. The interface that leads to rank 0's address is the right one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Mapping
@@ -22,48 +23,60 @@ _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET
 _DISCARD_PORT = 9
 
 
-def interface_variables(address: str | None, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
+def interface_variables(
+    address: str | None, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return environment variables that lead Gloo, TensorPipe and NCCL to an address's interface.
 
     Args:
         address: Host or address of rank 0; None for a worker alone.
-        environment: The environment variables; by default those of this process. Variables set there stay.
+        environment: The environment variables; by default those of this process. Variables set
+            there stay.
 
     Returns:
-        The variables to set. There are none if the interface is unknown. Workers of one machine that meet on the
-        loopback interface stay on it, so no other machine can connect to them.
+        The variables to set. There are none if the interface is unknown. Workers of one machine
+        that meet on the loopback interface stay on it, so no other machine can connect to them.
 
     Example:
         >>> interface_variables(None)
         {}
     """
-    environment = os.environ if environment is None else environment
-    missing = {name: form for name, form in _VARIABLES.items() if not environment.get(name)}
-    interface = interface_towards(address) if address and missing else None
-    return {} if interface is None else {name: form.format(interface) for name, form in missing.items()}
+    if environment is None:
+        environment = os.environ
+    missing = [name for name in _VARIABLES if not environment.get(name)]
+    if not address or not missing:
+        return {}
+    interface = interface_towards(address)
+    if interface is None:
+        return {}
+    return {name: _VARIABLES[name].format(interface) for name in missing}
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the network interface that has the address from which this machine reaches another one.
+    """Return the network interface through which this machine reaches another one.
 
     Nothing is sent: connecting a datagram socket only asks the system for the route.
 
     Args:
-        address: Host name or IP address; one of this machine's own is reached through the interface that has it.
+        address: Host name or IP address; one of this machine's own is reached through the interface
+            that has it.
 
     Returns:
         The interface's name, for example ``"eth0"``; None for an unknown host.
     """
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+        routes = socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, target in routes:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 # The kernel chooses the route here and with it the local address.
                 probe.connect(target)
                 local = probe.getsockname()[0]
                 import psutil
 
-                interfaces = psutil.net_if_addrs().items()
-                return next((name for name, found in interfaces if local in [entry.address for entry in found]), None)
+                for name, entries in psutil.net_if_addrs().items():
+                    if local in [entry.address for entry in entries]:
+                        return name
+                return None
     return None
 
 
@@ -85,7 +98,7 @@ def resolves(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Return the IP addresses at which others may reach this machine: IPv4 first, without loopback addresses.
+    """Return IP addresses at which others may reach this machine: IPv4 first, no loopback.
 
     Example:
         >>> "127.0.0.1" in own_addresses()
@@ -93,8 +106,9 @@ def own_addresses() -> list[str]:
     """
     import psutil
 
-    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = [
-        entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
-    ]
-    return [address for address in found if not is_loopback(address)]
+    addresses: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for entry in itertools.chain.from_iterable(psutil.net_if_addrs().values()):
+        # An interface also has entries of other families, such as its hardware address.
+        if entry.family in addresses and not is_loopback(entry.address):
+            addresses[entry.family].append(entry.address)
+    return [*addresses[socket.AF_INET], *addresses[socket.AF_INET6]]

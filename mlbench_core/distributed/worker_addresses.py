@@ -1,4 +1,4 @@
-"""Let each worker learn the address of every other one, for a framework that needs the whole list at its start.
+"""Exchange the addresses of all workers, for a framework that needs them at its start.
 
 A launcher gives every worker the address of rank 0 only. The workers meet there once::
 
@@ -7,8 +7,10 @@ A launcher gives every worker the address of rank 0 only. The workers meet there
     wait for one line of each rank     <---  {"rank": r, "port": p}
     send the list to all               --->  ["host0:port0", "host1:port1", ...]
 
-Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored, because another
-program may connect to the port. This module imports no framework.
+Rank 0 takes the host of a worker from its connection. If that is a loopback address, which other
+machines cannot reach, the worker is on the machine of rank 0 and gets its host. Lines that are not
+of this form are ignored, because another program may connect to the port. This module imports no
+framework.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ __all__ = ["worker_addresses"]
 _RETRY_S = 0.1
 # A connection that sends nothing must not keep the others waiting.
 _LINE_TIMEOUT_S = 5.0
+# Limits for lines without an end, which another program may send.
 _MOST_LINE_BYTES = 256
 _MOST_ADDRESS_BYTES = 512
 
@@ -41,22 +44,27 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
         timeout_s: Seconds to wait for the other workers.
 
     Yields:
-        ``host:port`` of each worker by rank. Its own port is reserved for this process until the end of the block. A
-        server that reuses addresses, such as that of TensorFlow, can listen on it.
+        ``host:port`` of each worker by rank. Its own port is reserved for this process until the
+        end of the block. A server that reuses addresses, such as that of TensorFlow, can listen on
+        it.
 
     Raises:
         WorkerError: A worker did not arrive in time, or two workers have the same rank.
 
     Example:
-        >>> with worker_addresses(environment.Place(rank=0, world_size=1), timeout_s=1) as addresses:
+        >>> place = environment.Place(rank=0, world_size=1)
+        >>> with worker_addresses(place, timeout_s=1) as addresses:
         ...     addresses[0].partition(":")[0]
         '127.0.0.1'
     """
     host = place.master_address or "127.0.0.1"
-    with socket.socket(_family(host)) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        port = int(held.getsockname()[1])
+    # The bound socket reserves the port until the end of the block; it never listens.
+    with socket.socket(_family(host)) as reserved:
+        # Linux lets a second socket bind this port only if both set the option and none of them
+        # listens. So the server of the framework can take the port before this socket is closed.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        port = int(reserved.getsockname()[1])
         if place.world_size == 1:
             yield [_join(host, port)]
         elif place.rank == 0:
@@ -68,47 +76,79 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
 def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
     """Wait for the line of every other rank, and send the list to all of them."""
     deadline = time.monotonic() + timeout_s
-    found = {0: _join(host, port)}
+    arrived = {0: _join(host, port)}
     # Others cannot reach a loopback address, and then nobody else needs to.
     listen = host if is_loopback(host) else ""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server((listen, place.master_port), family=_family(host)))
+        server = socket.create_server((listen, place.master_port), family=_family(host))
+        stack.enter_context(server)
         waiting = []
-        while len(found) < place.world_size:
+        while len(arrived) < place.world_size:
+            # Never 0, which would make the socket non-blocking, and accept() raise another error.
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, peer = server.accept()
             except TimeoutError:
-                missing = [str(rank) for rank in range(place.world_size) if rank not in found]
+                missing = map(str, sorted(set(range(place.world_size)).difference(arrived)))
                 raise WorkerError(
-                    f"no message of rank {', '.join(missing)} arrived at {_join(host, place.master_port)} within "
+                    f"no message of rank {', '.join(missing)} arrived at "
+                    f"{_join(host, place.master_port)} within "
                     f"{timeout_s:g} s: check that all {place.world_size} workers were started"
                 ) from None
+            # It stays open until all ranks are here, because the list travels back on it.
             stack.enter_context(connection)
-            line = _read_line(connection, place.world_size)
+            line = _read_message(connection, place.world_size, deadline)
             if line is None:
                 continue
             rank, its_port = line
-            if rank in found:
-                raise WorkerError(f"two workers have the rank {rank}: give each of the workers another rank")
-            found[rank] = _join(str(peer[0]), its_port)
+            if rank in arrived:
+                raise WorkerError(
+                    f"two workers have the rank {rank}: give each of the workers another rank"
+                )
+            # The connection shows the address at which a worker is reached; it may not know it
+            # itself. On Debian, the name of a machine is 127.0.1.1 for its own programs.
+            its_host = str(peer[0])
+            arrived[rank] = _join(host if is_loopback(its_host) else its_host, its_port)
             waiting.append(connection)
-        addresses = [found[rank] for rank in range(place.world_size)]
+        addresses = [arrived[rank] for rank in range(place.world_size)]
         for connection in waiting:
+            connection.settimeout(_LINE_TIMEOUT_S)
             connection.sendall(json.dumps(addresses).encode() + b"\n")
     return addresses
 
 
-def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | None:
+def _read_line(connection: socket.socket, most_bytes: int, deadline: float) -> bytes:
+    """Return a line that arrives before a deadline of the monotonic clock."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < most_bytes:
+        # The timeout of a socket is that of one call, and each call may return a single byte.
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        part = connection.recv(most_bytes - len(line))
+        if not part:
+            break
+        line += part
+    return line
+
+
+def _read_message(
+    connection: socket.socket, world_size: int, deadline: float
+) -> tuple[int, int] | None:
     """Return the rank and the port that a worker sent, or None for anything else."""
-    connection.settimeout(_LINE_TIMEOUT_S)
+    deadline = min(deadline, time.monotonic() + _LINE_TIMEOUT_S)
     try:
-        with connection.makefile("rb") as file:
-            message = json.loads(file.readline(_MOST_LINE_BYTES))
+        message = json.loads(_read_line(connection, _MOST_LINE_BYTES, deadline))
         rank, port = message["rank"], message["port"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if type(rank) is not int or type(port) is not int or not (0 < rank < world_size and 0 < port < 65536):
+    # Not isinstance(), for which True is an integer.
+    if type(rank) is not int or type(port) is not int:
+        return None
+    # Rank 0 is this process.
+    is_valid = 0 < rank < world_size and 0 < port < 65536
+    if not is_valid:
         return None
     return rank, port
 
@@ -119,30 +159,38 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
     while True:
         # Rank 0 may start later than this worker.
         try:
-            connection = socket.create_connection((host, place.master_port), max(0.001, deadline - time.monotonic()))
+            left_s = max(0.001, deadline - time.monotonic())
+            connection = socket.create_connection((host, place.master_port), left_s)
             break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"rank 0 does not listen on {_join(host, place.master_port)} after {timeout_s:g} s "
-                    f"({error.strerror or error}): check that it was started, and MASTER_ADDR and MASTER_PORT"
+                    f"rank 0 does not listen on {_join(host, place.master_port)} after "
+                    f"{timeout_s:g} s ({error.strerror or error}): check that it was "
+                    "started, and MASTER_ADDR and MASTER_PORT"
                 ) from None
             time.sleep(_RETRY_S)
-    with connection, connection.makefile("rb") as file:
+    with connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection.sendall(json.dumps({"rank": place.rank, "port": port}).encode() + b"\n")
-            addresses = json.loads(file.readline(_MOST_ADDRESS_BYTES * place.world_size))
+            most_bytes = _MOST_ADDRESS_BYTES * place.world_size
+            addresses = json.loads(_read_line(connection, most_bytes, deadline))
         except (OSError, ValueError):
             raise WorkerError(
-                f"rank 0 at {_join(host, place.master_port)} sent no list of workers: read the error of rank 0"
+                f"rank 0 at {_join(host, place.master_port)} sent no "
+                "list of workers: read the error of rank 0"
             ) from None
-    return [str(address) for address in addresses]
+    return list(map(str, addresses))
 
 
 def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" in host:
+        return socket.AF_INET6
+    return socket.AF_INET
 
 
 def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if ":" in host:
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"

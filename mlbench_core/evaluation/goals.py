@@ -1,11 +1,12 @@
 """Define goals, which decide when a training run is done and return its result.
 
-A goal is a callable object that holds a metric, a threshold and a direction. The tracker calls it with every statistic
-that it records. The goal returns None until it is reached, and then the text of the result. The times in this text are
-the tracker's training times, without validation.
+A goal is a callable object that holds a metric, a threshold and a direction. The tracker calls it
+with every statistic that it records. The goal returns None until it is reached, and then the text
+of the result. The times in this text are the tracker's training times, without validation.
 
-The functions of this module create the goals of the benchmark tasks. A script may pass the function itself as a goal:
-``task1_time_to_accuracy_goal`` and ``task1_time_to_accuracy_goal()`` give the same goal.
+The functions of this module create the goals of the benchmark tasks. A script may pass the function
+itself as a goal: ``task1_time_to_accuracy_goal`` and ``task1_time_to_accuracy_goal()`` give the
+same goal.
 
 This module imports no framework.
 
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
 from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
 from mlbench_core.tasks import get_task
 
 __all__ = [
@@ -57,8 +59,6 @@ BLEU = "val_global_BLEU-Score"
 # Read from the list of tasks, so that each threshold is written in one place only.
 _PERPLEXITY_GOAL = get_task("3a").goal_on(None)
 _BLEU_GOAL = get_task("4a").goal_on(None)
-
-_PHASES = ("compute", "communication", "metrics", "preprocess")
 
 _P = ParamSpec("_P")
 
@@ -97,15 +97,15 @@ class TimeToGoal:
         metric: Name of the statistic that the goal watches, for example ``"val_global_Prec@1"``.
         threshold: The value to reach; reaching it exactly counts.
         minimize: True if smaller values of the metric are better.
-        description: Beginning of the result's text, in which ``{threshold}`` is replaced by the number. ``reached in
-            ... seconds`` follows.
+        description: Beginning of the result's text, in which ``{threshold}`` is replaced by the
+            number. ``reached in ... seconds`` follows.
 
     Raises:
         TypeError: ``threshold`` is not a number.
         ValueError: ``threshold`` is not finite.
 
     Example:
-        >>> goal = TimeToGoal("val_global_Loss", 0.25, minimize=True, description="Validation Loss of {threshold}")
+        >>> goal = TimeToGoal("val_global_Loss", 0.25, True, "Validation Loss of {threshold}")
         >>> goal.is_reached(0.3), goal.is_reached(0.25)
         (False, True)
     """
@@ -120,7 +120,7 @@ class TimeToGoal:
 
     def is_reached(self, value: float) -> bool:
         """Return True if a value of the metric is good enough; nan never is."""
-        return bool(value <= self.threshold if self.minimize else value >= self.threshold)
+        return GoalAim(self.metric, self.threshold, self.minimize).reached_by(value)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
@@ -136,7 +136,10 @@ class TimeToGoal:
         if metric_name != self.metric or not self.is_reached(value):
             return None
         description = self.description.format(threshold=f"{self.threshold:g}")
-        return f"{description} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
+        return (
+            f"{description} reached in {tracker.get_total_train_time():.3f} "
+            f"seconds{_detailed_times(tracker)}"
+        )
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
         """Return the result as data. It is meant for the moment when the goal is reached.
@@ -145,8 +148,9 @@ class TimeToGoal:
             tracker: The tracker, which knows the times of the run.
 
         Returns:
-            ``metric``, ``threshold`` and ``minimize``, and in seconds ``train_time_s``, ``compute_time_s``,
-            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``. All values can be written as JSON.
+            ``metric``, ``threshold`` and ``minimize``, and in seconds ``train_time_s``,
+            ``compute_time_s``, ``communication_time_s``, ``metrics_time_s`` and
+            ``preprocess_time_s``. All values can be written as JSON.
         """
         goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
         return {**goal, **_times(tracker)}
@@ -156,25 +160,27 @@ class TimeToGoal:
 class AccuracyAfterTime:
     """The best value of a metric after a fixed time of training; by default, of the accuracy.
 
-    It is reached at the first validation at or after ``budget_s`` seconds of training. Its value is the best one up to
-    and including that validation. The text gives the training seconds at that validation.
+    It is reached at the first validation at or after ``budget_s`` seconds of training. Its value is
+    the best one up to and including that validation. The text gives the training seconds at that
+    validation.
 
-    The clocks of workers differ, but all of them must stop after the same validation. The tasks' option
-    ``--goal-after`` makes them agree. In a script of your own with several workers, override :meth:`is_over`.
+    The clocks of workers differ, but all of them must stop after the same validation. The tasks'
+    option ``--goal-after`` makes them agree. In your own script with several workers, override
+    :meth:`is_over`.
 
     Attributes:
         budget_s: Training time in seconds, without validation.
         metric: Name of the statistic that it reports.
         minimize: True if smaller values of the metric are better.
-        description: Beginning of the result's text, in which ``{value}`` is replaced by the value. ``after ...
-            seconds`` follows.
+        description: Beginning of the result's text, in which ``{value}`` is replaced by the value.
+            ``after ... seconds`` follows.
 
     Raises:
         TypeError: ``budget_s`` is not a number.
         ValueError: ``budget_s`` is negative or not finite.
 
     Example:
-        >>> goal = AccuracyAfterTime(600, "val_global_Perplexity", True, "Validation Perplexity of {value}")
+        >>> goal = AccuracyAfterTime(600, "val_global_Perplexity", True, "Perplexity of {value}")
         >>> goal.is_over(599.9), goal.is_over(600.0)
         (False, True)
     """
@@ -200,16 +206,20 @@ class AccuracyAfterTime:
 
         Args:
             value: The latest value.
-            tracker: The tracker. It knows the best value of its primary metric only, so for another metric the result
-                is ``value``.
+            tracker: The tracker. It knows the best value of its primary metric only, so for another
+                metric the result is ``value``.
         """
         primary = getattr(getattr(tracker, "primary_metric", None), "name", None)
         if self.metric != f"val_global_{primary}" or tracker.minimize != self.minimize:
             return value
         best = float(tracker.best_metric_value)
-        is_better = value < best if self.minimize else value > best
         # Before the first value that is a number, the best one is infinite.
-        return value if is_better or not math.isfinite(best) else best
+        if not math.isfinite(best):
+            return value
+        # The best value comes first, because min and max keep the first of a number and a nan.
+        if self.minimize:
+            return min(best, value)
+        return max(best, value)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
@@ -231,18 +241,28 @@ class AccuracyAfterTime:
         return f"{description} after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result as data: metric, ``budget_s``, ``minimize`` and the times of :meth:`TimeToGoal.result`."""
+        """Return the result as data: metric, ``budget_s``, ``minimize`` and the times.
+
+        The times are those of :meth:`TimeToGoal.result`.
+        """
         goal = {"metric": self.metric, "budget_s": self.budget_s, "minimize": self.minimize}
         return {**goal, **_times(tracker)}
 
 
 def _times(tracker: TrackedTimes) -> dict[str, float]:
-    return {f"{part}_time_s": float(getattr(tracker, f"get_total_{part}_time")()) for part in ("train", *_PHASES)}
+    times: dict[str, float] = {}
+    for phase in ("train", *TRACKER_PHASES.values()):
+        get_total_time = getattr(tracker, f"get_total_{phase}_time")
+        times[f"{phase}_time_s"] = float(get_total_time())
+    return times
 
 
 def _detailed_times(tracker: TrackedTimes) -> str:
     times = _times(tracker)
-    return "".join(f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in _PHASES)
+    text = ""
+    for phase in TRACKER_PHASES.values():
+        text += f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds"
+    return text
 
 
 def _check_finite(name: str, value: object) -> None:
@@ -253,14 +273,15 @@ def _check_finite(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a finite number, not {value!r}")
 
 
-def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
+def _callable_as_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
     """Let a function that creates a goal also be called as the goal that it creates by default."""
 
-    # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with a statistic.
+    # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with
+    # a statistic.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
-        # A goal is called (metric_name, value, tracker). None of these functions has three parameters, so this call
-        # means the goal.
+        # A goal is called (metric_name, value, tracker). None of these functions has three
+        # parameters, so this call means the goal.
         if len(args) == 3 and isinstance(args[0], str) and not kwargs:
             return factory()(*args)  # type: ignore[call-arg]
         return factory(*args, **kwargs)
@@ -269,7 +290,7 @@ def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, Time
 
 
 def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
-    """Create the goal of task 1 or 2: the training time until the top-1 validation accuracy reaches a threshold.
+    """Create the goal of task 1 or 2: the training time until the accuracy reaches a threshold.
 
     Args:
         threshold: Accuracy in percent, from 0 to 100.
@@ -279,7 +300,8 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
 
     Raises:
         TypeError: ``threshold`` is not a number.
-        ValueError: ``threshold`` is not from 0 to 100. Such a goal would be reached at once or never.
+        ValueError: ``threshold`` is not from 0 to 100. Such a goal would be reached at once or
+            never.
     """
     _check_finite("threshold", threshold)
     if not 0 <= threshold <= 100:
@@ -287,31 +309,31 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
     return TimeToGoal(ACCURACY, threshold, description="{threshold}% Top 1 Validation Accuracy")
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task1_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 1, image classification: 80 % top-1 accuracy."""
     return time_to_accuracy_goal(get_task("1a").goal_on(None))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task1_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 1, image classification: 70 % top-1 accuracy."""
     return time_to_accuracy_goal(get_task("1a").goal_on(None, light=True))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task2_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 2, logistic regression: 89 % accuracy."""
     return time_to_accuracy_goal(get_task("2a").goal_on(None))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task2_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 2, logistic regression: 80 % accuracy."""
     return time_to_accuracy_goal(get_task("2a").goal_on(None, light=True))
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeToGoal:
     """Create the goal of task 3, language modeling: validation perplexity of at most ``threshold``.
 
@@ -321,15 +343,18 @@ def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeTo
     Returns:
         A goal that watches ``val_global_Perplexity``; smaller is better.
     """
-    return TimeToGoal(PERPLEXITY, threshold, minimize=True, description="Validation Perplexity of {threshold}")
+    return TimeToGoal(
+        PERPLEXITY, threshold, minimize=True, description="Validation Perplexity of {threshold}"
+    )
 
 
-@_stands_for_its_goal
+@_callable_as_goal
 def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
     """Create the goal of task 4, translation: corpus BLEU of at least ``threshold``.
 
     Args:
-        threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of both.
+        threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of
+            both.
 
     Returns:
         A goal that watches ``val_global_BLEU-Score``.
@@ -338,13 +363,14 @@ def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
 
 
 def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
-    """Create the goal of a fixed training time, whose result is the best top-1 accuracy until its end.
+    """Create the goal of a fixed training time, whose result is the best top-1 accuracy in it.
 
     Args:
         seconds: Training time in seconds, without validation; the default is 2 hours.
 
     Returns:
-        A goal that watches ``val_global_Prec@1`` and is reached at the first validation after the time is over.
+        A goal that watches ``val_global_Prec@1`` and is reached at the first validation after the
+        time is over.
 
     Raises:
         TypeError: ``seconds`` is not a number.

@@ -13,7 +13,9 @@ MAX_HOSTS = 250
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 NUMBER = r"\d+(?:\.\d+)?"
-_OTHER_BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmgt]?)i?(bits?|bytes?|b|)\s*(ps|/s|/sec|/second|p/s|)")
+_OTHER_BANDWIDTH = re.compile(
+    rf"({NUMBER})\s*([kmgt]?)i?(bits?|bytes?|b|)\s*(ps|/s|/sec|/second|p/s|)"
+)
 BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmg]?bit)")
 UNLIMITED = "unlimited"
 _LONGEST_ROUND_TRIP_S = 10.0
@@ -28,7 +30,8 @@ class Link:
 
     Attributes:
         bandwidth: Bits per second in each direction; None for no limit.
-        round_trip_s: Time from one host to another and back, in seconds, in addition to that of this machine.
+        round_trip_s: Time from one host to another and back, in seconds, in addition to that of
+            this machine.
         jitter_s: Largest deviation of a round trip from ``round_trip_s``, in seconds.
         loss: Probability from 0 to 0.5 that a frame is lost on its way from one host to another.
 
@@ -45,8 +48,8 @@ class Link:
     def __post_init__(self) -> None:
         if not 0 <= self.round_trip_s <= _LONGEST_ROUND_TRIP_S:
             raise ValueError(
-                f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not {self.round_trip_s:g} s: "
-                "reduce the delay"
+                f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not "
+                f"{self.round_trip_s:g} s: reduce the delay"
             )
         if not 0 <= self.jitter_s <= self.round_trip_s:
             raise ValueError(
@@ -54,14 +57,19 @@ class Link:
                 f"not {_time_text(self.jitter_s)}: reduce the jitter"
             )
         if not 0 <= self.loss <= _MOST_LOSS:
-            raise ValueError(f"loss must be from 0% to {_MOST_LOSS:.0%}, not {self.loss:.6g}: reduce the loss")
+            raise ValueError(
+                f"loss must be from 0% to {_MOST_LOSS:.0%}, not {self.loss:.6g}: reduce the loss"
+            )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
         words = [_bandwidth_text(self.bandwidth)]
-        words += [_time_text(self.round_trip_s)] if self.round_trip_s else []
-        words += [f"{_time_text(self.jitter_s)}-jitter"] if self.jitter_s else []
-        words += [f"{_number_text(self.loss * 100)}%-loss"] if self.loss else []
+        if self.round_trip_s:
+            words.append(_time_text(self.round_trip_s))
+        if self.jitter_s:
+            words.append(f"{_time_text(self.jitter_s)}-jitter")
+        if self.loss:
+            words.append(f"{_number_text(self.loss * 100)}%-loss")
         return ",".join(words)
 
 
@@ -80,13 +88,16 @@ class Cut:
     def __post_init__(self) -> None:
         if self.end_s is not None and not self.end_s > self.start_s:
             raise ValueError(
-                f"cut must end after its start, not at {_time_text(self.end_s)}: write for example 'cut@10s-15s'"
+                f"cut must end after its start, not at {_time_text(self.end_s)}: write for "
+                "example 'cut@10s-15s'"
             )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
-        end = "" if self.end_s is None else f"-{_time_text(self.end_s)}"
-        return f"cut@{_time_text(self.start_s)}{end}"
+        text = f"cut@{_time_text(self.start_s)}"
+        if self.end_s is not None:
+            text += f"-{_time_text(self.end_s)}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -94,8 +105,10 @@ class HostSettings:
     """The differences of one host from the others.
 
     Attributes:
-        bandwidth: Bits per second of its link in each direction; None for the bandwidth of the other links.
-        cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than 1.
+        bandwidth: Bits per second of its link in each direction; None for the bandwidth of the
+            other links.
+        cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than
+            1.
         cuts: Times at which its link is cut.
     """
 
@@ -105,12 +118,18 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         if not _LEAST_CPU <= self.cpu <= 1:
-            raise ValueError(f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose another share")
+            raise ValueError(
+                f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose "
+                "another share"
+            )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
-        words = [] if self.bandwidth is None else [_bandwidth_text(self.bandwidth)]
-        words += [f"{_number_text(self.cpu * 100)}%-cpu"] if self.cpu < 1 else []
+        words = []
+        if self.bandwidth is not None:
+            words.append(_bandwidth_text(self.bandwidth))
+        if self.cpu < 1:
+            words.append(f"{_number_text(self.cpu * 100)}%-cpu")
         return ",".join([*words, *map(str, self.cuts)])
 
 
@@ -119,9 +138,10 @@ class Network:
     """A network: equal links to one switch, or racks of hosts that are connected by other links.
 
     Attributes:
-        link: The link from each host to its switch. Its round trip is that of two hosts of one switch.
-        between: The link from the switch of each rack to the core; None for one switch. Its round trip is that of two
-            hosts of different racks.
+        link: The link from each host to its switch. Its round trip is that of two hosts of one
+            switch.
+        between: The link from the switch of each rack to the core; None for one switch. Its round
+            trip is that of two hosts of different racks.
         racks: Number of racks; 1 for one switch.
         hosts_per_rack: Hosts of each rack; None for any number of hosts at one switch.
         hosts: Hosts that differ from the others, by their numbers from 0.
@@ -141,84 +161,104 @@ class Network:
     def __post_init__(self) -> None:
         if self.between is not None:
             if not self.racks >= 2:
-                raise ValueError(f"racks must be at least 2, not {self.racks}: for one switch leave the racks out")
+                raise ValueError(
+                    f"racks must be at least 2, not {self.racks}: for one switch leave the "
+                    "racks out"
+                )
             if self.hosts_per_rack is None or not self.hosts_per_rack >= 1:
-                raise ValueError(f"hosts of a rack must be at least 1, not {self.hosts_per_rack}: write 2x2")
+                raise ValueError(
+                    f"hosts of a rack must be at least 1, not {self.hosts_per_rack}: write 2x2"
+                )
             if self.link.round_trip_s > self.between.round_trip_s:
                 raise ValueError(
                     "round trip between racks must be at least that inside of a rack, "
                     f"not {_time_text(self.between.round_trip_s)}: increase it"
                 )
         if (self.num_hosts or 0) > MAX_HOSTS:
-            raise ValueError(f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks")
-        highest = max(self.hosts, default=0)
-        if highest >= (self.num_hosts or MAX_HOSTS):
-            raise ValueError(f"host must be from 0 to {(self.num_hosts or MAX_HOSTS) - 1}, not {highest}")
+            raise ValueError(
+                f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks"
+            )
+        last = (self.num_hosts or MAX_HOSTS) - 1
+        for host in self.hosts:
+            if not 0 <= host <= last:
+                raise ValueError(f"host must be from 0 to {last}, not {host}")
 
     @property
     def num_hosts(self) -> int | None:
         """The number of hosts; None if the network can have any number."""
-        return None if self.between is None or self.hosts_per_rack is None else self.racks * self.hosts_per_rack
+        if self.between is None or self.hosts_per_rack is None:
+            return None
+        return self.racks * self.hosts_per_rack
 
     def check_hosts(self, hosts: int) -> None:
         """Check that the network can have a number of hosts.
 
         Raises:
-            ValueError: The network has another number of hosts, or describes hosts that would not exist.
+            ValueError: The network has another number of hosts, or describes hosts that would not
+                exist.
         """
         if self.num_hosts is not None and hosts != self.num_hosts:
             raise ValueError(
-                f"hosts must be {self.num_hosts} ({self.racks} racks of {self.hosts_per_rack}), not {hosts}: "
-                "choose another number, or another network"
+                f"hosts must be {self.num_hosts} ({self.racks} racks of {self.hosts_per_rack}), "
+                f"not {hosts}: choose another number, or another network"
             )
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
         highest = max(self.hosts, default=0)
         if highest >= hosts:
-            raise ValueError(f"hosts must be at least {highest + 1}, not {hosts}: the network describes host {highest}")
+            raise ValueError(
+                f"hosts must be at least {highest + 1}, not {hosts}: the network describes "
+                f"host {highest}"
+            )
 
     def rack_of(self, host: int) -> int:
         """Return the rack of a host."""
         return 0 if self.hosts_per_rack is None else host // self.hosts_per_rack
 
     def path(self, source: int, target: int) -> Link:
-        """Return the properties of the way between two hosts: the lowest bandwidth, and the delay, jitter and loss.
+        """Return the properties of the way between two hosts.
+
+        They are the lowest bandwidth on the way, and the delay, jitter and loss.
 
         Example:
             >>> str(Network(Link(10**10), Link(10**8, 0.04), racks=2, hosts_per_rack=2).path(0, 3))
             '100mbit,40ms'
         """
-        across = self.between is not None and self.rack_of(source) != self.rack_of(target)
-        way = self.between if across and self.between is not None else self.link
-        limits = [self._bandwidth_of(source), self._bandwidth_of(target), *([way.bandwidth] if across else [])]
-        known = [limit for limit in limits if limit is not None]
-        return Link(min(known) if known else None, way.round_trip_s, way.jitter_s, way.loss)
+        way, limits = self.link, [self._bandwidth_of(source), self._bandwidth_of(target)]
+        if self.between is not None and self.rack_of(source) != self.rack_of(target):
+            way = self.between
+            limits.append(way.bandwidth)
+        finite = [limit for limit in limits if limit is not None]
+        return Link(min(finite, default=None), way.round_trip_s, way.jitter_s, way.loss)
 
     def _bandwidth_of(self, host: int) -> int | None:
-        own = self.hosts.get(host)
-        return self.link.bandwidth if own is None or own.bandwidth is None else own.bandwidth
+        if host in self.hosts and self.hosts[host].bandwidth is not None:
+            return self.hosts[host].bandwidth
+        return self.link.bandwidth
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
         text = str(self.link)
         if self.between is not None:
             text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
-        return "; ".join([text, *(f"host{number}: {self.hosts[number]}" for number in sorted(self.hosts))])
+        for number in sorted(self.hosts):
+            text += f"; host{number}: {self.hosts[number]}"
+        return text
 
 
 def bits_per_second(bandwidth: str | float) -> int:
     """Convert a bandwidth to bits per second.
 
     Args:
-        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
-            (powers of 1000, as in ``tc``).
+        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``,
+            ``mbit`` or ``gbit`` (powers of 1000, as in ``tc``).
 
     Returns:
         Bits per second.
 
     Raises:
-        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
-            Gbit/s.
+        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet
+            per second) to 1000 Gbit/s.
 
     Example:
         >>> bits_per_second("100mbit")
@@ -252,14 +292,16 @@ def bandwidth_hint(text: str) -> str:
     number, prefix, unit, per = match.groups()
     if prefix == "t":
         number, prefix = _number_text(float(number) * 1000), "g"
-    # A number alone is rather in Mbit/s than in bits.
-    prefix = prefix if prefix or unit else "m"
+    if not prefix and not unit:
+        # A number alone is rather in Mbit/s than in bits.
+        prefix = "m"
     bits, in_bytes = f"{number}{prefix}bit", f"{_number_text(float(number) * 8)}{prefix}bit"
     if unit.startswith("byte"):
         return f": did you mean {in_bytes!r}?"
-    # The case of the letters does not count here, so MB may be Mb.
-    other = f", or {in_bytes!r} for bytes" if unit == "b" and per != "ps" else ""
-    return f": did you mean {bits!r}{other}?"
+    if unit == "b" and per != "ps":
+        # The case of the letters does not count here, so MB may be Mb.
+        return f": did you mean {bits!r}, or {in_bytes!r} for bytes?"
+    return f": did you mean {bits!r}?"
 
 
 def _bandwidth_text(rate: int | None) -> str:

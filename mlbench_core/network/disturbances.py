@@ -5,13 +5,14 @@ A straggler is a host whose workers run only for a part of each period::
     |<------- period ------->|
     run ......| stopped .....| run ......| stopped ...
 
-The workers are stopped and continued by the signals SIGSTOP and SIGCONT, which need no rights. (The control groups of
-Linux would need root, and are left over if their owner is killed.)
+The workers are stopped and continued by the signals SIGSTOP and SIGCONT, which need no rights. (The
+control groups of Linux would need root, and are left over if their owner is killed.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
 import time
@@ -25,7 +26,8 @@ from mlbench_core.network.description import HostSettings
 
 __all__ = ["Disturbances"]
 
-# Short in comparison with a training step, and long in comparison with the time slices of the scheduler.
+# Short in comparison with a training step, and long in comparison with the time slices of the
+# scheduler.
 _PERIOD_S = 0.05
 # Workers may start further processes, and to look for them takes a millisecond.
 _SEARCH_S = 0.5
@@ -49,19 +51,20 @@ class Disturbances:
         processes: Callable[[int], Sequence[Popen[Any]]],
     ) -> None:
         self._ended = threading.Event()
-        events = [
-            (time_s, action, host)
-            for host, settings in hosts.items()
-            for each in settings.cuts
-            for time_s, action in ((each.start_s, cut), (each.end_s, restore))
-            if time_s is not None
-        ]
-        works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-            (self._slow_down, (settings.cpu, host, processes)) for host, settings in hosts.items() if settings.cpu < 1
-        ]
+        self._threads: list[threading.Thread] = []
+        events: list[tuple[float, Callable[[int], None], int]] = []
+        for host, settings in hosts.items():
+            for each in settings.cuts:
+                events.append((each.start_s, cut, host))
+                if each.end_s is not None:
+                    events.append((each.end_s, restore, host))
+            if settings.cpu < 1:
+                self._add(self._slow_down, settings.cpu, host, processes)
         if events:
-            works.append((self._play, (sorted(events, key=lambda event: event[0]),)))
-        self._threads = [threading.Thread(target=work, args=arguments, daemon=True) for work, arguments in works]
+            self._add(self._play, sorted(events, key=operator.itemgetter(0)))
+
+    def _add(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
 
     def start(self) -> None:
         """Start the threads; the times of cuts count from here."""
@@ -84,20 +87,22 @@ class Disturbances:
                 return
             action(host)
 
-    def _slow_down(self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]) -> None:
+    def _slow_down(
+        self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]
+    ) -> None:
         """Let the workers of a host run for a share of each period."""
-        found: list[psutil.Process] = []
+        workers: list[psutil.Process] = []
         searched = -_SEARCH_S
         start = time.monotonic()
         while not self._ended.is_set():
             if time.monotonic() - searched >= _SEARCH_S:
-                found, searched = _family(processes(host)), time.monotonic()
-            _send(found, signal.SIGSTOP)
+                workers, searched = _family(processes(host)), time.monotonic()
+            _send(workers, signal.SIGSTOP)
             try:
                 # From the planned start of the period, so that late wake-ups do not add up.
                 self._ended.wait(max(0.0, start + (1 - share) * _PERIOD_S - time.monotonic()))
             finally:
-                _send(found, signal.SIGCONT)
+                _send(workers, signal.SIGCONT)
             start += _PERIOD_S
             self._ended.wait(max(0.0, start - time.monotonic()))
             # After a long delay of this thread, the missed periods are not made up for.

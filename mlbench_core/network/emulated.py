@@ -1,8 +1,9 @@
-"""Emulate several hosts on one machine: network namespaces behind a switch, with links of chosen properties.
+"""Emulate several hosts on one machine: network namespaces behind a switch.
 
-Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run reacts to a broken cable.
-Emulation needs Linux and the programs ``ip`` and ``tc`` (package iproute2). It also needs root, or a kernel that lets
-users create user namespaces. Only the namespaces created here are changed.
+The links have chosen properties. Slow links show how much time a compressed optimizer saves. A link
+that is cut shows how a run reacts to a broken cable. Emulation needs Linux and the programs ``ip``
+and ``tc`` (package iproute2). It also needs root, or a kernel that lets users create user
+namespaces. Only the namespaces created here are changed.
 
 The devices of a network with two hosts::
 
@@ -10,14 +11,17 @@ The devices of a network with two hosts::
     eth0 10.77.0.1 <------ veth pair ----> p0  junction  p1 <---- veth pair ----> eth0 10.77.0.2
     token bucket                          token buckets                            token bucket
 
-In a network of racks, every rack has a junction. A veth pair connects it to the junction of the core::
+In a network of racks, every rack has a junction. A veth pair connects it to the junction of the
+core::
 
-    p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core -- c1 <-- veth pair --> u1 -- junction of rack 1
-                                 token bucket      token bucket     token bucket      token bucket
+    p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core
+                                    token bucket         token bucket
+    p2, p3 -- junction of rack 1 -- u1 <-- veth pair --> c1 -- core
+                                    token bucket         token bucket
 
-A junction without delay and loss is a bridge of the kernel. Another one is a part of the process ``switch.py``, which
-holds the frames. It does not use the kernel's ``netem``, which many kernels lack, so that a network is the same on all
-machines.
+A junction without delay and loss is a bridge of the kernel. Another one is a part of the process
+``switch.py``, which holds the frames. It does not use the kernel's ``netem``, which many kernels
+lack, so that a network is the same on all machines.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ SUBNET = "10.77.0"
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
-# A connection over a long link has a window of bandwidth times round trip, for which Linux's defaults are too small.
+# A connection over a long link has a window of bandwidth times round trip, for which Linux's
+# defaults are too small.
 WINDOW_BYTES = 256 * 2**20
 
 _numbers = itertools.count()
@@ -60,28 +65,33 @@ _numbers = itertools.count()
 class EmulatedNetwork:
     """Hosts on this machine, each connected to a switch by a link of limited bandwidth.
 
-    Every host is a network namespace with one interface, ``eth0``. The switches are in another namespace. Each link is
-    limited in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate :math:`r`
-    takes 6 to 7 percent longer than :math:`b / r`; the headers of the packets cause 5 percent. All hosts share the
-    memory, disks and processors of this machine.
+    Every host is a network namespace with one interface, ``eth0``. The switches are in another
+    namespace. Each link is limited in both directions by a token bucket filter. A transfer of
+    :math:`b` bits over a link of rate :math:`r` takes 6 to 7 percent longer than :math:`b / r`; the
+    headers of the packets cause 5 percent. All hosts share the memory, disks and processors of this
+    machine.
 
-    The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
-    in them and removes them. If root's process is killed inside the block, its namespaces are left behind;
-    :meth:`cleanup` removes them. The namespaces of other users end with their process.
+    The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the
+    processes that still run in them and removes them. If root's process is killed inside the block,
+    its namespaces are left behind; :meth:`cleanup` removes them. The namespaces of other users end
+    with their process.
 
     Args:
         hosts: Number of hosts, from 1 to 250.
         bandwidth: Bandwidth of every link in each direction; see
             :func:`~mlbench_core.network.description.bits_per_second`.
-        burst: Size of the token bucket in bytes: the amount of data that an idle link sends without delay. By default,
-            the amount that the link sends in 5 ms.
-        queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The link drops packets
-            that would wait longer. In a network with a longer round trip, it is the round trip.
-        network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks, slow hosts, cuts.
+        burst: Size of the token bucket in bytes: the amount of data that an idle link sends without
+            delay. By default, the amount that the link sends in 5 ms.
+        queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The
+            link drops packets that would wait longer. In a network with a longer round trip, it is
+            the round trip.
+        network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks,
+            slow hosts, cuts.
 
     Raises:
         ValueError: An argument is out of range.
-        ConfigurationError: On entering, this machine cannot emulate a network (see :meth:`why_not`).
+        ConfigurationError: On entering, this machine cannot emulate a network (see
+            :meth:`why_not`).
 
     Example:
         >>> network = EmulatedNetwork(hosts=2, network="100mbit,20ms")
@@ -108,7 +118,9 @@ class EmulatedNetwork:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
         if burst is not None and not burst >= SMALLEST_BURST_BYTES:
-            raise ValueError(f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}")
+            raise ValueError(
+                f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}"
+            )
         if not queue_ms > 0:
             raise ValueError(f"queue_ms must be positive, not {queue_ms!r}")
         if network is None:
@@ -116,12 +128,18 @@ class EmulatedNetwork:
         self.network = parse_network(network) if isinstance(network, str) else network
         self.network.check_hosts(hosts)
         self.hosts = hosts
-        own = {host: settings.bandwidth for host, settings in self.network.hosts.items()}
-        self._rates = [own.get(host) or self.network.link.bandwidth for host in range(hosts)]
+        self._rates = [self.network.link.bandwidth] * hosts
+        for host, settings in self.network.hosts.items():
+            if settings.bandwidth:
+                self._rates[host] = settings.bandwidth
         self._burst = burst
-        longest_s = max(link.round_trip_s for link in (self.network.link, self.network.between) if link)
+        self._links = [self.network.link]
+        if self.network.between is not None:
+            self._links.append(self.network.between)
+        longest_s = max(link.round_trip_s for link in self._links)
         self._queue_ms = max(queue_ms, longest_s * 1e3)
-        # The name holds the id and start time of this process, so that cleanup() can check if the process has ended.
+        # The name holds the id and start time of this process, so that cleanup() can check if the
+        # process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
         self._namespaces = Namespaces()
@@ -134,7 +152,8 @@ class EmulatedNetwork:
     def why_not() -> str | None:
         """Return the reason why this machine cannot emulate a network, or None if it can.
 
-        The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created and removed.
+        The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created
+        and removed.
         """
         trial = EmulatedNetwork(hosts=1)
         try:
@@ -147,10 +166,10 @@ class EmulatedNetwork:
 
     @staticmethod
     def cleanup() -> list[str]:
-        """Remove the networks of processes that have ended, and end the processes that still run in them.
+        """Remove the networks of processes that have ended.
 
-        Networks of living processes stay, even those of other users. Networks that users other than root created end
-        with their processes.
+        The processes that still run in them are killed. Networks of living processes stay, even
+        those of other users. Networks that users other than root created end with their processes.
 
         Returns:
             The names of the namespaces removed.
@@ -171,7 +190,9 @@ class EmulatedNetwork:
             raise ConfigurationError(f"cannot emulate a network here: {reason}")
         try:
             self._set_up()
-            self._disturbances = Disturbances(self.network.hosts, self.cut, self.restore, self._processes.__getitem__)
+            self._disturbances = Disturbances(
+                self.network.hosts, self.cut, self.restore, self._processes.__getitem__
+            )
             self._disturbances.start()
         except BaseException:
             # Also after Ctrl-C: an unfinished network must not stay.
@@ -180,7 +201,10 @@ class EmulatedNetwork:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """End the processes on the hosts and remove everything."""
         self.close()
@@ -192,7 +216,7 @@ class EmulatedNetwork:
             self._disturbances.stop()
             self._disturbances = None
         self._is_up = False
-        processes = [process for each in self._processes.values() for process in each]
+        processes = list(itertools.chain.from_iterable(self._processes.values()))
         for process in processes:
             if process.poll() is None:
                 process.terminate()
@@ -201,7 +225,7 @@ class EmulatedNetwork:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
         if self._namespaces.is_open:
-            own_names = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
+            own_names = {self._switch, *map(self.namespace, range(self.hosts))}
             for name in own_names.intersection(self._namespaces.names()):
                 self._namespaces.remove(name)
             self._namespaces.close()
@@ -226,12 +250,12 @@ class EmulatedNetwork:
 
         Args:
             host: The host; the rank of its worker is the same number.
-            port: The port on which worker 0 listens. Every host has its own ports, so none is taken by a program
-                outside the network.
+            port: The port on which worker 0 listens. Every host has its own ports, so none is taken
+                by a program outside the network.
 
         Returns:
-            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, local rank
-            and local world size, and the interface.
+            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world
+            size, local rank and local world size, and the interface.
         """
         return {
             "MASTER_ADDR": self.address(0),
@@ -259,8 +283,8 @@ class EmulatedNetwork:
             host: The host.
             argv: Program and arguments.
             env: Variables in addition to those of this process and of :meth:`environment`.
-            as_worker: True to set the variables of :meth:`environment`. Use False for programs that get their rank in
-                another way, such as torchrun and scripts with ``--hosts``.
+            as_worker: True to set the variables of :meth:`environment`. Use False for programs that
+                get their rank in another way, such as torchrun and scripts with ``--hosts``.
             **options: Further arguments of :class:`subprocess.Popen`.
 
         Returns:
@@ -272,16 +296,19 @@ class EmulatedNetwork:
         """
         folder = options.get("cwd")
         command = self._namespaces.command(self._up(host), argv, folder and Path(folder))
-        variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
+        variables = dict(os.environ)
+        if as_worker:
+            variables.update(self.environment(host))
+        variables.update(env or {})
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)
         return process
 
     def cut(self, host: int) -> None:
-        """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
+        """Cut the link of a host: its packets are lost, and its connections stay for a while."""
         self._up(host)
-        # Only the switch's end goes down. Packets are lost in both directions, but the host keeps its address, so its
-        # programs see a silent network and no error.
+        # Only the switch's end goes down. Packets are lost in both directions, but the host keeps
+        # its address, so its programs see a silent network and no error.
         self._ip(self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
@@ -316,8 +343,8 @@ class EmulatedNetwork:
 
     def _set_up(self) -> None:
         self._namespaces.open()
-        # The switches have their own namespace, so that nothing else changes and one command removes them with their
-        # ports.
+        # The switches have their own namespace, so that nothing else changes and one command
+        # removes them with their ports.
         self._namespaces.run("ip", "netns", "add", self._switch)
         junctions: list[dict[str, Any]] = []
         across = self.network.between
@@ -326,12 +353,15 @@ class EmulatedNetwork:
             for host in hosts:
                 self._add_host(host)
                 self._shape(host)
-            uplink = "" if across is None else f"u{rack}"
+            uplink = ""
             if across is not None:
+                uplink = f"u{rack}"
                 self._pair((self._switch, uplink), (self._switch, f"c{rack}"), across.bandwidth)
-            junctions += self._connect(f"rack{rack}", [f"p{host}" for host in hosts], uplink, self.network.link)
+            ports = [f"p{host}" for host in hosts]
+            junctions += self._connect(f"rack{rack}", ports, uplink, self.network.link)
         if across is not None:
-            junctions += self._connect("core", [f"c{rack}" for rack in range(self.network.racks)], "", across)
+            ports = [f"c{rack}" for rack in range(self.network.racks)]
+            junctions += self._connect("core", ports, "", across)
         if junctions:
             self._start_switch(junctions)
         self._is_up = True
@@ -340,35 +370,48 @@ class EmulatedNetwork:
         name = self.namespace(host)
         self._namespaces.run("ip", "netns", "add", name)
         self._pair((name, INTERFACE), (self._switch, f"p{host}"), None)
-        # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is down.
+        # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is
+        # down.
         self._ip(name, "link", "set", "lo", "up")
-        # All hosts are in one /24 network, so they reach one another through eth0 without further routes.
+        # All hosts are in one /24 network, so they reach one another through eth0 without further
+        # routes.
         self._ip(name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-        ways = [link for link in (self.network.link, self.network.between) if link is not None]
-        if any(link.loss for link in ways):
+        if any(link.loss for link in self._links):
             # The switch loses whole frames, so a frame must not be larger than a packet.
             self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")
-        if any(link.round_trip_s for link in ways):
-            limits = f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
-            self._namespaces.run("ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}")
+        if any(link.round_trip_s for link in self._links):
+            script = (
+                "cd /proc/sys/net/ipv4; "
+                f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; "
+                f"echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
+            )
+            self._namespaces.run("ip", "netns", "exec", name, "sh", "-ec", script)
 
     def _pair(self, first: tuple[str, str], second: tuple[str, str], rate: int | None) -> None:
-        """Create a cable, a veth pair, from a device in a namespace to another one, with a bandwidth."""
-        # Both ends are created inside their namespaces, so their names cannot collide with interfaces of this machine.
+        """Create a cable, a veth pair, between two devices in namespaces, with a bandwidth."""
+        # Both ends are created inside their namespaces, so their names cannot collide with
+        # interfaces of this machine.
         pair = ("type", "veth", "peer", "name", second[1], "netns", second[0])
         self._namespaces.run("ip", "link", "add", first[1], "netns", first[0], *pair)
         for namespace, device in (first, second):
             self._ip(namespace, "link", "set", device, "up")
             self._limit(namespace, device, rate)
 
-    def _connect(self, name: str, ports: list[str], uplink: str, link: Link) -> list[dict[str, Any]]:
-        """Connect ports by a bridge; if the link has delay or loss, return the configuration of ``switch.py``."""
+    def _connect(
+        self, name: str, ports: list[str], uplink: str, link: Link
+    ) -> list[dict[str, Any]]:
+        """Connect ports by a bridge, or return their junction for ``switch.py``.
+
+        A link with delay or loss needs the switch.
+        """
         if link.round_trip_s or link.loss:
-            one_way = {"delay_s": link.round_trip_s / 2, "jitter_s": link.jitter_s / 2, "loss": link.loss}
+            # The delay and the jitter of a link are those of both ways.
+            delay_s, jitter_s = link.round_trip_s / 2, link.jitter_s / 2
+            one_way = {"delay_s": delay_s, "jitter_s": jitter_s, "loss": link.loss}
             return [{"ports": ports, "uplink": uplink, **one_way}]
         self._ip(self._switch, "link", "add", name, "type", "bridge")
         self._ip(self._switch, "link", "set", name, "up")
-        for port in (*ports, *([uplink] if uplink else [])):
+        for port in filter(None, (*ports, uplink)):
             self._ip(self._switch, "link", "set", port, "master", name)
         return []
 
@@ -390,7 +433,8 @@ class EmulatedNetwork:
             raise ConfigurationError(f"the switch that delays frames cannot start: {last}")
 
     def _shape(self, host: int) -> None:
-        """Limit a link at both ends, because a filter acts only on the packets that an interface sends."""
+        """Limit a link at both ends."""
+        # A filter acts only on the packets that an interface sends.
         for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
             self._limit(namespace, device, self._rates[host])
 
@@ -399,8 +443,9 @@ class EmulatedNetwork:
             return
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
-        bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
-        self._namespaces.run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+        command = ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf")
+        limits = ("rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
+        self._namespaces.run(*command, *limits)
 
     def _ip(self, namespace: str, *arguments: str) -> None:
         self._namespaces.run("ip", "-n", namespace, *arguments)

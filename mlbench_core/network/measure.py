@@ -1,4 +1,4 @@
-"""Measure an emulated network: bandwidth, round trip and loss of each kind of path, and all-reduces over Gloo."""
+"""Measure an emulated network: bandwidth, round trip and loss of its paths, and all-reduces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class PathReport:
         source: The host that sends.
         target: The host that receives.
         asked: The described properties.
-        bandwidth: Payload of one TCP connection in bits per second; at most about 96 percent of a link's bandwidth.
+        bandwidth: Payload of one TCP connection in bits per second; at most about 96 percent of a
+            link's bandwidth.
         round_trip_s: Median of the round trips of one byte, in seconds.
         round_trips_s: The shortest and the longest of these round trips.
         loss: Share of the lost packets; None if no loss is described.
@@ -63,7 +64,8 @@ class AllReduceTime:
     Attributes:
         num_bytes: Size of the tensor of each worker.
         seconds: Time of the slowest worker.
-        bus_bandwidth: Bits per second over the link of each host: :math:`2 (n - 1) / n` times the size, per time.
+        bus_bandwidth: Bits per second over the link of each host: :math:`2 (n - 1) / n` times the
+            size, per time.
     """
 
     num_bytes: int
@@ -79,8 +81,10 @@ class NetworkReport:
         network: The text of the network.
         hosts: Number of hosts.
         paths: One report for each kind of path from host 0.
-        all_reduce: A small and a large all-reduce; empty if torch is not installed or there is one host.
-        machine: What else the figures depend on: number of cores, load at the start, TCP's congestion control, rights.
+        all_reduce: A small and a large all-reduce; empty if torch is not installed or there is one
+            host.
+        machine: Further conditions of the measurement: number of cores, load at the start, TCP's
+            congestion control, rights.
     """
 
     network: str
@@ -90,14 +94,17 @@ class NetworkReport:
     machine: dict[str, Any]
 
 
-def measure_network(network: Network, hosts: int | None = None, duration_s: float = 2.0) -> NetworkReport:
+def measure_network(
+    network: Network, hosts: int | None = None, duration_s: float = 2.0
+) -> NetworkReport:
     """Emulate a network and measure it.
 
-    Stragglers and cuts are left out, because they are no properties of the links.
+    Stragglers and cuts are left out, because they are not properties of the links.
 
     Args:
         network: The network.
-        hosts: Number of hosts; by default that of the network, or else the smallest number with all described hosts.
+        hosts: Number of hosts; by default that of the network, or else the smallest number with all
+            described hosts.
         duration_s: Seconds of each measurement of a bandwidth.
 
     Returns:
@@ -118,19 +125,21 @@ def measure_network(network: Network, hosts: int | None = None, duration_s: floa
         targets.setdefault(network.path(0, host), host)
     machine = _machine()
     with EmulatedNetwork(hosts, network=quiet) as emulated:
-        paths = tuple(_path(emulated, host, asked, duration_s) for asked, host in targets.items())
-        all_reduce = _all_reduce(emulated, min(path.bandwidth for path in paths), duration_s)
-    return NetworkReport(str(network), hosts, paths, all_reduce, machine)
+        paths = [_path(emulated, host, asked, duration_s) for asked, host in targets.items()]
+        slowest = min(path.bandwidth for path in paths)
+        all_reduce = _all_reduce(emulated, slowest, duration_s)
+    return NetworkReport(str(network), hosts, tuple(paths), all_reduce, machine)
 
 
 def _machine() -> dict[str, Any]:
+    machine: dict[str, Any] = {"cores": os.cpu_count(), "load": None, "congestion_control": None}
+    if hasattr(os, "getloadavg"):
+        machine["load"] = round(os.getloadavg()[0], 1)
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    return {
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-        "congestion_control": control.read_text().strip() if control.exists() else None,
-        "root": hasattr(os, "geteuid") and os.geteuid() == 0,
-    }
+    if control.exists():
+        machine["congestion_control"] = control.read_text().strip()
+    machine["root"] = hasattr(os, "geteuid") and os.geteuid() == 0
+    return machine
 
 
 def _path(network: EmulatedNetwork, target: int, asked: Link, duration_s: float) -> PathReport:
@@ -141,7 +150,8 @@ def _path(network: EmulatedNetwork, target: int, asked: Link, duration_s: float)
     if asked.loss:
         received = _pair(network, target, ("count",), ("shoot", str(_DATAGRAMS), str(_INTERVAL_S)))
         loss = 1 - received / _DATAGRAMS
-    return PathReport(0, target, asked, bandwidth, statistics.median(times), (min(times), max(times)), loss)
+    median_s, range_s = statistics.median(times), (min(times), max(times))
+    return PathReport(0, target, asked, bandwidth, median_s, range_s, loss)
 
 
 def _pair(
@@ -152,7 +162,7 @@ def _pair(
     *,
     answers_last: bool = False,
 ) -> Any:
-    """Run a pair of probes, the first one on ``target`` and the second one on host 0, and return the answer."""
+    """Run a pair of probes, the first on ``target`` and the second on host 0, for their answer."""
     address = network.address(target)
     server = _start(network, target, [str(_PROBE), first[0], address, *first[1:]])
     with server:
@@ -167,7 +177,9 @@ def _pair(
             server.kill()
 
 
-def _all_reduce(network: EmulatedNetwork, bandwidth: float, limit_s: float) -> tuple[AllReduceTime, ...]:
+def _all_reduce(
+    network: EmulatedNetwork, bandwidth: float, limit_s: float
+) -> tuple[AllReduceTime, ...]:
     if importlib.util.find_spec("torch") is None:
         return ()
     large = min(_LARGE_BYTES, max(_SMALLEST_LARGE_BYTES, int(bandwidth / 8 / 2) // 4 * 4))
@@ -196,10 +208,13 @@ def _start(
 def _read(process: subprocess.Popen[bytes]) -> Any:
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], _PATIENCE_S)[0]:
-        raise ConfigurationError(f"a measurement of the network did not end within {_PATIENCE_S:.0f} s")
+        raise ConfigurationError(
+            f"a measurement of the network did not end within {_PATIENCE_S:.0f} s"
+        )
     line = process.stdout.readline()
     if not line:
         _, problem = process.communicate()
-        last = problem.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {process.returncode}"
-        raise ConfigurationError(f"a measurement of the network failed: {last}")
+        last = problem.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last or f"exit status {process.returncode}"
+        raise ConfigurationError(f"a measurement of the network failed: {reason}")
     return json.loads(line)

@@ -43,13 +43,22 @@ NETWORKS: dict[str, NamedNetwork] = {
     "hpc-roce": NamedNetwork(
         "unlimited",
         "The limit of this machine, in place of RDMA in a cluster",
-        "none: no limit and no delay are added, and this machine has less bandwidth than RoCE at 100 Gbit/s",
+        (
+            "none: no limit and no delay are added, and this machine has less bandwidth than RoCE "
+            "at 100 Gbit/s"
+        ),
     ),
     "lan-10g": NamedNetwork(
-        "10gbit", "One switch with 10 Gbit/s Ethernet", f"{_ETHERNET}ae and 802.3an (10 Gbit/s); {_SAME_ROOM}"
+        "10gbit",
+        "One switch with 10 Gbit/s Ethernet",
+        f"{_ETHERNET}ae and 802.3an (10 Gbit/s); {_SAME_ROOM}",
     ),
-    "lan-1g": NamedNetwork("1gbit", "One switch with gigabit Ethernet", f"{_ETHERNET}ab (1 Gbit/s); {_SAME_ROOM}"),
-    "lan-100m": NamedNetwork("100mbit", "One switch with fast Ethernet", f"{_ETHERNET}u (100 Mbit/s); {_SAME_ROOM}"),
+    "lan-1g": NamedNetwork(
+        "1gbit", "One switch with gigabit Ethernet", f"{_ETHERNET}ab (1 Gbit/s); {_SAME_ROOM}"
+    ),
+    "lan-100m": NamedNetwork(
+        "100mbit", "One switch with fast Ethernet", f"{_ETHERNET}u (100 Mbit/s); {_SAME_ROOM}"
+    ),
     "datacenter": NamedNetwork(
         "1gbit,0.5ms",
         "Two machines of one data center",
@@ -68,7 +77,10 @@ NETWORKS: dict[str, NamedNetwork] = {
     "wan-europe": NamedNetwork(
         "500mbit,30ms",
         "Machines in several countries of Europe",
-        f"bandwidth: within the range {_DILOCO} (127 to 935 Mbit/s); {_VERIZON} within Europe (30 ms)",
+        (
+            f"bandwidth: within the range {_DILOCO} (127 to 935 Mbit/s); {_VERIZON} within Europe "
+            "(30 ms)"
+        ),
     ),
     "wan-continent": NamedNetwork(
         "935mbit,45ms",
@@ -78,7 +90,10 @@ NETWORKS: dict[str, NamedNetwork] = {
     "wan-transatlantic": NamedNetwork(
         "127mbit,90ms",
         "Machines in North America and Europe",
-        f"bandwidth: the slowest {_DILOCO} (127 Mbit/s); {_VERIZON} between London and New York (90 ms)",
+        (
+            f"bandwidth: the slowest {_DILOCO} (127 Mbit/s); {_VERIZON} between London and New "
+            "York (90 ms)"
+        ),
     ),
     "wan-transpacific": NamedNetwork(
         "127mbit,160ms",
@@ -88,15 +103,18 @@ NETWORKS: dict[str, NamedNetwork] = {
     "home-fibre": NamedNetwork(
         "100mbit,20ms",
         "Machines in several homes with optical fiber",
-        "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s download), here in both "
-        "directions; round trip: chosen by this project for homes of one region",
+        "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s "
+        "download), here in both directions; round trip: chosen by this project for homes of one "
+        "region",
     ),
-    "mobile-lte": NamedNetwork("12mbit,70ms", "Machines in a mobile network of the fourth generation", _WEBPAGETEST),
+    "mobile-lte": NamedNetwork(
+        "12mbit,70ms", "Machines in a mobile network of the fourth generation", _WEBPAGETEST
+    ),
     "satellite-leo": NamedNetwork(
         "100mbit,50ms,10ms-jitter,0.4%-loss",
         "Machines behind satellites in low orbits",
-        "bandwidth, round trip and loss: rounded after Michel et al., 'A first look at Starlink performance', IMC 2022"
-        "; jitter: chosen by this project",
+        "bandwidth, round trip and loss: rounded after Michel et al., 'A first look at "
+        "Starlink performance', IMC 2022; jitter: chosen by this project",
     ),
 }
 """The networks that ``mlbench network list`` shows, by name."""
@@ -106,8 +124,8 @@ def get_network(text: str) -> Network:
     """Return a network by its name, its TOML file or its text.
 
     Args:
-        text: A name of :data:`NETWORKS`, the path of a file that ends with ``.toml``, or a description for
-            :func:`~mlbench_core.network.parsing.parse_network`.
+        text: A name of :data:`NETWORKS`, the path of a file that ends with ``.toml``, or a
+            description for :func:`~mlbench_core.network.parsing.parse_network`.
 
     Returns:
         The network.
@@ -126,7 +144,12 @@ def get_network(text: str) -> Network:
     if text.endswith(".toml"):
         return load_network(Path(text))
     if re.fullmatch(r"[A-Za-z][\w-]*", text) and text.lower() != "unlimited":
+        hint = "'mlbench network list' shows the names"
         similar = difflib.get_close_matches(text.lower(), NETWORKS, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else "'mlbench network list' shows the names"
-        raise ValueError(f"network must be a name, a .toml file or a text such as '100mbit,20ms', not {text!r}: {hint}")
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
+        raise ValueError(
+            "network must be a name, a .toml file or a text such as '100mbit,20ms', not "
+            f"{text!r}: {hint}"
+        )
     return parse_network(text)

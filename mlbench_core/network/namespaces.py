@@ -1,13 +1,16 @@
-"""Network namespaces: create them, run programs in them, remove them; as root, or in a user namespace.
+"""Create network namespaces, run programs in them and remove them.
 
-Root creates namespaces that every user sees in ``ip netns list``. Another user gets a user namespace with a table of
-namespaces and process ids of its own, which ends with its holder::
+Root creates namespaces that every user sees in ``ip netns list``. Another user gets a user
+namespace with its own table of namespaces and process ids, which ends with its holder::
 
-    this process -- pipe --> unshare -- forks --> sh, process 1 of the user namespace: reads the pipe
-                                                   ip netns exec ... (workers and the switch, through nsenter)
+    this process -- pipe --> unshare -- forks --> sh, process 1 of the user namespace:
+                                                   reads the pipe
+                                                   ip netns exec ... (workers and the switch,
+                                                   through nsenter)
 
-When this process ends, the pipe ends, and then ``sh``. The kernel kills the other processes in the user namespace, and
-removes it with its network namespaces. So nothing of it is left even after SIGKILL.
+When this process ends, the pipe ends, and then ``sh``. The kernel kills the other processes in the
+user namespace, and removes it with its network namespaces. So nothing of it is left even after
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -51,44 +54,49 @@ class Namespaces:
         """Create a user namespace, unless this process is root's.
 
         Raises:
-            ConfigurationError: This machine has no network namespaces for this user; the message says what is missing.
+            ConfigurationError: This machine has no network namespaces for this user; the message
+                says what is missing.
         """
         if os.name != "posix" or not hasattr(os, "geteuid"):
             raise ConfigurationError("network namespaces need Linux")
-        missing = [name for name in ("ip", "tc") if find_program(name) is None]
+        missing = _missing("ip", "tc")
         if missing:
-            raise ConfigurationError(f"{' and '.join(missing)} not found: install the package iproute2")
+            raise ConfigurationError(f"{missing} not found: install the package iproute2")
         if os.geteuid() != 0:
             self._hold()
         self.is_open = True
 
     def _hold(self) -> None:
         """Create a user namespace and the process that holds it."""
-        missing = [name for name in ("unshare", "nsenter") if find_program(name) is None]
+        missing = _missing("unshare", "nsenter")
         if missing:
             raise ConfigurationError(
                 "network namespaces need root or a user namespace, and "
-                f"{' and '.join(missing)} not found: install the package util-linux"
+                f"{missing} not found: install the package util-linux"
             )
-        options = ("--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+        new = ("--user", "--map-root-user", "--mount", "--net", "--pid")
+        options = (*new, "--fork", "--kill-child", "--mount-proc")
         self._holder = subprocess.Popen(
             [_program("unshare"), *options, "sh", "-c", _HOLD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C must not end it before the owner has cleaned up
+            # Ctrl-C must not end it before the owner has cleaned up.
+            start_new_session=True,
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "ready\n":
             _, problem = self._holder.communicate()
             self._holder = None
             raise ConfigurationError(
-                f"network namespaces need root, or a kernel that lets users create user namespaces: {problem.strip()}"
+                "network namespaces need root, or a kernel that lets users create user "
+                f"namespaces: {problem.strip()}"
             )
-        place = f"/proc/{self._holder.pid}/ns"
-        # The holder itself stays outside of the namespace of process ids that it creates for its children.
-        spaces = [f"--{name}={place}/{file}" for name, file in _SPACES.items()]
+        folder = f"/proc/{self._holder.pid}/ns"
+        # The holder itself stays outside of the namespace of process ids that it creates for its
+        # children.
+        spaces = [f"--{name}={folder}/{file}" for name, file in _SPACES.items()]
         self._prefix = [_program("nsenter"), "--preserve-credentials", *spaces]
 
     def close(self) -> None:
@@ -107,32 +115,42 @@ class Namespaces:
             ConfigurationError: The program failed.
         """
         command = [*self._prefix, _program(program), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
-        return done.stdout
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ConfigurationError(
+                f"'{program} {' '.join(arguments)}' failed: {result.stderr.strip()}"
+            )
+        return result.stdout
 
     def command(self, namespace: str, argv: Sequence[str], folder: Path | None = None) -> list[str]:
-        """Return the command line that runs a program in a namespace, in a folder or in that of this process."""
-        # To enter another table of mounted disks changes the folder to its root.
-        place = [*self._prefix, f"--wd={(folder or Path()).absolute()}"] if self._prefix else []
-        return [*place, find_program("ip") or "ip", "netns", "exec", namespace, *argv]
+        """Return the command line that runs a program in a namespace.
+
+        The program runs in a folder, by default in that of this process.
+        """
+        prefix = list(self._prefix)
+        if prefix:
+            # To enter another table of mounted disks changes the folder to its root.
+            prefix.append(f"--wd={(folder or Path()).absolute()}")
+        return [*prefix, find_program("ip") or "ip", "netns", "exec", namespace, *argv]
 
     def names(self) -> list[str]:
         """Return the names of all network namespaces."""
         # A machine without ip has none.
         if find_program("ip") is None:
             return []
-        return [line.split()[0] for line in self.run("ip", "netns", "list").splitlines() if line.strip()]
+        lines = self.run("ip", "netns", "list").splitlines()
+        return [line.split()[0] for line in lines if line.strip()]
 
     def remove(self, name: str) -> None:
         """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
-        # "ip netns del" removes only the name. The namespace and its devices exist as long as a process is in it.
+        # "ip netns del" removes only the name. The namespace and its devices exist as long as a
+        # process is in it.
         try:
             pids = self.run("ip", "netns", "pids", name).split()
             if self._prefix:
                 # The ids are those inside of the user namespace.
-                subprocess.run([*self._prefix, "kill", "-KILL", *pids], capture_output=True, check=False)
+                command = [*self._prefix, "kill", "-KILL", *pids]
+                subprocess.run(command, capture_output=True, check=False)
             else:
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -147,7 +165,13 @@ class Namespaces:
 def find_program(name: str) -> str | None:
     """Return the path of a program of system administration, or None."""
     # The folders of such programs are not in every user's PATH.
-    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    folders = (os.environ.get("PATH", ""), "/usr/sbin", "/sbin")
+    return shutil.which(name, path=os.pathsep.join(folders))
+
+
+def _missing(*names: str) -> str:
+    """Return the names of the programs that this machine lacks as a text, or an empty one."""
+    return " and ".join(name for name in names if find_program(name) is None)
 
 
 def start_time(pid: int) -> int:
@@ -156,8 +180,8 @@ def start_time(pid: int) -> int:
     Process ids are reused, but id and start time together identify a process.
     """
     try:
-        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because field 2, the name of
-        # the command in parentheses, may contain spaces and parentheses.
+        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because
+        # field 2, the name of the command in parentheses, may contain spaces and parentheses.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return 0

@@ -1,15 +1,16 @@
 """Read the description of a network: a short text, or a TOML file.
 
-Both give a :class:`~mlbench_core.network.description.Network`. The page "Train on an emulated network" of the
-documentation has the grammar.
+Both give a :class:`~mlbench_core.network.description.Network`. The page "Train on an emulated
+network" of the documentation has the grammar.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def parse_network(text: str) -> Network:
     """Read the text of a network.
 
     Args:
-        text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``, ``"2x2:10gbit/100mbit,40ms"`` or
-            ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0: cut@10s-15s"``.
+        text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``,
+            ``"2x2:10gbit/100mbit,40ms"`` or ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0:
+            cut@10s-15s"``.
 
     Returns:
         The network.
@@ -63,16 +65,16 @@ def parse_network(text: str) -> Network:
         inside, slash, outside = match[3].partition("/")
         if not slash:
             raise ValueError(
-                f"network {links!r} must have a link between the racks after '/': write for example "
-                f"'{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
+                f"network {links!r} must have a link between the racks after '/': write for "
+                f"example '{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
     elif "/" in links and any(map(bandwidth_hint, links.split(","))):
         link = _parse_link(links)
     elif "/" in links or ":" in links:
         raise ValueError(
-            f"network {links[:80]!r} must begin with the racks and the hosts of each if it has '/' or ':': write for "
-            "example '2x2:10gbit/100mbit,40ms'"
+            f"network {links[:80]!r} must begin with the racks and the hosts of each if it has "
+            "'/' or ':': write for example '2x2:10gbit/100mbit,40ms'"
         )
     else:
         link = _parse_link(links)
@@ -80,7 +82,9 @@ def parse_network(text: str) -> Network:
     for difference in differences:
         number, settings = _parse_host(difference)
         if number in hosts:
-            raise ValueError(f"host {number} must be described once, not twice: put its parts together")
+            raise ValueError(
+                f"host {number} must be described once, not twice: put its parts together"
+            )
         hosts[number] = settings
     return Network(link, between, racks, hosts_per_rack, hosts)
 
@@ -95,7 +99,8 @@ def load_network(path: Path) -> Network:
         The network.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a table or key is unknown or has a wrong value.
+        ConfigurationError: The file cannot be read, or a table or key is unknown or has a wrong
+            value.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -104,7 +109,9 @@ def load_network(path: Path) -> Network:
     try:
         return _from_tables(tomllib.loads(read_text(path)))
     except OSError as error:
-        raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"cannot read the network {path}: {error.strerror or error}"
+        ) from error
     # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
     except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"the network {path} cannot be used: {error}") from error
@@ -124,15 +131,18 @@ def _parse_link(text: str) -> Link:
             name, value = "round_trip_s", _seconds(word, "round trip")
         else:
             raise ValueError(
-                f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round trip ('20ms'), a jitter "
-                "('2ms-jitter') or a loss ('0.1%-loss')" + bandwidth_hint(word)
+                f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round "
+                "trip ('20ms'), a jitter ('2ms-jitter') or a loss ('0.1%-loss')"
+                + bandwidth_hint(word)
             )
         if name in values:
-            raise ValueError(f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}")
+            kind = name.removesuffix("_s").replace("_", " ")
+            raise ValueError(f"part {word!r} must not follow another {kind}")
         values[name] = value
     if "bandwidth" not in values:
         raise ValueError(
-            f"link {text.strip()!r} must have a bandwidth: write for example '100mbit,20ms' or '{UNLIMITED},20ms'"
+            f"link {text.strip()!r} must have a bandwidth: write for example '100mbit,20ms' or "
+            f"'{UNLIMITED},20ms'"
         )
     return Link(**values)
 
@@ -155,8 +165,8 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
             name, value = "cpu", _share(word.removesuffix("-cpu").strip(), "cpu")
         else:
             raise ValueError(
-                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of the processor "
-                "('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
+                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of "
+                "the processor ('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
             )
         if name in values:
             raise ValueError(f"part {word!r} of host {match[1]} must not follow another {name}")
@@ -167,7 +177,9 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
 def _words(text: str, subject: str) -> Iterator[str]:
     for word in text.split(","):
         if not word.strip():
-            raise ValueError(f"{subject} must not have an empty part: write for example '100mbit,20ms'")
+            raise ValueError(
+                f"{subject} must not have an empty part: write for example '100mbit,20ms'"
+            )
         yield word.strip()
 
 
@@ -175,18 +187,23 @@ def _bandwidth(text: object) -> int | None:
     if text == UNLIMITED:
         return None
     if not isinstance(text, str):
-        raise ValueError(f"bandwidth must be a text such as '100mbit' or '{UNLIMITED}', not {text!r}")
+        raise ValueError(
+            f"bandwidth must be a text such as '100mbit' or '{UNLIMITED}', not {text!r}"
+        )
     return bits_per_second(text)
 
 
 def _seconds(text: object, subject: str) -> float:
     match = _TIME.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}")
+        raise ValueError(
+            f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}"
+        )
     seconds = float(match[1]) * _TIME_UNITS[match[2]]
     if seconds > _LONGEST_TIME_S:
         raise ValueError(f"{subject} must be at most {_LONGEST_TIME_S:.0f}s, not {text!r}")
-    # To a tenth of a microsecond, so that a text, its network and the text of the network are the same.
+    # To a tenth of a microsecond, so that a text, its network and the text of the network are the
+    # same.
     return round(seconds, 7)
 
 
@@ -198,14 +215,17 @@ def _share(text: object, subject: str) -> float:
 
 
 def _cut(text: object) -> Cut:
-    start, dash, end = text.partition("-") if isinstance(text, str) else ("", "", "")
     if not isinstance(text, str):
         raise ValueError(f"cut must be a text such as '10s-15s', not {text!r}")
-    return Cut(_seconds(start.strip(), "start of a cut"), _seconds(end.strip(), "end of a cut") if dash else None)
+    start, dash, end = text.partition("-")
+    start_s = _seconds(start.strip(), "start of a cut")
+    if not dash:
+        return Cut(start_s)
+    return Cut(start_s, _seconds(end.strip(), "end of a cut"))
 
 
-def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
-    ordered = tuple(sorted(cuts, key=lambda cut: cut.start_s))
+def _in_order(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    ordered = tuple(sorted(cuts, key=operator.attrgetter("start_s")))
     for earlier, later in itertools.pairwise(ordered):
         if earlier.end_s is None or earlier.end_s > later.start_s:
             raise ValueError(f"{later} must begin after the end of the cut before it, {earlier}")
@@ -213,7 +233,7 @@ def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
 
 
 def _from_tables(tables: Mapping[str, Any]) -> Network:
-    _known(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
+    _check_keys(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
     between = tables.get("between")
     numbers = {}
     for key in ("racks", "hosts_per_rack"):
@@ -228,33 +248,38 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
     if not isinstance(described, list):
         raise ValueError("hosts must be tables [[hosts]], each with the number of its host")
     for table in described:
-        _known(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
+        _check_keys(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
         number = table.get("host")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number in hosts:
-            raise ValueError(f"host of [[hosts]] must be a number from 0, once each, not {number!r}")
+            raise ValueError(
+                f"host of [[hosts]] must be a number from 0, once each, not {number!r}"
+            )
         cuts = table.get("cuts", [])
         if not isinstance(cuts, list):
-            raise ValueError(f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}")
-        hosts[number] = HostSettings(
-            _bandwidth(table["bandwidth"]) if "bandwidth" in table else None,
-            _share(table["cpu"], "cpu") if "cpu" in table else 1.0,
-            _in_order([_cut(cut) for cut in cuts]),
-        )
-    return Network(
-        _link_of(tables.get("link"), "[link]"),
-        None if between is None else _link_of(between, "[between]"),
-        numbers["racks"] or 1,
-        numbers["hosts_per_rack"],
-        hosts,
-    )
+            raise ValueError(
+                f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}"
+            )
+        settings: dict[str, Any] = {}
+        if "bandwidth" in table:
+            settings["bandwidth"] = _bandwidth(table["bandwidth"])
+        if "cpu" in table:
+            settings["cpu"] = _share(table["cpu"], "cpu")
+        hosts[number] = HostSettings(**settings, cuts=_in_order(map(_cut, cuts)))
+    link = _link_of(tables.get("link"), "[link]")
+    racks, hosts_per_rack = numbers["racks"] or 1, numbers["hosts_per_rack"]
+    if between is not None:
+        between = _link_of(between, "[between]")
+    return Network(link, between, racks, hosts_per_rack, hosts)
 
 
 def _link_of(table: Any, name: str) -> Link:
     if table is None:
         raise ValueError(f"the table {name} must be given: it has the bandwidth of a link")
-    _known(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
+    _check_keys(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
     if "bandwidth" not in table:
-        raise ValueError(f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'")
+        raise ValueError(
+            f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'"
+        )
     return Link(
         _bandwidth(table["bandwidth"]),
         _seconds(table.get("round_trip", "0s"), f"round_trip of {name}"),
@@ -263,9 +288,11 @@ def _link_of(table: Any, name: str) -> Link:
     )
 
 
-def _known(table: Any, names: tuple[str, ...], where: str) -> None:
+def _check_keys(table: Any, names: tuple[str, ...], where: str) -> None:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} must be a table, not {table!r}")
     unknown = sorted(set(table) - set(names))
     if unknown:
-        raise ValueError(f"keys of {where} must be among {', '.join(names)}, not {', '.join(unknown)}")
+        raise ValueError(
+            f"keys of {where} must be among {', '.join(names)}, not {', '.join(unknown)}"
+        )

@@ -1,6 +1,7 @@
-"""Measure a link between two hosts: ``python probe.py receive|send|echo|ping|count|shoot ADDRESS VALUES...``.
+"""Measure a link between two hosts.
 
-The first program of a pair runs on the host with ADDRESS, the second one on the other host. They import only the
+Usage: ``python probe.py receive|send|echo|ping|count|shoot ADDRESS VALUES...``. The first program
+of a pair runs on the host with ADDRESS, the second one on the other host. They import only the
 standard library, so they start quickly. Results are one line of JSON on standard output.
 """
 
@@ -42,9 +43,10 @@ def _connect(address: str) -> socket.socket:
 
 
 def _receive(address: str, skip_s: str, duration_s: str) -> None:
-    """Write the bits per second that one connection receives, after the time in which TCP finds the bandwidth."""
+    """Write the bits per second that one connection receives."""
     buffer = bytearray(_BLOCK_BYTES)
     with _listen(address) as connection:
+        # In this time, TCP finds the bandwidth.
         start = time.perf_counter()
         while time.perf_counter() - start < float(skip_s):
             connection.recv_into(buffer)
@@ -97,7 +99,8 @@ def _shoot(address: str, count: str, interval_s: str) -> None:
         for _ in range(int(count)):
             client.sendto(_DATAGRAM, (address, _PORT))
             time.sleep(float(interval_s))
-        # Several, because the link loses some. The first one must not overtake a datagram: frames stay in order.
+        # Several, because the link loses some. The first one must not overtake a datagram: frames
+        # stay in order.
         for _ in range(50):
             client.sendto(_END, (address, _PORT))
             time.sleep(float(interval_s))

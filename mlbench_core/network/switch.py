@@ -1,7 +1,7 @@
 """A switch in user space, which holds each frame for a time: ``python switch.py CONFIGURATION``.
 
-It runs in the namespace of the ports and imports only the standard library, so it starts quickly. CONFIGURATION is a
-list of junctions as JSON::
+It runs in the namespace of the ports and imports only the standard library, so it starts quickly.
+CONFIGURATION is a list of junctions as JSON::
 
     {"ports": ["p0", "p1"], "uplink": "", "delay_s": 0.01, "jitter_s": 0.001, "loss": 0.001}
 
@@ -9,13 +9,15 @@ A frame takes this way::
 
     port -> lost with the probability loss
          -> held for a uniform random time from delay_s - jitter_s to delay_s + jitter_s
-         -> sent to the port of its destination, which limits the bandwidth, or drops it if its queue is full
+         -> sent to the port of its destination, which limits the bandwidth, or drops it if its
+            queue is full
 
-Frames of one port stay in order. Frames to and from the uplink are neither lost nor held: their way goes on at another
-junction, which holds them.
+Frames of one port stay in order. Frames to and from the uplink are neither lost nor held: their way
+goes on at another junction, which holds them.
 
-The sockets pass on frames as the kernel has them before it cuts them into packets, of up to 64 KiB. So one frame of
-Python's time carries up to 45 packets. The process ends when standard input ends, that is, with its owner.
+The sockets pass on frames as the kernel has them before it cuts them into packets, of up to 64 KiB.
+So one frame of Python's time carries up to 45 packets. The process ends when standard input ends,
+that is, with its owner.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _SO_RCVBUFFORCE = 33
 _ETH_P_ALL = 3
 _ETH_P_ARP = b"\x08\x06"
 _BUFFER_BYTES = 64 * 2**20
-# Before each frame, the kernel puts a struct virtio_net_hdr with the work that it has put off: checksum and segments.
+# Before each frame, the kernel puts a struct virtio_net_hdr with the work that it has put off:
+# checksum and segments.
 _HEADER_BYTES = 10
 _FRAME_BYTES = _HEADER_BYTES + 14 + 65_536
 # Other ports and due frames wait at most for this number of frames.
@@ -57,7 +60,10 @@ class _Port:
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self.socket.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
         self.socket.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        for force, plain in ((_SO_RCVBUFFORCE, socket.SO_RCVBUF), (_SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+        for force, plain in (
+            (_SO_RCVBUFFORCE, socket.SO_RCVBUF),
+            (_SO_SNDBUFFORCE, socket.SO_SNDBUF),
+        ):
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
             except PermissionError:
@@ -74,21 +80,28 @@ class _Port:
 class _Junction:
     """Ports among which frames are forwarded."""
 
-    def __init__(self, ports: list[str], uplink: str, delay_s: float, jitter_s: float, loss: float) -> None:
+    def __init__(
+        self, ports: list[str], uplink: str, delay_s: float, jitter_s: float, loss: float
+    ) -> None:
         self.ports = [_Port(name, self) for name in ports]
-        self.uplink = _Port(uplink, self) if uplink else None
-        self.all = [*self.ports, *([self.uplink] if self.uplink else [])]
+        self.uplink: _Port | None = None
+        self.all = list(self.ports)
+        if uplink:
+            self.uplink = _Port(uplink, self)
+            self.all.append(self.uplink)
         self.delay_s = delay_s
         self.jitter_s = jitter_s
         self.loss = loss
-        self._known: dict[bytes, _Port] = {}
+        self._port_of: dict[bytes, _Port] = {}
 
     def targets(self, frame: bytes, source: _Port) -> list[_Port]:
         """Return the ports to which a frame goes, and remember the port of its sender."""
-        self._known[frame[_HEADER_BYTES + 6 : _HEADER_BYTES + 12]] = source
-        known = self._known.get(frame[_HEADER_BYTES : _HEADER_BYTES + 6])
+        self._port_of[frame[_HEADER_BYTES + 6 : _HEADER_BYTES + 12]] = source
+        target = self._port_of.get(frame[_HEADER_BYTES : _HEADER_BYTES + 6])
+        if target is not None:
+            return [target]
         # Broadcasts, and frames to a host that has not sent yet, go to all.
-        return [port for port in self.all if port is not source] if known is None else [known]
+        return [port for port in self.all if port is not source]
 
 
 class _Switch:
@@ -103,7 +116,9 @@ class _Switch:
     def run(self) -> None:
         """Forward frames until standard input ends."""
         while True:
-            timeout = max(0.0, self._held[0][0] - time.monotonic()) if self._held else None
+            timeout = None
+            if self._held:
+                timeout = max(0.0, self._held[0][0] - time.monotonic())
             # Not epoll, whose timeout is rounded to milliseconds.
             ready, _, _ = select.select([sys.stdin, *self._ports], [], [], timeout)
             for each in ready:

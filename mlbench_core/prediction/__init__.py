@@ -1,4 +1,4 @@
-"""Predict the time of a training step, and the time to a goal, on other networks and with other numbers of workers."""
+"""Predict the time of a step and the time to a goal, on other networks and with other workers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-r"""The cost of collectives over Gloo: a latency and a bandwidth term for each, and the pace of TCP.
+r"""Estimate the time of collectives over Gloo from latency, bandwidth and the pacing of TCP.
 
-A message of :math:`S` bytes over a link of round trip :math:`R` and payload bandwidth :math:`B` takes
-:math:`R + e` with :math:`e = S / B` (Hockney). Gloo sends a message only after the receiver has said that it is ready,
-so the latency of a message is a whole round trip and not half of one.
+A message of :math:`S` bytes over a link with round-trip time :math:`R` and payload bandwidth
+:math:`B` takes :math:`R + e` with :math:`e = S / B` (Hockney). Gloo sends a message only after the
+receiver has reported that it is ready. So the latency of a message is a whole round trip, not half
+of one.
 
-Gloo sums in a ring of two phases with :math:`k - 1` messages of :math:`S = n / k` bytes each, in
-two segments that are on their way together:
+An all-reduce of :math:`n` bytes over :math:`k` workers is a ring with two phases. Each phase has
+:math:`k - 1` messages of :math:`S = n / k` bytes, and each message is two segments that are in
+flight together. So the time is:
 
 .. math::
 
@@ -14,8 +16,8 @@ two segments that are on their way together:
 References:
     Hockney: The communication challenge for MPP. Parallel Computing 20, 1994.
 
-    Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH. International Journal of
-    High Performance Computing Applications 19, 2005.
+    Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH.
+    International Journal of High Performance Computing Applications 19, 2005.
 
     Cardwell et al.: BBR: congestion-based congestion control. ACM Queue 14, 2016.
 """
@@ -36,16 +38,20 @@ _PAYLOAD = 1448 / 1514
 _LEAST_ROUND_TRIP_S = 1e-4
 _SEGMENT_BYTES = 1 << 20
 _NUMBER_BYTES = 4
-# TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round trips (BBR's gain
-# at the start), so sending a message takes at least this share of a round trip. It sends the initial window of 10
-# segments at once. Between two workers, whose connection has messages in both directions, it sends more: the number
-# was observed in the network lab on 2026-11-23, and no script of the repository repeats the observation.
+# If a connection is idle between messages, TCP paces it at 2 / ln 2 times the rate of its last
+# round trips (BBR's startup gain). So sending a message takes at least this share of a round trip.
+# TCP sends the initial window of 10 segments at once. Two workers have messages in both directions
+# of one connection, and TCP then sends more at once. This number was observed in the network lab on
+# 2026-11-23; no script of the repository repeats the observation.
 _PACED_SHARE = math.log(2) / 2
 _UNPACED_BYTES = 10 * 1448
 _UNPACED_BYTES_OF_A_PAIR = 1 << 16
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "neighbors", "shared_memory_sum")
-"""The kinds of collectives with a known cost. A sum through shared memory becomes an all-reduce between hosts."""
+"""The kinds of collectives with a known cost.
+
+A sum through shared memory becomes an all-reduce between hosts.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Collective:
         group: Number of workers that take part, this one included.
         calls: Number of calls in a training step, possibly a fraction.
         size_bytes: Payload of one worker in one call.
-        overlapped: True if training goes on while it runs.
+        overlapped: True if training continues during the call.
     """
 
     op: str
@@ -69,8 +75,9 @@ class Collective:
     def scaled(self, measured: int, workers: int) -> Collective:
         """Return the collective in a run with another number of workers.
 
-        Payloads stay the same. An exchange with neighbors is one on a ring, or on a complete graph if a run of more
-        than three workers had that. Other groups smaller than the run keep their size.
+        The payload stays the same; in an exchange with neighbors, the payload for each neighbor
+        does. The neighbors are those of a ring, or of a complete graph if the measured run had one
+        and more than three workers. Other groups that are smaller than the run keep their size.
 
         Args:
             measured: Number of workers of the run with this collective.
@@ -90,10 +97,12 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
 
     Args:
         op: One of :data:`OPS`.
-        size_bytes: Payload of one worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
-        workers: Number of workers that take part, which are the first hosts of the network; of ``neighbors``, all.
-        network: The network. Hosts beyond its racks are in further racks of the same size. Its jitter, loss and cuts
-            do not count.
+        size_bytes: Payload of one worker. For ``all_gather`` it is the worker's own part, for
+            ``neighbors`` the sum of its messages.
+        workers: Number of workers that take part. They are the first hosts of the network. For
+            ``neighbors``, the number of all workers.
+        network: The network. If its racks have too few hosts, there are further racks of the same
+            size. Jitter, loss and cuts are ignored.
 
     Raises:
         ValueError: ``op`` is not known, or a number is out of range.
@@ -109,41 +118,39 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     check_finite_at_least_0("size_bytes", size_bytes)
     if workers == 1 or size_bytes == 0:
         return 0.0
-    links = _ring(workers, network)
-    if op == "neighbors":
-        return max(_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
-    if op == "broadcast":
-        # A binomial tree.
+    # The distinct links of a ring in the order of the ranks.
+    links = {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
+    if op in ("neighbors", "broadcast"):
         of_link = (_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
-        return math.ceil(math.log2(workers)) * max(of_link)
+        # A broadcast is a binomial tree.
+        rounds = math.ceil(math.log2(workers)) if op == "broadcast" else 1
+        return rounds * max(of_link)
     if op == "all_gather":
         return _phase_s(links, workers, size_bytes, segments=2)
     part = size_bytes / workers
     segments = max(2, math.ceil(part / _SEGMENT_BYTES))
-    # With fewer numbers than segments, most workers have nothing to send and are ready early, which saves up to half of
-    # the latency: all of it up to a quarter of the segments, and less for more. This was chosen from steps that
+    # With fewer numbers than the 2k segments, most workers have nothing to send and are ready
+    # early. This saves up to one of the two phases: all of it if the numbers are at most a quarter
+    # of the segments, and linearly less for more numbers. This rule was chosen from steps that
     # benchmarks/micro/prediction.py measured on 2026-11-23.
     filled = min(1.0, size_bytes / _NUMBER_BYTES / (2 * workers))
     phases = 1 if op == "reduce_scatter" else 1 + max(0.0, (4 * filled - 1) / 3)
     return phases * _phase_s(links, workers, part, segments)
 
 
-def _ring(workers: int, network: Network) -> set[Link]:
-    """Return the different links of a ring in the order of the ranks."""
-    return {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
-
-
 def _phase_s(links: set[Link], workers: int, message_bytes: float, segments: int) -> float:
-    """Return the seconds in which each worker passes a message on ``workers - 1`` times, in segments."""
-
-    def of_link(link: Link) -> float:
-        # Two segments are in flight: while one travels, the receiver says that it is ready for the next.
-        pair_s, round_trip_s = _sending_s(link, message_bytes * 2 / segments, workers), _round_trip_s(link)
-        pairs = (workers - 1) * segments / 2
-        return (pairs - 1) * max(round_trip_s + pair_s / 2, pair_s) + round_trip_s + pair_s
-
+    """Return the seconds of a phase, in which each worker sends ``workers - 1`` messages."""
+    pairs = (workers - 1) * segments / 2
+    seconds = []
+    for link in links:
+        # Two segments are in flight: while one travels, the receiver reports that it is ready for
+        # the next.
+        pair_s = _sending_s(link, message_bytes * 2 / segments, workers)
+        round_trip_s = _round_trip_s(link)
+        interval_s = max(round_trip_s + pair_s / 2, pair_s)
+        seconds.append((pairs - 1) * interval_s + round_trip_s + pair_s)
     # Each worker waits for the one before it, so the slowest link sets the pace of the ring.
-    return max(map(of_link, links))
+    return max(seconds)
 
 
 def _round_trip_s(link: Link) -> float:
@@ -152,6 +159,10 @@ def _round_trip_s(link: Link) -> float:
 
 def _sending_s(link: Link, size_bytes: float, workers: int) -> float:
     """Return the seconds from the first to the last byte of a message."""
-    sending_s = 0.0 if link.bandwidth is None else size_bytes * 8 / (link.bandwidth * _PAYLOAD)
+    sending_s = 0.0
+    if link.bandwidth is not None:
+        sending_s = size_bytes * 8 / (link.bandwidth * _PAYLOAD)
     unpaced_bytes = _UNPACED_BYTES if workers > 2 else _UNPACED_BYTES_OF_A_PAIR
-    return max(sending_s, link.round_trip_s * _PACED_SHARE) if size_bytes > unpaced_bytes else sending_s
+    if size_bytes > unpaced_bytes:
+        return max(sending_s, link.round_trip_s * _PACED_SHARE)
+    return sending_s

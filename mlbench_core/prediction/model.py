@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mlbench_core.arguments import check_int
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.prediction.costs import Collective, collective_s
-from mlbench_core.results.record import RunRecord
 
 __all__ = ["Prediction", "predict", "predict_time_to_goal"]
 
 # Without a described network, the workers talked inside of one machine.
 _ONE_MACHINE = Network(Link(None))
-# What benchmarks/micro/prediction.py measured on 2026-11-23: 60 steps, see docs/howto/prediction.md. Mean error of a
-# step's time as a share of the measured one, by network and largest number of workers.
+# Measured by benchmarks/micro/prediction.py on 2026-11-23 with 60 steps, see
+# docs/howto/prediction.md. Mean error of a step's time as a share of the measured one, by network
+# and largest number of workers.
 _ERRORS = {
     "datacenter": {2: 0.055, 4: 0.135, 8: 0.276},
     "home-fibre": {8: 0.024},
@@ -25,7 +27,8 @@ _ERRORS = {
 }
 _LARGEST_ERROR = 0.353
 _CALIBRATED_WORKERS = (2, 8)
-# Below this share of a step, waiting without an explanation does not change what a prediction means.
+# Below this share of a step, waiting without an explanation does not change what a prediction
+# means.
 _UNEXPLAINED_SHARE = 0.1
 
 
@@ -43,11 +46,13 @@ class Prediction:
         time_to_goal_s: Seconds of training until the goal; None likewise.
         bytes_sent: Bytes that all workers send until the goal; None likewise.
         assumption: The assumption behind ``steps``, one sentence.
-        caveats: What makes the times less certain, a sentence each.
-        step_range_s: The least and the most seconds of a step, from the mean error that was measured for this network
-            and number of workers, else from the largest error. It is not a confidence interval. None for one worker,
-            whose step was not a part of that measurement.
-        time_to_goal_range_s: The same of ``time_to_goal_s``. It has no error of ``steps``, which is not known.
+        caveats: Reasons why the times are less certain, a sentence each.
+        step_range_s: The least and the most seconds of a step, from the mean error that was
+            measured for this network and number of workers, else from the largest error. It is not
+            a confidence interval. None for one worker, whose step was not a part of that
+            measurement.
+        time_to_goal_range_s: The same of ``time_to_goal_s``. It has no error of ``steps``, which is
+            not known.
     """
 
     workers: int
@@ -72,8 +77,8 @@ class _Measured:
         workers: Number of workers.
         compute_s: Seconds without communication, as they are with a core for each worker.
         backward_s: Seconds of the backward pass, likewise.
-        local_s: Seconds of work in the waiting that the network does not explain, such as compression. All of that
-            waiting if the processor time was not measured.
+        local_s: Seconds of work in the waiting that the network does not explain, such as
+            compression. All of that waiting if the processor time was not measured.
         other_s: Seconds of waiting that are neither; None if the processor time was not measured.
         collectives: The collectives.
     """
@@ -93,14 +98,15 @@ def predict(
     alone: RunRecord | None = None,
     critical_workers: int | None = None,
 ) -> Prediction:
-    """Predict a run like a measured one on another network, with another number of workers, or both.
+    """Predict a run like a measured one on another network or with another number of workers.
 
     Args:
         record: The measured run of at least two workers, with the record of its collectives.
         network: The network.
         workers: Number of workers. Each has the batch size of the measured run.
         alone: A run of one worker. Its compute time counts in place of that of ``record``.
-        critical_workers: Number of workers from which on more workers do not save steps; None if there is none.
+        critical_workers: Number of workers from which on more workers do not save steps; None if
+            there is none.
 
     Returns:
         The prediction.
@@ -114,15 +120,29 @@ def predict(
         check_int("critical_workers", critical_workers)
     measured = _read(record, alone)
     slowest_cpu = _slowest_cpu(network, workers)
-    exposed_s, hidden_s = _communication_s(measured, network, workers, measured.backward_s / slowest_cpu)
+    backward_s = measured.backward_s / slowest_cpu
+    exposed_s, hidden_s = _communication_s(measured, network, workers, backward_s)
+    step_bytes = 0.0
+    error: float | None = None
     if workers > 1:
         exposed_s += measured.local_s
+        error = _error(network, workers)
+        each = [entry.scaled(measured.workers, workers) for entry in measured.collectives]
+        step_bytes = sum(entry.calls * entry.size_bytes for entry in each)
     step_s = measured.compute_s / slowest_cpu + exposed_s
     steps, assumption = _steps(record, workers, critical_workers)
-    error = _error(network, workers) if workers > 1 else None
-    # The error is a share of the measured time m: the prediction p is between m (1 - error) and m (1 + error).
-    step_range_s = None if error is None else (step_s / (1 + error), step_s / (1 - error))
-    each = [entry.scaled(measured.workers, workers) for entry in measured.collectives] if workers > 1 else []
+    step_range_s: tuple[float, float] | None = None
+    if error is not None:
+        # The error is a share of the measured time m: the prediction p is between m (1 - error) and
+        # m (1 + error).
+        step_range_s = (step_s / (1 + error), step_s / (1 - error))
+    time_to_goal_s: float | None = None
+    bytes_sent: float | None = None
+    time_to_goal_range_s: tuple[float, float] | None = None
+    if steps is not None:
+        time_to_goal_s, bytes_sent = steps * step_s, steps * workers * step_bytes
+        if step_range_s is not None:
+            time_to_goal_range_s = (steps * step_range_s[0], steps * step_range_s[1])
     return Prediction(
         workers,
         str(network),
@@ -130,33 +150,42 @@ def predict(
         exposed_s,
         hidden_s,
         steps,
-        None if steps is None else steps * step_s,
-        None if steps is None else steps * workers * sum(entry.calls * entry.size_bytes for entry in each),
+        time_to_goal_s,
+        bytes_sent,
         assumption,
         _caveats(record, measured, network, workers),
         step_range_s,
-        None if steps is None or step_range_s is None else (steps * step_range_s[0], steps * step_range_s[1]),
+        time_to_goal_range_s,
     )
 
 
-def _caveats(record: RunRecord, measured: _Measured, network: Network, workers: int) -> tuple[str, ...]:
-    """Return what makes the predicted times less certain: waiting of unknown cause, and a case not calibrated."""
-    found = []
-    step_s = (record.total_s or 0.0) / _steps_of(record)
-    if workers > 1 and (measured.other_s or 0.0) > _UNEXPLAINED_SHARE * step_s:
-        found.append(
-            f"the run {record.name} waited {1e3 * (measured.other_s or 0.0):.1f} ms in a step for something that is "
-            "neither its network nor work of its own thread, such as other load on the machine: this is not added"
+def _caveats(
+    record: RunRecord, measured: _Measured, network: Network, workers: int
+) -> tuple[str, ...]:
+    """Return the caveats: waiting of unknown cause, and a case that is not calibrated."""
+    if workers == 1:
+        return ()
+    caveats = []
+    least_s = _UNEXPLAINED_SHARE * ((record.total_s or 0.0) / _steps_of(record))
+    other_s = measured.other_s or 0.0
+    if other_s > least_s:
+        caveats.append(
+            f"the run {record.name} waited {1e3 * other_s:.1f} ms in a step for something that is "
+            "neither its network nor work of its own thread, such as other load on the machine: "
+            "this is not added"
         )
-    if workers > 1 and measured.other_s is None and measured.local_s > _UNEXPLAINED_SHARE * step_s:
-        found.append(
-            f"{measured.local_s * 1e3:.1f} ms of waiting in a step of the run {record.name} is not explained by its "
-            "network: it is unknown whether this is local work, which stays, or other load, which does not"
+    if measured.other_s is None and measured.local_s > least_s:
+        caveats.append(
+            f"{measured.local_s * 1e3:.1f} ms of waiting in a step of the run {record.name} is not "
+            "explained by its network: it is unknown whether this is local work, which stays, or "
+            "other load, which does not"
         )
-    if workers > 1 and not _is_calibrated(network, workers):
+    if not _is_calibrated(network, workers):
         names, (low, high) = ", ".join(_ERRORS), _CALIBRATED_WORKERS
-        found.append(f"not within the range of calibration, which is {low} to {high} workers on {names}")
-    return tuple(found)
+        caveats.append(
+            f"not within the range of calibration, which is {low} to {high} workers on {names}"
+        )
+    return tuple(caveats)
 
 
 def _is_calibrated(network: Network, workers: int) -> bool:
@@ -186,46 +215,52 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
     """
     time_s = predict(record, network, workers).time_to_goal_s
     if time_s is None:
-        raise ConfigurationError(f"the run {record.name} must have reached its goal: its steps to the goal are unknown")
+        raise ConfigurationError(
+            f"run {record.name} did not reach its goal: its steps to the goal are unknown"
+        )
     return time_s
 
 
 def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
     """Return the figures of a step of a measured run."""
-    found, workers = record.collectives, record.workers
-    if found is None or workers is None or workers < 2 or not record.batches:
+    entries, workers = record.collectives, record.workers
+    if entries is None or workers is None or workers < 2 or not record.batches:
         remedy = "average with an optimizer or a communication hook of this library"
         if workers is None or workers < 2:
             remedy = "measure a run of 2 workers or more, too"
         elif not record.batches:
             remedy = "train with a Tracker that marks the start and the end of each batch"
         raise ConfigurationError(
-            f"the run {record.name} must have several workers and a record of its collectives: {remedy}"
+            f"run {record.name} did not record the collectives of several workers: {remedy}"
         )
-    collectives = tuple(
-        Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])
-        for e in found
-    )
+    collectives = []
+    for entry in entries:
+        calls, size_bytes = entry["calls"] / record.batches, entry["bytes"] / entry["calls"]
+        collectives.append(
+            Collective(entry["op"], entry["group"], calls, size_bytes, entry["overlapped"])
+        )
     source = record if alone is None else alone
     # The measured time of a host that had a part of its processor time only contains that already.
     factor = _share_of_core(source) * _slowest_cpu(_network_of(source), source.workers or 1)
     compute_s = _compute_s(source) * factor
     backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * factor
-    measured = _Measured(workers, compute_s, backward_s, 0.0, None, collectives)
+    measured = _Measured(workers, compute_s, backward_s, 0.0, None, tuple(collectives))
     there = _network_of(record)
     exposed_s = record.communication_exposed_s
     if exposed_s is None:
-        # Nothing was hidden, or the version of that run did not tell: compute has been reduced by this time, too.
+        # Nothing was hidden, or the version of that run did not record it: compute has been reduced
+        # by this time, too.
         exposed_s = record.phases_s.get("communication") or 0.0
     waited_s = exposed_s / _steps_of(record)
-    explained_s, _ = _communication_s(measured, there, workers, backward_s / _slowest_cpu(there, workers))
+    backward_there_s = backward_s / _slowest_cpu(there, workers)
+    explained_s, _ = _communication_s(measured, there, workers, backward_there_s)
     unexplained_s = max(0.0, waited_s - explained_s)
     if record.communication_cpu_s is None:
         local_s = unexplained_s * _share_of_core(record)
-        return _Measured(workers, compute_s, backward_s, local_s, None, collectives)
+        return dataclasses.replace(measured, local_s=local_s)
     # Processor time has no part in which a thread waited for a core.
     local_s = min(unexplained_s, record.communication_cpu_s / _steps_of(record))
-    return _Measured(workers, compute_s, backward_s, local_s, unexplained_s - local_s, collectives)
+    return dataclasses.replace(measured, local_s=local_s, other_s=unexplained_s - local_s)
 
 
 def _network_of(record: RunRecord) -> Network:
@@ -240,7 +275,9 @@ def _slowest_cpu(network: Network, workers: int) -> float:
 
 def _steps_of(record: RunRecord) -> int:
     """Return the number of steps to which the times of a record belong."""
-    return (record.steps_to_goal if record.reached else None) or record.batches or 1
+    if record.reached and record.steps_to_goal:
+        return record.steps_to_goal
+    return record.batches or 1
 
 
 def _compute_s(record: RunRecord) -> float:
@@ -249,22 +286,30 @@ def _compute_s(record: RunRecord) -> float:
     if seconds is None and record.workers == 1:
         seconds = record.total_s
     if seconds is None:
-        raise ConfigurationError(f"the run {record.name} must have its times of compute and communication, and has not")
+        raise ConfigurationError(
+            f"run {record.name} did not record compute and communication times"
+        )
     return seconds / _steps_of(record)
 
 
 def _share_of_core(record: RunRecord) -> float:
-    """Return the share of a core that each thread had: below 1 if the processors were oversubscribed."""
+    """Return the share of a core that each thread had, below 1 with more threads than cores."""
     cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
     threads = (record.workers or 1) * (record.configuration.get("threads") or 1)
     on_gpu = str(record.configuration.get("device") or "cpu") != "cpu"
-    return 1.0 if not cores or on_gpu else min(1.0, cores / threads)
+    if not cores or on_gpu:
+        return 1.0
+    return min(1.0, cores / threads)
 
 
-def _communication_s(measured: _Measured, network: Network, workers: int, backward_s: float) -> tuple[float, float]:
+def _communication_s(
+    measured: _Measured, network: Network, workers: int, backward_s: float
+) -> tuple[float, float]:
     """Return the exposed and the hidden seconds of communication in a step."""
+    if workers == 1:
+        return 0.0, 0.0
     blocking_s = overlapped_s = 0.0
-    for entry in measured.collectives if workers > 1 else ():
+    for entry in measured.collectives:
         scaled = entry.scaled(measured.workers, workers)
         # The neighbors of a worker are a part of a ring of all workers.
         count = workers if scaled.op == "neighbors" else scaled.group
@@ -277,17 +322,18 @@ def _communication_s(measured: _Measured, network: Network, workers: int, backwa
     return blocking_s + overlapped_s - hidden_s, hidden_s
 
 
-def _steps(record: RunRecord, workers: int, critical_workers: int | None) -> tuple[float | None, str]:
+def _steps(
+    record: RunRecord, workers: int, critical_workers: int | None
+) -> tuple[float | None, str]:
     """Return the steps to the goal with a number of workers, and the assumption behind them."""
     steps, measured = record.steps_to_goal, record.workers or 1
     if not record.reached or steps is None:
         return None, "the measured run did not reach its goal"
     if workers == measured:
         return float(steps), f"steps as measured with {measured} workers"
-
-    def useful(count: int) -> int:
-        return count if critical_workers is None else min(count, critical_workers)
-
-    limit = "" if critical_workers is None else f", up to {critical_workers} workers"
-    text = f"samples to the goal as measured with {measured} workers{limit}"
-    return max(1.0, steps * useful(measured) / useful(workers)), text
+    text = f"samples to the goal as measured with {measured} workers"
+    if critical_workers is not None:
+        text += f", up to {critical_workers} workers"
+        # More workers than this do not save steps.
+        measured, workers = min(measured, critical_workers), min(workers, critical_workers)
+    return max(1.0, steps * measured / workers), text

@@ -1,1 +1,1 @@
-"""Results of runs: the folder that every run leaves, statistics over repeats, tables and figures."""
+"""The folder that every run leaves: raw lines, environment and summary."""

@@ -1,4 +1,4 @@
-"""Describe the program of a run and its settings. Two runs are repeats if only their seeds differ."""
+"""Describe the program of a run and its settings; repeats differ only in their seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Configuration:
         light: True if the light goal ends the run.
         changed: Names of the hyper-parameters that differ from the task's own.
         goal: ``metric``, ``threshold`` and ``minimize`` of the goal, see
-            :func:`~mlbench_core.tracking.goal.describe_goal`.
+            :meth:`~mlbench_core.run_terms.GoalAim.to_dict`.
         seed: The seed of the run.
 
     Example:
@@ -55,8 +55,13 @@ class Configuration:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the ``division`` as plain containers that can be written as JSON.
 
-        The division is ``"closed"`` for a task with its own hyper-parameters, and ``"open"`` otherwise. A script of the
-        user is always in the open division.
+        The division is ``"closed"`` for a task with its own hyper-parameters, and ``"open"``
+        otherwise. A script of the user is always in the open division.
         """
         division = "closed" if self.task is not None and not self.changed else "open"
-        return {**asdict(self), "options": dict(self.options), "changed": sorted(self.changed), "division": division}
+        return {
+            **asdict(self),
+            "options": dict(self.options),
+            "changed": sorted(self.changed),
+            "division": division,
+        }

@@ -1,7 +1,9 @@
-"""Describe the machine, the software and the settings of a run, for ``environment.json`` and ``mlbench env``.
+"""Describe the machine, the software and the settings of a run.
 
-Nothing here raises an exception because something cannot be read: the value is then None. Secrets are left out or
-replaced by ``***``. torch and TensorFlow are described only if the process has imported them; this module does not.
+The description is for ``environment.json`` and ``mlbench env``. Nothing here raises an exception
+because something cannot be read: the value is then None. Secrets are left out or replaced by
+``***``. torch and TensorFlow are described only if the process has imported them; this module does
+not.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ _SYS = Path("/sys")
 
 # Besides those that a run takes from the call that starts it.
 _VARIABLE_PREFIXES = ("MLBENCH_", "OMPI_COMM_WORLD_")
-# Of SLURM, only the place of the process and its resources: other variables name users and accounts.
+# Of SLURM, only the place of the process and its resources: other variables name users and
+# accounts.
 _VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-    *("SLURM_NNODES", "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_GPUS_ON_NODE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_CPU_BIND", "SLURM_GPUS_ON_NODE"),
 }
 
 # Names of accounts.
@@ -59,24 +64,31 @@ _UNRECORDED = ("SBATCH_", "MLBENCH_NAMED_VARIABLES")
 
 # I_MPI_PIN binds processes to cores.
 _SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH|COOKIE|(?:^|_)(?:PAT|DSN|SAS|(?<!MPI_)PIN)$",
+    r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH|COOKIE"
+    r"|(?:^|_)(?:PAT|DSN|SAS|(?<!MPI_)PIN)$",
     re.IGNORECASE,
 )
-# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
+# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and
+# --tokenizer do not.
 _SECRET_NAME = (
-    r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
+    r"[\w.+-]*"
+    r"(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)"
+    r"(?![a-z0-9])[\w.-]*"
 )
 # A flag such as --no-token has no value.
 _SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
 # Also within a command that is one argument.
 _SECRET_SETTING = re.compile(
-    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE
+    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)",
+    re.IGNORECASE,
 )
 # Up to the last @, because a password may contain one.
 _URL_USER = re.compile(r"(?<=://)\S*@")
 _URL_PARAMETER = re.compile(r"([?&;#][^=&;#\s]*=)[^&;#\s]*")
 # A header such as "X-Api-Key: abc", or an entry of a JSON text.
-_SECRET_ENTRY = re.compile(rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE)
+_SECRET_ENTRY = re.compile(
+    rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE
+)
 _BEARER = re.compile(r"(?<=\bbearer )\S+", re.IGNORECASE)
 _MASK = "***"
 
@@ -88,15 +100,19 @@ _T = TypeVar("_T")
 
 
 def describe_environment(
-    *, seeds: Mapping[str, int] | None = None, data_files: Iterable[Path] = (), program: Path | None = None
+    *,
+    seeds: Mapping[str, int] | None = None,
+    data_files: Iterable[Path] = (),
+    program: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the content of ``environment.json``: all that may influence a run, apart from its own options.
+    """Return the content of ``environment.json``: all that may influence a run except its options.
 
     Args:
         seeds: Seeds of the run by name, for example ``{"global": 42}``.
-        data_files: Files of the data set. At most 1,000 of them are described; folders are left out. Each file has its
-            size and its SHA-256. Files beyond the first GiB in total are not read as a whole. Instead, they have the
-            time of their last change, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
+        data_files: Files of the data set. At most 1,000 of them are described; folders are left
+            out. Each file has its size and its SHA-256. Files beyond the first GiB in total are not
+            read as a whole. Instead, they have the time of their last change, and
+            ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
         program: The script or program of the run; None for that of this process.
 
     Returns:
@@ -111,11 +127,13 @@ def describe_environment(
         * ``packages``: All installed distributions with their versions.
         * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
           :func:`~mlbench_core.results.checkout.describe_checkout`.
-        * ``variables``: Environment variables that libraries and launchers read, and those that the user gave to the
-          run. The values of secrets are ``***``.
-        * ``command_line``: The arguments of this process, beginning with those of Python, without secrets.
+        * ``variables``: Environment variables that libraries and launchers read, and those that the
+          user gave to the run. The values of secrets are ``***``.
+        * ``command_line``: The arguments of this process, beginning with those of Python, without
+          secrets.
         * ``seeds``: As given.
-        * ``data_files``: As described above, and ``data_files_left_out``: the number of further paths.
+        * ``data_files``: As described above, and ``data_files_left_out``: the number of further
+          paths.
 
     Example:
         >>> environment = describe_environment(seeds={"global": 42})
@@ -126,20 +144,29 @@ def describe_environment(
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         program = None if file is None else Path(file)
     files, left_out = _describe_files(data_files)
-    return {
+    environment: dict[str, Any] = {
         "schema_version": _SCHEMA_VERSION,
         "host": _read(platform.node) or None,
         "system": describe_system(),
         "gpus": describe_gpus(),
         "driver": driver_version(),
         "torch": describe_torch(),
-        **({} if (tensorflow := describe_tensorflow()) is None else {"tensorflow": tensorflow}),
-        "packages": describe_packages(),
-        "checkouts": {
-            "program": None if program is None else describe_checkout(program, accept_new=True),
-            "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
-        },
-        "variables": mask_variables({name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}),
+    }
+    tensorflow = describe_tensorflow()
+    if tensorflow is not None:
+        environment["tensorflow"] = tensorflow
+    environment["packages"] = describe_packages()
+    checkouts: dict[str, Any] = {"program": None}
+    if program is not None:
+        checkouts["program"] = describe_checkout(program, accept_new=True)
+    checkouts["mlbench_core"] = describe_checkout(Path(__file__).parents[1] / "__init__.py")
+    environment["checkouts"] = checkouts
+    recorded = {}
+    for name in filter(_is_recorded, sorted(os.environ)):
+        recorded[name] = os.environ[name]
+    return {
+        **environment,
+        "variables": mask_variables(recorded),
         "command_line": mask_command_line(sys.orig_argv),
         "seeds": dict(seeds or {}),
         "data_files": files,
@@ -151,15 +178,18 @@ def describe_system() -> dict[str, Any]:
     """Describe processor, memory, operating system and Python.
 
     Returns:
-        ``platform``, ``os``, ``kernel``, ``libc``, ``python``, ``executable``, ``cpu`` (the model), ``sockets``, and
+        ``platform``, ``os``, ``kernel``, ``libc``, ``python``, ``executable``, ``cpu`` (the model),
+        ``sockets``, and
 
         * ``cores``: Logical cores of the machine.
         * ``cores_physical``: Cores without those of simultaneous multithreading.
-        * ``cores_usable``: Logical cores on which this process may run. A launcher may bind each worker to a few.
-        * ``cores_limit``: Cores that the control groups of a container or a batch system allow, possibly a fraction;
-          None without a limit.
+        * ``cores_usable``: Logical cores on which this process may run. A launcher may bind each
+          worker to a few.
+        * ``cores_limit``: Cores that the control groups of a container or a batch system allow,
+          possibly a fraction; None without a limit.
         * ``frequency_mhz``: ``current``, ``min`` and ``max`` frequency in MHz.
-        * ``memory_bytes``: Memory of the machine, and ``memory_limit_bytes``: the limit of the control groups.
+        * ``memory_bytes``: Memory of the machine, and ``memory_limit_bytes``: the limit of the
+          control groups.
 
         A value that cannot be read is None.
     """
@@ -174,11 +204,9 @@ def describe_system() -> dict[str, Any]:
         "sockets": _sockets,
         "cores": os.cpu_count,
         "cores_physical": lambda: _psutil().cpu_count(logical=False),
-        # macOS has no such function.
-        "cores_usable": lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_usable": _usable_cores,
         "cores_limit": _cores_limit,
-        # psutil gives 0 for a frequency that it does not know.
-        "frequency_mhz": lambda: {name: value or None for name, value in _psutil().cpu_freq()._asdict().items()},
+        "frequency_mhz": _frequency_mhz,
         "memory_bytes": lambda: _psutil().virtual_memory().total,
         "memory_limit_bytes": _memory_limit,
     }
@@ -186,77 +214,92 @@ def describe_system() -> dict[str, Any]:
 
 
 def describe_packages() -> dict[str, str]:
-    """Return the versions of all installed distributions, by normalized name such as ``"scikit-learn"``."""
+    """Return the versions of all installed distributions.
+
+    The names are normalized, for example ``"scikit-learn"``.
+    """
     from mlbench_core import __version__
 
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         # A damaged installation has no name or no version.
-        name, version = _read(partial(getattr, distribution, "name")), _read(partial(getattr, distribution, "version"))
+        name = _read(partial(getattr, distribution, "name"))
+        version = _read(partial(getattr, distribution, "version"))
         if name and version:
             # Python imports the first of several installations.
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     # From the code itself, because the metadata of an editable installation may be older.
-    found["mlbench-core"] = __version__
-    return dict(sorted(found.items()))
+    versions["mlbench-core"] = __version__
+    return dict(sorted(versions.items()))
 
 
 def describe_torch() -> dict[str, Any] | None:
     """Describe the torch that this process has imported; None if it has not.
 
     Returns:
-        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of an operator. The
-        versions of cuDNN and NCCL are None if no GPU can be used.
+        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of
+        an operator. The versions of cuDNN and NCCL are None if no GPU can be used.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    cuda = _can_use_cuda(torch)
     # Functions, because access to an attribute of torch may fail, too.
-    return {
+    description: dict[str, Any] = {
         "version": _read(lambda: str(torch.__version__)),
         "cuda": _read(lambda: torch.version.cuda),
-        "cudnn": _read(lambda: torch.backends.cudnn.version()) if cuda else None,
-        "nccl": _read(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
+        "cudnn": None,
+        "nccl": None,
         "threads": _read(lambda: torch.get_num_threads()),
     }
+    if _can_use_cuda(torch):
+        description["cudnn"] = _read(lambda: torch.backends.cudnn.version())
+        description["nccl"] = _read(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+    return description
 
 
 def describe_tensorflow() -> dict[str, Any] | None:
     """Describe the TensorFlow that this process has imported; None if it has not.
 
     Returns:
-        ``version`` and ``threads``, the threads of an operator; 0 means as many as the machine has cores.
+        ``version`` and ``threads``, the threads of an operator; 0 means as many as the machine has
+        cores.
     """
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None:
         return None
     return {
         "version": _read(lambda: str(tensorflow.__version__)),
-        "threads": _read(lambda: int(tensorflow.config.threading.get_intra_op_parallelism_threads())),
+        "threads": _read(
+            lambda: int(tensorflow.config.threading.get_intra_op_parallelism_threads())
+        ),
     }
 
 
 def describe_gpus() -> list[dict[str, Any]]:
     """Describe the GPUs that this process can use.
 
-    Without torch in the process, they are all GPUs of the machine as NVML (the package ``nvidia-ml-py``) lists them.
+    Without torch in the process, they are all GPUs of the machine as NVML (the package
+    ``nvidia-ml-py``) lists them.
 
     Returns:
-        ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if none is found.
+        ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if
+        none is found.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return _read(_nvml_gpus) or []
     if not _can_use_cuda(torch):
         return []
-    count = _read(lambda: torch.cuda.device_count()) or 0
-    devices = [_read(partial(torch.cuda.get_device_properties, index)) for index in range(count)]
-    return [
-        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
-        for each in devices
-        if each is not None
-    ]
+    gpus = []
+    for index in range(_read(lambda: torch.cuda.device_count()) or 0):
+        device = _read(partial(torch.cuda.get_device_properties, index))
+        if device is not None:
+            capability = f"{device.major}.{device.minor}"
+            memory_bytes = device.total_memory
+            gpus.append(
+                {"name": device.name, "memory_bytes": memory_bytes, "capability": capability}
+            )
+    return gpus
 
 
 def driver_version() -> str | None:
@@ -278,11 +321,12 @@ def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``cpu``, ``cores`` and ``memory_bytes`` within the limits of the container, ``gpu`` (the models, or None) and
-        ``gpus``, their number.
+        ``cpu``, ``cores`` and ``memory_bytes`` within the limits of the container, ``gpu`` (the
+        models, or None) and ``gpus``, their number.
 
     Example:
-        >>> machine_of({"system": {"cpu": "A", "cores": 8, "cores_limit": 1.5, "memory_bytes": 100}, "gpus": []})
+        >>> system = {"cpu": "A", "cores": 8, "cores_limit": 1.5, "memory_bytes": 100}
+        >>> machine_of({"system": system, "gpus": []})
         {'cpu': 'A', 'cores': 2, 'memory_bytes': 100, 'gpu': None, 'gpus': 0}
     """
     system, gpus = environment.get("system") or {}, environment.get("gpus") or []
@@ -291,8 +335,8 @@ def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     models = sorted({str(gpu.get("name")) for gpu in gpus})
     return {
         "cpu": system.get("cpu"),
-        "cores": min((math.ceil(value) for value in cores if value), default=None),
-        "memory_bytes": min((value for value in memory if value), default=None),
+        "cores": min(map(math.ceil, filter(None, cores)), default=None),
+        "memory_bytes": min(filter(None, memory), default=None),
         "gpu": ", ".join(models) or None,
         "gpus": len(gpus),
     }
@@ -305,10 +349,11 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``, ``nccl`` and
-        ``driver``, then ``commit`` and ``difference_sha256``. These two are those of the program's checkout, or of the
-        checkout of ``mlbench_core`` if the program has none. If the checkouts differ, the version of ``mlbench_core``
-        ends with its own commit and difference: ``4.0+g0123.d4567``.
+        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``,
+        ``nccl`` and ``driver``, then ``commit`` and ``difference_sha256``. These two are those of
+        the program's checkout, or of the checkout of ``mlbench_core`` if the program has none. If
+        the checkouts differ, the version of ``mlbench_core`` ends with its own commit and
+        difference: ``4.0+g0123.d4567``.
     """
     system, torch = environment.get("system") or {}, environment.get("torch") or {}
     tensorflow = environment.get("tensorflow")
@@ -320,11 +365,15 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         version = f"{version}+g{library['commit'][:12]}"
         if library["changed_files"] != 0:
             version += f".d{(library['difference_sha256'] or 'unknown')[:12]}"
-    return {
+    software = {
         "mlbench_core": version,
         "python": system.get("python"),
         "torch": torch.get("version"),
-        **({"tensorflow": tensorflow.get("version")} if tensorflow else {}),
+    }
+    if tensorflow:
+        software["tensorflow"] = tensorflow.get("version")
+    return {
+        **software,
         "os": system.get("os"),
         "nccl": torch.get("nccl"),
         "driver": environment.get("driver"),
@@ -336,15 +385,18 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
 def mask_command_line(arguments: Sequence[str]) -> list[str]:
     """Replace the secrets in a command line by ``***``.
 
-    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or ``MLBENCH_TOKEN=``, user
-    names and passwords in URLs, parameters of URLs with such names, and bearer tokens.
+    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or
+    ``MLBENCH_TOKEN=``, user names and passwords in URLs, parameters of URLs with such names, and
+    bearer tokens.
 
     Args:
         arguments: The command line.
 
     Example:
-        >>> mask_command_line(["run", "--token", "abc", "--max-tokens=5", "--url=http://me:pw@host/?key=abc"])
-        ['run', '--token', '***', '--max-tokens=5', '--url=http://***@host/?key=***']
+        >>> mask_command_line(["run", "--token", "abc", "--max-tokens=5"])
+        ['run', '--token', '***', '--max-tokens=5']
+        >>> mask_command_line(["--url=http://me:pw@host/?key=abc"])
+        ['--url=http://***@host/?key=***']
     """
     masked: list[str] = []
     is_value = False
@@ -361,24 +413,29 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
         variables: The values by name.
 
     Example:
-        >>> mask_variables({"WANDB_API_KEY": "abc", "NCCL_ALGO": "Ring", "MLFLOW_TRACKING_URI": "http://me:pw@host"})
-        {'WANDB_API_KEY': '***', 'NCCL_ALGO': 'Ring', 'MLFLOW_TRACKING_URI': 'http://***@host'}
+        >>> mask_variables({"WANDB_API_KEY": "abc", "NCCL_ALGO": "Ring"})
+        {'WANDB_API_KEY': '***', 'NCCL_ALGO': 'Ring'}
+        >>> mask_variables({"MLFLOW_TRACKING_URI": "http://me:pw@host"})
+        {'MLFLOW_TRACKING_URI': 'http://***@host'}
     """
-    return {name: _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value)) for name, value in variables.items()}
+    masked = {}
+    for name, value in variables.items():
+        masked[name] = _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value))
+    return masked
 
 
 def _is_recorded(name: str) -> bool:
     if name.startswith(_UNRECORDED):
         return False
-    known = name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES) or is_carried(name)
-    return known or name in os.environ.get(NAMED_VARIABLES, "").split()
+    is_read = name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES) or is_carried(name)
+    return is_read or name in os.environ.get(NAMED_VARIABLES, "").split()
 
 
 def _mask(text: str) -> str:
     """Replace the secrets within one text."""
 
-    def parameter(found: re.Match[str]) -> str:
-        return f"{found[1]}{_MASK}" if _SECRET_VARIABLE.search(found[1]) else found[0]
+    def parameter(match: re.Match[str]) -> str:
+        return f"{match[1]}{_MASK}" if _SECRET_VARIABLE.search(match[1]) else match[0]
 
     text = _BEARER.sub(_MASK, _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text)))
     text = _SECRET_ENTRY.sub(rf"\1{_MASK}", text)
@@ -387,10 +444,10 @@ def _mask(text: str) -> str:
 
 def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
     """Describe the first files, and return the number of the remaining paths."""
-    found: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     left_bytes = _MOST_HASHED_BYTES
     rest = iter(paths)
-    while len(found) < _MOST_DATA_FILES and (path := next(rest, None)) is not None:
+    while len(described) < _MOST_DATA_FILES and (path := next(rest, None)) is not None:
         status = _read(path.stat)
         if status is not None and stat.S_ISDIR(status.st_mode):
             continue
@@ -402,20 +459,21 @@ def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
                 left_bytes -= status.st_size
                 entry["sha256"] = _read(partial(digest, path))
             else:
-                entry["modified_at"] = datetime.fromtimestamp(status.st_mtime, timezone.utc).isoformat()
+                modified_at = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+                entry["modified_at"] = modified_at.isoformat()
                 entry["sha256_of_parts"] = _read(partial(_hash_parts, path, status.st_size))
-        found.append(entry)
-    return found, sum(1 for _ in rest)
+        described.append(entry)
+    return described, sum(1 for _ in rest)
 
 
 def _hash_parts(path: Path, size: int) -> str:
     """Return the SHA-256 of the first, the middle and the last MiB of a file."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         for offset in (0, (size - _PART_BYTES) // 2, size - _PART_BYTES):
             file.seek(max(0, offset))
-            found.update(file.read(_PART_BYTES))
-    return found.hexdigest()
+            hasher.update(file.read(_PART_BYTES))
+    return hasher.hexdigest()
 
 
 def _psutil() -> Any:
@@ -436,54 +494,81 @@ def _os_name() -> str:
 def _cpu_name() -> str:
     # On Linux platform.processor() is empty or names only the architecture.
     model = re.search(r"^model name\s*: (.+)$", _read_file(_PROC / "cpuinfo") or "", re.MULTILINE)
-    return model[1].strip() if model else platform.processor() or platform.machine()
+    if model:
+        return model[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _sockets() -> int | None:
-    packages = {_read_file(path) for path in _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")}
-    return len(packages - {None, "-1"}) or None
+    files = _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")
+    return len(set(map(_read_file, files)) - {None, "-1"}) or None
+
+
+def _usable_cores() -> int | None:
+    # macOS has no such function.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _frequency_mhz() -> dict[str, float | None]:
+    frequencies = _psutil().cpu_freq()._asdict()
+    # psutil gives 0 for a frequency that it does not know.
+    return {name: value or None for name, value in frequencies.items()}
 
 
 def _cores_limit() -> float | None:
-    """Return the number of cores that the control groups allow, if it is below that of the machine."""
+    """Return the number of cores that the control groups allow, if the machine has more."""
     limits: list[float] = [os.cpu_count() or math.inf]
     for folder in _control_groups("cpu"):
-        # Version 2 has both numbers in one file; "max" and -1 mean no limit.
-        quota, period = [
-            *(_read_file(folder / "cpu.max") or "").split(),
-            *(_read_file(folder / name) or "-1" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
-        ][:2]
+        # Version 2 has both numbers in one file, version 1 in two; "max" and -1 mean no limit.
+        words = (_read_file(folder / "cpu.max") or "").split()
+        words.append(_read_file(folder / "cpu.cfs_quota_us") or "-1")
+        words.append(_read_file(folder / "cpu.cfs_period_us") or "-1")
+        quota, period = words[:2]
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
     for folder in _control_groups("cpuset"):
         cores = _read_file(folder / "cpuset.cpus.effective") or _read_file(folder / "cpuset.cpus")
         if cores:
-            ends = [[int(end) for end in part.split("-")] for part in cores.split(",")]
-            limits.append(sum(end[-1] - end[0] + 1 for end in ends))
+            count = 0
+            # Single cores and ranges, as in "0-3,8".
+            for part in cores.split(","):
+                ends = part.split("-")
+                count += int(ends[-1]) - int(ends[0]) + 1
+            limits.append(count)
     return min(limits) if min(limits) < limits[0] else None
 
 
 def _memory_limit() -> int | None:
-    """Return the bytes of memory that the control groups allow, if they are below those of the machine."""
+    """Return the bytes of memory that the control groups allow, if the machine has more."""
     total = int(_psutil().virtual_memory().total)
-    files = [folder / name for folder in _control_groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
-    limits = [int(text) for text in map(_read_file, files) if text is not None and text.isdecimal()]
-    return min((limit for limit in limits if limit < total), default=None)
+    limits = []
+    for folder in _control_groups("memory"):
+        # The files of version 2 and of version 1.
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read_file(folder / name)
+            if text is not None and text.isdecimal() and int(text) < total:
+                limits.append(int(text))
+    return min(limits, default=None)
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups (Linux) for a resource, of both versions.
 
-    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the root is the group
-    of the container.
+    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the
+    root is the group of the container.
     """
     for line in (_read_file(_PROC / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         # The line of version 2 names no controllers.
         if not controllers or controller in controllers.split(","):
-            root = _SYS / "fs/cgroup" / (controller if controllers else "")
-            parts = [part for part in path.split("/") if part]
-            yield from (root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1))
+            root = _SYS / "fs/cgroup"
+            if controllers:
+                root /= controller
+            parts = list(filter(None, path.split("/")))
+            for length in range(len(parts), -1, -1):
+                yield root.joinpath(*parts[:length])
 
 
 def _can_use_cuda(torch: ModuleType) -> bool:
@@ -494,21 +579,25 @@ def _nvml_gpus() -> list[dict[str, Any]]:
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    return [
-        {
-            "name": str(pynvml.nvmlDeviceGetName(handle)),
-            "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "capability": ".".join(map(str, pynvml.nvmlDeviceGetCudaComputeCapability(handle))),
-        }
-        for handle in handles
-    ]
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        gpus.append(
+            {
+                "name": str(pynvml.nvmlDeviceGetName(handle)),
+                "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                "capability": ".".join(map(str, capability)),
+            }
+        )
+    return gpus
 
 
 def _read(reader: Callable[[], _T]) -> _T | None:
     """Return the result of a function, or None if it raises an exception.
 
-    All exceptions count: a description of the machine must not end a run, whatever a library or a driver raises.
+    All exceptions count: a description of the machine must not end a run, whatever a library or a
+    driver raises.
     """
     try:
         return reader()
@@ -517,10 +606,10 @@ def _read(reader: Callable[[], _T]) -> _T | None:
 
 
 def _read_file(path: Path) -> str | None:
-    """Return the text of a small file of the system without surrounding space, or None if it cannot be read."""
+    """Return the stripped text of a small file of the system, or None if it cannot be read."""
     return _read(lambda: path.read_text(encoding="utf-8", errors="replace").strip())
 
 
 def _text(text: str) -> str:
-    """Return a text that can be written as UTF-8: names of files and arguments may contain other bytes."""
+    """Return a text that can be written as UTF-8, unlike some names of files and arguments."""
     return text.encode("utf-8", "replace").decode()

@@ -2,11 +2,11 @@
 
 Files in a result folder::
 
-    metrics.jsonl        raw lines of every worker; during the run one file for each, metrics.rank-R.jsonl
+    metrics.jsonl        raw lines of every worker; during the run, each has metrics.rank-R.jsonl
     environment.json     machine, software, command line, seeds, checksums of data files
     official_result.txt  text of the reached goal; missing if it was not reached
     mlperf.log           the run in the format of MLPerf
-    result.json          the result, computed from the first two files, and checksums of the other files
+    result.json          the result, computed from the first two files, and checksums of the others
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest, replacing
-from mlbench_core.results.lines import RawLines, ends_line, read_lines, statistics
+from mlbench_core.results.lines import (
+    RawLines,
+    before_start,
+    ends_line,
+    read_lines,
+    statistics,
+)
 from mlbench_core.results.mlperf import mlperf_lines
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import summarize
+from mlbench_core.run_terms import GoalAim
 
 __all__ = [
     "FILES",
@@ -54,10 +61,11 @@ _LATER_NUMBERS = ("bytes_on_wire", "exchanges")
 # A result has about 5 KB and an environment 20 KB. A larger file is not one of ours.
 _MOST_BYTES = 16 << 20
 
-# What a computation raises if a changed file lacks a field, or has one of another type or an absurd size.
+# Errors of a computation if a changed file lacks a field, or has one of another type or an absurd
+# size.
 _DAMAGE = (
-    *(ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError),
-    *(RecursionError, OSError),
+    *(ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError),
+    *(ArithmeticError, RecursionError, OSError),
 )
 
 
@@ -71,21 +79,25 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
 
     Args:
         folder: The result folder.
-        resume: True to continue an earlier run, whose lines stay. Otherwise the files of an earlier run in this folder
-            are moved to ``earlier-1``, ``earlier-2`` and so on below it.
+        resume: True to continue an earlier run, whose lines stay. Otherwise the files of an earlier
+            run in this folder are moved to ``earlier-1``, ``earlier-2`` and so on below it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = [path for path in folder.iterdir() if path.name in FILES or path.match("metrics.rank-*.jsonl")]
+    files = []
+    for path in folder.iterdir():
+        if path.name in FILES or path.match("metrics.rank-*.jsonl"):
+            files.append(path)
     if resume:
-        # The result is written again at the end. Until then, no result is better than an outdated one.
+        # The result is written again at the end. Until then, no result is better than an outdated
+        # one.
         for name in (RESULT, OFFICIAL, MLPERF):
             (folder / name).unlink(missing_ok=True)
-    elif found:
+    elif files:
         number = 1
         while (earlier := folder / f"earlier-{number}").exists():
             number += 1
         earlier.mkdir()
-        for path in found:
+        for path in files:
             path.rename(earlier / path.name)
 
 
@@ -101,7 +113,9 @@ def read_environment(folder: Path) -> dict[str, Any]:
         ConfigurationError: The file does not hold a JSON object.
     """
     path = folder / ENVIRONMENT
-    return _read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return _read_json(path)
 
 
 def finish_folder(folder: Path) -> dict[str, Any]:
@@ -116,7 +130,8 @@ def finish_folder(folder: Path) -> dict[str, Any]:
         The content of ``result.json``.
 
     Raises:
-        ConfigurationError: The result does not follow its schema, for example because a raw line was changed.
+        ConfigurationError: The result does not follow its schema, for example because a raw line
+            was changed.
         ValueError: The folder has no raw lines.
     """
     _join(folder)
@@ -126,21 +141,23 @@ def finish_folder(folder: Path) -> dict[str, Any]:
     texts = _texts(result, environment, lines)
     for name, text in texts.items():
         _write(folder / name, text)
-    result["files"] = {
-        name: {"sha256": digest(folder / name), "bytes": (folder / name).stat().st_size}
-        for name in FILES
-        if name != RESULT and (folder / name).exists()
-    }
+    # So that a change of any other file of the folder is noticed.
+    result["files"] = {}
+    for name in FILES:
+        path = folder / name
+        if name != RESULT and path.exists():
+            result["files"][name] = {"sha256": digest(path), "bytes": path.stat().st_size}
     check_result(result)
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
     return result
 
 
 def _join(folder: Path) -> None:
-    """Move the lines of all workers to ``metrics.jsonl``, after the lines that it has from an earlier part."""
+    """Append the lines of all workers to ``metrics.jsonl``, and remove their files."""
     sources = read_lines(folder).paths
     if sources in ([], [folder / LINES]):
         return
+    # Every worker writes its own file during the run, and at the end rank 0 joins them.
     with replacing(folder / LINES) as temporary, temporary.open("wb") as joined:
         for path in sources:
             with path.open("rb") as part:
@@ -152,7 +169,9 @@ def _join(folder: Path) -> None:
             path.unlink()
 
 
-def _texts(result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines) -> dict[str, str]:
+def _texts(
+    result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines
+) -> dict[str, str]:
     """Return the content of the files that follow from the others."""
     texts = {MLPERF: "".join(line + "\n" for line in mlperf_lines(result, environment, lines))}
     goal = result["goal"]
@@ -165,16 +184,17 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Return the result of a run, also of one that was killed.
 
     Args:
-        folder: The result folder. Without ``result.json``, the result is computed from the raw lines, and its state is
-            ``"unfinished"``.
+        folder: The result folder. Without ``result.json``, the result is computed from the raw
+            lines, and its state is ``"unfinished"``.
 
     Raises:
-        ConfigurationError: The folder has neither a result nor raw lines, or its files are damaged or have an unknown
-            version.
+        ConfigurationError: The folder has neither a result nor raw lines, or its files are damaged
+            or have an unknown version.
     """
     path = folder / RESULT
     if path.exists():
         return dict(check_result(_read_json(path), str(path)))
+    # All workers were killed: the raw lines have the totals up to the last epoch that ended.
     environment = read_environment(folder)
     try:
         result = summarize(read_lines(folder), environment)
@@ -183,12 +203,15 @@ def read_result(folder: Path) -> dict[str, Any]:
         return dict(check_result({**result, "files": {}}, f"the raw lines in {folder}"))
     except _DAMAGE as error:
         raise ConfigurationError(
-            f"{folder} must be a result folder, but it has no {RESULT} and {error}: give the folder of a run"
+            f"{folder} is not a result folder: it has no {RESULT}, and {error}; give the "
+            "folder of a run"
         ) from error
 
 
 def find_folders(path: Path) -> Iterator[Path]:
-    """Yield every result folder at or below a path, in order; earlier runs in ``earlier-N`` are left out.
+    """Yield every result folder at or below a path, in order.
+
+    Earlier runs in folders ``earlier-N`` are left out.
 
     Args:
         path: A result folder, or a folder with result folders at any depth.
@@ -197,7 +220,8 @@ def find_folders(path: Path) -> Iterator[Path]:
         yield path
         return
     for child in sorted(path.iterdir()):
-        if child.is_dir() and not child.is_symlink() and not child.name.startswith((".", "earlier-")):
+        is_left_out = child.name.startswith((".", "earlier-"))
+        if child.is_dir() and not child.is_symlink() and not is_left_out:
             yield from find_folders(child)
 
 
@@ -224,34 +248,40 @@ def verify_folder(folder: Path) -> list[str]:
         # The size first, because the file may have become so large that it takes long to read.
         elif path.stat().st_size != expected["bytes"] or digest(path) != expected["sha256"]:
             problems.append(f"{name} was changed: its SHA-256 is not the one in {RESULT}")
-    problems += [
-        f"{name} has no checksum in {RESULT}"
-        for name in FILES
-        if name not in (RESULT, *result["files"]) and os.path.lexists(folder / name)
-    ]
+    for name in FILES:
+        if name not in (RESULT, *result["files"]) and os.path.lexists(folder / name):
+            problems.append(f"{name} has no checksum in {RESULT}")
     lines = read_lines(folder)
     if not lines.paths:
         return [*problems, f"{LINES} is missing: the result cannot be recomputed"]
     try:
         problems += _recompute(folder, result, lines)
     except _DAMAGE as error:
-        problems.append(f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}")
-    return [*problems, *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped)]
+        problems.append(
+            f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}"
+        )
+    for line in lines.skipped:
+        problems.append(f"{LINES} has a line that cannot be read: {line}")
+    return problems
 
 
 def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
     """Compute the result and the files that follow from the raw lines, and name the differences."""
     environment = read_environment(folder)
     again = summarize(lines, environment)
-    written = {name: value for name, value in result.items() if name != "files"}
+    written = dict(result)
+    written.pop("files", None)
     computed = json.loads(json.dumps(again))
-    problems = _differences(written, _as_before(computed) if lacking(result) else computed)
+    if lacking(result):
+        computed = _as_before(computed)
+    problems = _differences(written, computed)
     for name, text in _texts(again, environment, lines).items():
         path = folder / name
-        # Earlier versions wrote the official result without a line break at its end.
-        accepted = (text, text.removesuffix("\n")) if name == OFFICIAL else (text,)
-        is_changed = path.is_file() and not any(_holds(path, content.encode()) for content in accepted)
-        if name not in result["files"] or is_changed:
+        is_equal = not path.is_file() or _holds(path, text.encode())
+        if name == OFFICIAL and not is_equal:
+            # Earlier versions wrote the official result without a line break at its end.
+            is_equal = _holds(path, text.removesuffix("\n").encode())
+        if name not in result["files"] or not is_equal:
             problems.append(f"{name} does not follow from the raw lines")
     return problems + _check_goal(again, lines) + _check_times(lines)
 
@@ -266,19 +296,24 @@ def lacking(result: Mapping[str, Any]) -> list[str]:
 
 
 def _as_before(computed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result as earlier versions wrote it: with zeros for communication that nobody measured."""
-    known = {name: value for name, value in computed.items() if name not in _LATER_NUMBERS}
-    known["bytes_sent"] = {name: value or 0 for name, value in computed["bytes_sent"].items()}
-    known["times"] = _with_zeros(computed["times"])
+    """Return a result as earlier versions wrote it: communication without a measurement is 0."""
+    before = dict(computed)
+    for name in _LATER_NUMBERS:
+        before.pop(name, None)
+    before["bytes_sent"] = {name: value or 0 for name, value in computed["bytes_sent"].items()}
+    before["times"] = _with_zeros(computed["times"])
     if computed["goal"] is not None:
-        known["goal"] = {**computed["goal"], "times": _with_zeros(computed["goal"]["times"])}
-    return known
+        before["goal"] = {**computed["goal"], "times": _with_zeros(computed["goal"]["times"])}
+    return before
 
 
 def _with_zeros(times: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
     if times is None:
         return None
-    return {worker: {name: value or 0.0 for name, value in each.items()} for worker, each in times.items()}
+    filled = {}
+    for worker, seconds in times.items():
+        filled[worker] = {name: value or 0.0 for name, value in seconds.items()}
+    return filled
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -286,16 +321,17 @@ def _holds(path: Path, content: bytes) -> bool:
     return path.stat().st_size == len(content) and path.read_bytes() == content
 
 
-def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
+def _differences(written: Any, computed: Any, field: str = "") -> list[str]:
     """Name the fields in which the written result differs from the recomputed one."""
     if isinstance(written, dict) and isinstance(computed, dict):
-        found = []
+        differences = []
         for name in dict.fromkeys([*written, *computed]):
-            found += _differences(written.get(name), computed.get(name), f"{place}.{name}" if place else name)
-        return found
+            inner = f"{field}.{name}" if field else name
+            differences += _differences(written.get(name), computed.get(name), inner)
+        return differences
     if written == computed:
         return []
-    return [f"{place} of {RESULT} is {written!r}, and {computed!r} by the raw lines"]
+    return [f"{field} of {RESULT} is {written!r}, and {computed!r} by the raw lines"]
 
 
 def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
@@ -305,59 +341,96 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
         return _check_budget(goal, lines)
     if goal is None or goal["metric"] is None or goal["threshold"] is None:
         return []
+    aim = GoalAim.from_dict(goal)
     for line in statistics(lines, goal["metric"]):
-        value = line["value"]
-        if value is not None and (value <= goal["threshold"] if goal["minimize"] else value >= goal["threshold"]):
-            if not goal["reached"]:
-                return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
-            if (line["step"], line["epoch"] + 1, value) != (goal["step"], goal["epochs"], goal["value"]):
-                claimed = f"at step {goal['step']} in epoch {goal['epochs']} with {goal['value']}"
-                return [
-                    f"the goal was reached at step {line['step']} in epoch {line['epoch'] + 1} with {value}, but the "
-                    f"result says {claimed}"
-                ]
-            return []
-    return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
+        if aim.reached_by(line["value"]):
+            return _check_moment(goal, line)
+    if goal["reached"]:
+        return ["the result says that the goal was reached, but no statistic reached it"]
+    return []
+
+
+def _check_moment(goal: Mapping[str, Any], line: Mapping[str, Any]) -> list[str]:
+    """Check that the result has its goal at the statistic in a line."""
+    step, epoch, value = line["step"], line["epoch"] + 1, line["value"]
+    if not goal["reached"]:
+        return [f"{goal['metric']} reached the goal at step {step}, but the result says it did not"]
+    if (step, epoch, value) == (goal["step"], goal["epochs"], goal["value"]):
+        return []
+    claimed = f"at step {goal['step']} in epoch {goal['epochs']} with {goal['value']}"
+    return [
+        f"the goal was reached at step {step} in epoch {epoch} with {value}, but the result says "
+        f"{claimed}"
+    ]
 
 
 def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
-    """Check the goal of a fixed training time: its moment, and that its value is the best one until then."""
+    """Check the goal of a fixed training time: its moment, and that its value is the best one."""
     budget_s, stats = goal["budget_s"], statistics(lines, goal["metric"])
-    # Another worker may be slower than rank 0 and end the run before. None may end it after rank 0's time was over.
-    is_over = (line["step"] for line in _ends_of_epochs(lines) if line["totals"].get("train_s", 0.0) >= budget_s)
-    over = next(is_over, None)
-    due = next((line["step"] for line in stats if over is not None and line["step"] >= over), None)
+    # Another worker may be slower than rank 0 and end the run before. None may end it after rank
+    # 0's time was over.
+    due = None
+    for end in _ends_of_epochs(lines):
+        if end["totals"].get("train_s", 0.0) >= budget_s:
+            due = _first_step(stats, end["step"])
+            break
     if not goal["reached"]:
-        return [] if due is None else [f"the training time was over at step {due}, but the result says it was not"]
+        if due is None:
+            return []
+        return [f"the training time was over at step {due}, but the result says it was not"]
     problems = []
     if due is not None and due < goal["step"]:
-        problems.append(f"the training time was over at step {due}, but the result says at step {goal['step']}")
+        problems.append(
+            f"the training time was over at step {due}, but the result says at step {goal['step']}"
+        )
     reached_s = goal["time_to_goal_s"]["slowest"]
     if reached_s < budget_s:
-        problems.append(f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s")
-    values = [line["value"] for line in stats if line["step"] <= goal["step"] and line["value"] is not None]
-    best = (min if goal["minimize"] else max)(values, default=None)
+        problems.append(
+            f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s"
+        )
+    values = []
+    for line in stats:
+        if line["step"] <= goal["step"] and line["value"] is not None:
+            values.append(line["value"])
+    best = min(values, default=None) if goal["minimize"] else max(values, default=None)
     # Of a metric that is not its primary one, a tracker knows the latest value only.
     if goal["value"] not in (best, *values[-1:]):
-        problems.append(f"the best value until step {goal['step']} was {best}, but the result says {goal['value']}")
+        problems.append(
+            f"the best value until step {goal['step']} was {best}, but the result says "
+            f"{goal['value']}"
+        )
     return problems
+
+
+def _first_step(stats: Iterable[Mapping[str, Any]], least: int) -> int | None:
+    """Return the first step of a statistic that is at least ``least``; None if there is none."""
+    for line in stats:
+        step: int = line["step"]
+        if step >= least:
+            return step
+    return None
 
 
 def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:
     """Return rank 0's lines of the kind ``epoch``, without those that a resumed run repeated."""
-    found: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
     for line in lines:
         if line["rank"] != 0:
             continue
         if line["kind"] == "start":
-            found = [earlier for earlier in found if earlier["step"] <= line.get("step", 0)]
+            ends = before_start(ends, line)
         elif line["kind"] == "epoch":
-            found.append(dict(line))
-    return found
+            ends.append(dict(line))
+    return ends
 
 
 def _check_times(lines: RawLines) -> list[str]:
-    """Check that times only grow, that steps take no longer than the training, and that the goal's time is that."""
+    """Check the times of every worker.
+
+    They only grow, steps take no longer than the training, and the time to the goal is the training
+    time.
+    """
+    # A dictionary, because the same problem may be in many lines.
     problems: dict[str, None] = {}
     last: dict[int, float] = {}
     for line in lines:
@@ -370,18 +443,23 @@ def _check_times(lines: RawLines) -> list[str]:
         train_s, steps_s = totals.get("train_s", 0.0), sum(totals.get("steps_s", {}).values())
         if train_s < last.get(rank, 0.0):
             problems[f"the training time of rank {rank} becomes smaller"] = None
-        # A failure inside a batch: its steps count, but the batch does not, because it never ended. 1 % and 1 ms allow
-        # for the rounding of CUDA events.
+        # A failure inside a batch: its steps count, but the batch does not, because it never ended.
+        # 1 % and 1 ms allow for the rounding of CUDA events.
         is_interrupted = line["kind"] == "end" and line.get("state") == "failed"
         if not is_interrupted and steps_s > train_s * 1.01 + 0.001:
-            problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
+            taken = f"{steps_s:.3f} s of {train_s:.3f} s of training"
+            problems[f"the steps of rank {rank} take {taken}"] = None
         last[rank] = train_s
-        numbers = {name: value for name, value in totals.items() if isinstance(value, int | float)}
-        if negative := [name for name, value in numbers.items() if value < 0]:
+        negative = []
+        for name, value in totals.items():
+            if isinstance(value, int | float) and value < 0:
+                negative.append(name)
+        if negative:
             problems[f"totals of rank {rank} are negative: {', '.join(negative)}"] = None
         to_goal_s = line.get("time_to_goal_s", train_s)
         if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:
-            problems[f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"] = None
+            moment = f"in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"
+            problems[f"rank {rank} reached the goal {moment}"] = None
     return list(problems)
 
 
@@ -406,5 +484,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} must hold a JSON object, but {error}: restore it from a copy") from error
+        raise ConfigurationError(
+            f"{path} is not a JSON object: {error}; restore it from a copy"
+        ) from error
     return content

@@ -1,18 +1,22 @@
 r"""Write and read the raw lines of a run: the records of each worker, one JSON object per line.
 
-Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order in which a worker
-writes them::
+Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order
+in which a worker writes them::
 
-    start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration, schema_version
+    start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration,
+            schema_version
     stat    a recorded statistic: epoch, step, time_s, name, value (null if it is not finite)
     epoch   an epoch has ended: epoch, step, time_s, totals
-    goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
-    end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
+    goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals,
+            epoch, step, time_s
+    end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch,
+            batch_times, ...
 
-``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of the run's clock.
-``totals`` holds times (seconds) and counts since the start of the run.
+``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of
+the run's clock. ``totals`` holds times (seconds) and counts since the start of the run.
 
-A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such a line.
+A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such
+a line.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ SCHEMA_VERSION = 1
 # Lines are written when this number of records waits, or when the last write is this long ago.
 _MOST_PENDING = 5000
 _WRITE_EVERY_S = 10.0
-# The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit into memory.
+# The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit
+# into memory.
 _MOST_LINE_BYTES = 4 << 20
 # Larger integers are not exact as floats.
 _MOST_STEPS = 1 << 53
@@ -47,14 +52,16 @@ _MOST_STEPS = 1 << 53
 class LinesSink:
     """A sink that writes the raw lines of one worker; see :mod:`mlbench_core.tracking.sinks`.
 
-    Records are kept in memory and written at the end of an epoch, after 10 seconds, or when 5,000 of them wait. So a
-    record in a training batch costs less than a microsecond in most cases, and a killed worker loses little.
+    Records are kept in memory and written at the end of an epoch, after 10 seconds, or when 5,000
+    of them wait. So a record in a training batch costs less than a microsecond in most cases, and a
+    killed worker loses little.
 
     Args:
         path: The file to append to; its folder is created.
         rank: Rank of this worker.
         run_id: Id of the run.
-        configuration: The program of the run and its settings, see :mod:`mlbench_core.results.configuration`.
+        configuration: The program of the run and its settings, see
+            :mod:`mlbench_core.results.configuration`.
         before_start: Called before the first line is written; None for nothing.
 
     Attributes:
@@ -72,38 +79,44 @@ class LinesSink:
         self.path = path
         self._before_start = before_start
         self._rank = rank
-        self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
+        self._start = {
+            "run_id": run_id,
+            "host": socket.gethostname(),
+            "configuration": dict(configuration),
+        }
         self.has_started = False
-        self._end: Mapping[str, Any] = {}
+        self._end: dict[str, Any] = {}
         self._lost: str | None = None
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
         self._last_write_s = time.monotonic()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
-        """Do nothing: only times of steps arrive here, and the totals of the line ``epoch`` contain them."""
+        """Do nothing: the totals of the line ``epoch`` contain the times that arrive here."""
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Keep one statistic for the next write."""
         self._pending.append((time.time(), epoch, step, time_s, name, value))
-        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._last_write_s > _WRITE_EVERY_S:
+        waited_s = time.monotonic() - self._last_write_s
+        if len(self._pending) >= _MOST_PENDING or waited_s > _WRITE_EVERY_S:
             self.flush()
 
     def event(self, kind: str, content: Mapping[str, Any]) -> None:
         """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
         if kind == "end":
+            self._end = dict(content)
             # finish() says how the run ended.
-            self._end = {name: value for name, value in content.items() if name != "state"}
+            self._end.pop("state", None)
             return
-        added = {}
+        fields = dict(content)
         if kind == "start":
-            added = {"schema_version": SCHEMA_VERSION, **self._start}
             self.has_started = True
             # The file has the numbers from before the resume already.
-            content = {name: value for name, value in content.items() if name != "latest"}
+            fields.pop("latest", None)
+            fields = {"schema_version": SCHEMA_VERSION, **self._start, **fields}
             if self._before_start is not None:
                 with self._noting_loss():
                     self._before_start()
-        self._write([self._line(kind, {**added, **content})])
+        self._write([self._line(kind, fields)])
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Write the line ``end``.
@@ -111,12 +124,13 @@ class LinesSink:
         The tracker is closed before it is known how the run ended, so the line waits for this call.
 
         Args:
-            state: ``"finished"`` or ``"failed"``. A run whose lines could not all be written is written as failed: the
-                goal may be among the lost ones.
+            state: ``"finished"`` or ``"failed"``. A run whose lines could not all be written is
+                written as failed: the goal may be among the lost ones.
             reason: The reason of a failure, in one line.
         """
         if self._lost is not None and state == "finished":
-            state, reason = "failed", f"raw lines are missing, because they could not be written: {self._lost}"
+            state = "failed"
+            reason = f"raw lines are missing, because they could not be written: {self._lost}"
         # A run that fails before its first batch has not started its tracker.
         if not self.has_started:
             self.event("start", {"resumed": False, "epoch": 0, "step": 0})
@@ -132,10 +146,12 @@ class LinesSink:
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
-        # Not json.dumps: it takes ten times as long, and some of these writes happen inside training batches.
+        # Not json.dumps: it takes ten times as long, and some of these writes happen inside
+        # training batches.
         records = "".join(
-            f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},"step":{step},'
-            f'"time_s":{time_s!r},"name":{_quoted(name)},"value":{_json_value(value)}}}\n'
+            f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},'
+            f'"step":{step},"time_s":{time_s!r},"name":{_quoted(name)},'
+            f'"value":{_json_value(value)}}}\n'
             for now, epoch, step, time_s, name, value in pending
         )
         text = records + "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -159,7 +175,10 @@ class LinesSink:
 
 
 def ends_line(file: BinaryIO) -> bool:
-    """Return True if an open file is empty or ends with a line feed; the position is then at its end."""
+    """Return True if an open file is empty or ends with a line feed.
+
+    The position in the file is then at its end.
+    """
     if not file.seek(0, 2):
         return True
     file.seek(-1, 2)
@@ -210,13 +229,15 @@ class RawLines:
         self.skipped.clear()
         for path in self.paths:
             with path.open("rb") as file:
-                for number, text in enumerate(iter(partial(file.readline, _MOST_LINE_BYTES), b""), 1):
+                texts = iter(partial(file.readline, _MOST_LINE_BYTES), b"")
+                for number, text in enumerate(texts, 1):
                     if len(text) == _MOST_LINE_BYTES:
-                        self.skipped.append(f"{path.name}:{number}: line of {_MOST_LINE_BYTES >> 20} MiB or more")
+                        size = f"{_MOST_LINE_BYTES >> 20} MiB or more"
+                        self.skipped.append(f"{path.name}:{number}: line of {size}")
                         break
                     line = _parsed(text)
                     if line is None:
-                        kind = "half-written" if not text.endswith(b"\n") else "damaged"
+                        kind = "damaged" if text.endswith(b"\n") else "half-written"
                         self.skipped.append(f"{path.name}:{number}: {kind} line")
                     else:
                         yield line
@@ -229,36 +250,51 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     # A line of many nested brackets raises RecursionError.
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and _is_sound(line) else None
+    if not isinstance(line, dict) or not _is_sound(line):
+        return None
+    return line
 
 
-# Unknown in a run that continues from a checkpoint of an earlier version; the processor time also on a GPU.
+# Unknown in a run that continues from a checkpoint of an earlier version; the processor time also
+# on a GPU.
 _MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges")
 
 
 def _is_sound(line: Mapping[str, Any]) -> bool:
     """Return True if the fields of a line that are used in computations have the right types."""
-    if not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int or line["rank"] < 0:
+    kind, rank = line.get("kind"), line.get("rank")
+    # Not isinstance: in Python a bool is an int.
+    if not isinstance(kind, str) or type(rank) is not int or rank < 0:
         return False
-    if line["kind"] == "stat" and not (
-        isinstance(line.get("name"), str) and line.keys() >= {"epoch", "step", "time_s"}
-    ):
+    if kind == "stat":
+        has_fields = line.keys() >= {"epoch", "step", "time_s"}
+        if not has_fields or not isinstance(line.get("name"), str):
+            return False
+    for name in ("epoch", "step"):
+        number = line.get(name, 0)
+        if type(number) is not int or not 0 <= number < _MOST_STEPS:
+            return False
+    for name in ("time_s", "time_to_goal_s"):
+        if not _is_number(line.get(name, 0.0)):
+            return False
+    return _are_sound_totals(line.get("totals", {}))
+
+
+def _are_sound_totals(totals: Any) -> bool:
+    if not isinstance(totals, dict):
         return False
-    if any(
-        type(line.get(name, 0)) is not int or not 0 <= line.get(name, 0) < _MOST_STEPS for name in ("epoch", "step")
-    ):
-        return False
-    if not all(_is_number(line.get(name, 0.0)) for name in ("time_s", "time_to_goal_s")):
-        return False
-    totals = line.get("totals", {})
-    steps_s = totals.get("steps_s", {}) if isinstance(totals, dict) else None
-    if not isinstance(steps_s, dict):
+    steps_s = totals.get("steps_s", {})
+    if not isinstance(steps_s, dict) or not all(map(_is_number, steps_s.values())):
         return False
     if type(totals.get("communication_measured", False)) is not bool:
         return False
-    numbers = {name: value for name, value in totals.items() if name not in ("steps_s", "communication_measured")}
-    unknown = [name for name in _MAY_BE_UNKNOWN if numbers.get(name, 0) is None]
-    return all(map(_is_number, [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)]))
+    for name, value in totals.items():
+        if name in ("steps_s", "communication_measured"):
+            continue
+        may_be_unknown = value is None and name in _MAY_BE_UNKNOWN
+        if not may_be_unknown and not _is_number(value):
+            return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
@@ -269,34 +305,50 @@ def _is_number(value: Any) -> bool:
 def read_lines(folder: Path) -> RawLines:
     """Return the raw lines of all workers in a result folder.
 
-    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each worker.
+    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each
+    worker.
 
     Args:
         folder: The result folder.
     """
     whole = folder / "metrics.jsonl"
     # By length first, so that rank 2 comes before rank 10.
-    parts = sorted(folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    parts = folder.glob("metrics.rank-*.jsonl")
+    in_order = sorted(parts, key=lambda path: (len(path.name), path.name))
     # Reading a pipe or a device may never end.
-    return RawLines([path for path in (whole, *parts) if path.is_file()])
+    return RawLines([path for path in (whole, *in_order) if path.is_file()])
 
 
-def statistics(lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0) -> list[dict[str, Any]]:
+def before_start(lines: Iterable[dict[str, Any]], start: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines up to the step at which a run continues; it repeats the later ones.
+
+    Args:
+        lines: Earlier lines of the worker.
+        start: Its line ``start``.
+    """
+    first_step = start.get("step", 0)
+    return [line for line in lines if line["step"] <= first_step]
+
+
+def statistics(
+    lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0
+) -> list[dict[str, Any]]:
     """Return the lines of one statistic of one worker, in the order of the training.
 
-    A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left out.
+    A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left
+    out.
 
     Args:
         lines: Raw lines.
         name: Name of the statistic, for example ``"val_global_Prec@1"``.
         rank: The worker.
     """
-    found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for line in lines:
         if line["rank"] != rank:
             continue
         if line["kind"] == "start" and line.get("resumed"):
-            found = [earlier for earlier in found if earlier["step"] <= line.get("step", 0)]
+            kept = before_start(kept, line)
         elif line["kind"] == "stat" and line.get("name") == name:
-            found.append(dict(line))
-    return found
+            kept.append(dict(line))
+    return kept

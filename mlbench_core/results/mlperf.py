@@ -1,14 +1,15 @@
 """Write the log of a run with the keys of MLPerf, as the package ``mlperf-logging`` reads it.
 
-The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even if MLPerf requires
-it. A submitter adds ``submission_org`` and ``submission_status``.
+The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even
+if MLPerf requires it. A submitter adds ``submission_org`` and ``submission_status``.
 
-===============================  ============================================================================
+===============================  ==================================================================
 key                              value
-===============================  ============================================================================
-``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its data set,
-                                 ``_light`` with the light goal, ``_after_60s`` with the goal of a fixed
-                                 training time; or ``mlbench_`` and the program's name
+===============================  ==================================================================
+``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its
+                                 data set, ``_light`` with the light goal, ``_after_60s`` with the
+                                 goal of a fixed training time; or ``mlbench_`` and the program's
+                                 name
 ``submission_division``          ``closed`` or ``open``, by the rules of MLBench
 ``submission_platform``          Hosts, processor and GPUs
 ``cache_clear``                  False: MLBench clears no cache
@@ -17,19 +18,22 @@ key                              value
 ``init_start``                   The run begins to record
 ``init_stop``, ``run_start``     The wall clock of the run starts
 ``block_start``, ``block_stop``  Training between two validations
-``epoch_start``, ``epoch_stop``  Training of an epoch, without its last validation; epochs count from 1
+``epoch_start``, ``epoch_stop``  Training of an epoch, without its last validation; epochs count
+                                 from 1
 ``eval_start``, ``eval_stop``    A validation
 ``eval_accuracy``                The metric of the goal, in its own unit: accuracies are in percent
-``tracked_stats``                ``throughput``: samples per second of all workers, over the whole run
-``run_stop``                     ``success``: the goal is reached or, without a goal, the run has finished;
-                                 else ``aborted``. Nothing follows.
-===============================  ============================================================================
+``tracked_stats``                ``throughput``: samples per second of all workers, over the whole
+                                 run
+``run_stop``                     ``success``: the goal is reached or, without a goal, the run has
+                                 finished; else ``aborted``. Nothing follows.
+===============================  ==================================================================
 
-The end of a validation is the time of its last record. It began earlier by the time of validation that the run counted,
-or, if that is not known, with the last record of training.
+The end of a validation is the time of its last record. It began earlier by the time of validation
+that the run counted, or, if that is not known, with the last record of training.
 
-The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks. Tasks 1b, 4a and 4b
-have the model, the data and the target of its former ``resnet``, ``gnmt`` and ``transformer``, but not their rules.
+The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks.
+Tasks 1b, 4a and 4b have the model, the data and the target of its former ``resnet``, ``gnmt`` and
+``transformer``, but not their rules.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from itertools import dropwhile, pairwise, takewhile
+from itertools import dropwhile, pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -57,8 +61,8 @@ _OPTIONS = {
     "train_samples": ("train_samples",),
     "eval_samples": ("eval_samples",),
 }
-# In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In others it is an
-# upper bound, or several batches are one update.
+# In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In
+# others it is an upper bound, or several batches are one update.
 _FIXED_BATCH_TASKS = ("1a", "1b", "3a")
 
 
@@ -68,18 +72,21 @@ def mlperf_lines(
     """Return the lines of ``mlperf.log``.
 
     The option ``--lr`` of a program gives ``opt_base_learning_rate``, ``--global-batch-size`` gives
-    ``global_batch_size``, ``--gradient-accumulation-steps``, ``--train-samples`` and ``--eval-samples`` give the keys
-    of their names. The result names only options that differ from their default, so other keys are left out.
+    ``global_batch_size``, ``--gradient-accumulation-steps``, ``--train-samples`` and
+    ``--eval-samples`` give the keys of their names. The result names only options that differ from
+    their default, so other keys are left out.
 
     If the wall clock was set back during the run, an event has the time of the event before it.
 
     Args:
         result: The content of ``result.json``.
         environment: The content of ``environment.json``.
-        lines: The raw lines, in the order of ``metrics.jsonl``. Those of other ranks than 0 are ignored.
+        lines: The raw lines, in the order of ``metrics.jsonl``. Those of other ranks than 0 are
+            ignored.
 
     Returns:
-        Lines without a line break, each ``:::MLLOG`` and a JSON object. Empty if rank 0 has written no line.
+        Lines without a line break, each ``:::MLLOG`` and a JSON object. Empty if rank 0 has written
+        no line.
 
     Raises:
         KeyError: A line lacks a field that all lines of its kind have.
@@ -90,31 +97,42 @@ def mlperf_lines(
         >>> result = {"configuration": {"task": "1a", "seed": 42}, "run": {"state": "unfinished"}}
         >>> for line in mlperf_lines(result, {}, [start])[:2]:
         ...     print(line)  # doctest: +ELLIPSIS
-        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "value": "mlbench_task1a", "metadata": {}}
-        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "key": "cache_clear", "value": false, "metadata": {}}
+        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "value": "mlbench_task1a", ...}
+        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "cache_clear", "value": false, ...}
     """
     own = [line for line in lines if line["rank"] == 0]
-    starts = [number for number, line in enumerate(own) if line["kind"] == "start"]
-    # The end of a part of the run that was resumed later is not the end of the run.
-    own = [line for number, line in enumerate(own) if line["kind"] != "end" or number > max(starts, default=0)]
-    if not own:
+    last_start = 0
+    for index, line in enumerate(own):
+        if _is_start(line):
+            last_start = index
+    kept = []
+    for index, line in enumerate(own):
+        # The end of a part of the run that was resumed later is not the end of the run.
+        if line["kind"] != "end" or index > last_start:
+            kept.append(line)
+    if not kept:
         return []
     log = _Log(result)
-    log.describe(_milliseconds(own[0]), environment)
-    log.start(own)
-    for before, line in pairwise(own):
+    log.describe(_milliseconds(kept[0]), environment)
+    log.start(kept)
+    for before, line in pairwise(kept):
         if not log.is_stopped:
             log.add(line, _milliseconds(before))
     log.end_validation()
     return log.lines
 
 
+def _is_start(line: Mapping[str, Any]) -> bool:
+    return bool(line["kind"] == "start")
+
+
 class _Log:
     """The log of a run, written while its raw lines are read one after the other.
 
-    A block begins with the first line that has more batches than the line before, and ends with the next validation. A
-    validation consists of all records named ``val_...`` before the next batch or the end of the epoch. They are kept
-    until then, because only the line after them shows if the epoch ends with this validation.
+    A block begins with the first line that has more batches than the line before, and ends with the
+    next validation. A validation consists of all records named ``val_...`` before the next batch or
+    the end of the epoch. They are kept until then, because only the line after them shows if the
+    epoch ends with this validation.
     """
 
     def __init__(self, result: Mapping[str, Any]) -> None:
@@ -135,7 +153,7 @@ class _Log:
     def describe(self, time_ms: int, environment: Mapping[str, Any]) -> None:
         """Write the events that are known before the run begins."""
         configuration = self._configuration
-        known = {
+        values = {
             "submission_benchmark": self._benchmark(),
             "submission_division": configuration.get("division"),
             "submission_platform": self._platform(environment),
@@ -144,7 +162,7 @@ class _Log:
             "opt_name": configuration.get("algorithm"),
             **self._hyper_parameters(),
         }
-        for key, value in known.items():
+        for key, value in values.items():
             if value is not None:
                 self._write(time_ms, _POINT, key, value)
         self._write(time_ms, _START, "init_start")
@@ -153,43 +171,58 @@ class _Log:
         key, program = self._configuration.get("task"), self._configuration.get("program")
         if key is None:
             return f"mlbench_{PurePath(program).stem}" if program else None
-        dataset = self._configuration.get("dataset")
+        name, dataset = f"mlbench_task{key}", self._configuration.get("dataset")
         # A stand-in for the task's data set or another goal does not count as a result of the task.
-        stand_in = f"_{dataset}" if dataset not in (None, get_task(key).dataset) else ""
+        if dataset not in (None, get_task(key).dataset):
+            name += f"_{dataset}"
         budget_s = self._goal.get("budget_s")
-        goal = "_light" if self._configuration.get("light") else "" if budget_s is None else f"_after_{budget_s:g}s"
-        return f"mlbench_task{key}{stand_in}{goal}"
+        if self._configuration.get("light"):
+            name += "_light"
+        elif budget_s is not None:
+            name += f"_after_{budget_s:g}s"
+        return name
 
     def _platform(self, environment: Mapping[str, Any]) -> str | None:
         machine = {**machine_of(environment), **(self._result.get("machine") or {})}
-        parts = [
-            machine.get("hosts") and f"{machine['hosts']} x",
-            machine["cpu"],
-            machine["cores"] and f"({machine['cores']} cores)",
-            machine["gpus"] and f"with {machine['gpus']} x {machine['gpu']}",
-        ]
-        return " ".join(str(part) for part in parts if part) or None
+        parts = []
+        if machine.get("hosts"):
+            parts.append(f"{machine['hosts']} x")
+        if machine["cpu"]:
+            parts.append(str(machine["cpu"]))
+        if machine["cores"]:
+            parts.append(f"({machine['cores']} cores)")
+        if machine["gpus"]:
+            parts.append(f"with {machine['gpus']} x {machine['gpu']}")
+        return " ".join(parts) or None
 
     def _hyper_parameters(self) -> dict[str, Any]:
-        options = {
-            str(name).lstrip("-").replace("-", "_"): value
-            for name, value in (self._configuration.get("options") or {}).items()
-        }
+        options: dict[str, Any] = {}
+        for name, value in (self._configuration.get("options") or {}).items():
+            options[str(name).lstrip("-").replace("-", "_")] = value
         batch, workers = options.get("batch_size"), self._configuration.get("workers")
-        if self._configuration.get("task") in _FIXED_BATCH_TASKS and isinstance(batch, int) and workers:
+        is_fixed = self._configuration.get("task") in _FIXED_BATCH_TASKS
+        if is_fixed and isinstance(batch, int) and workers:
             options.setdefault("global_batch_size", batch * workers)
-        found = {
-            key: next((options[name] for name in names if name in options), None) for key, names in _OPTIONS.items()
-        }
-        return {key: value for key, value in found.items() if isinstance(value, (int, float))}
+        parameters = {}
+        for key, names in _OPTIONS.items():
+            # Tasks name the same parameter differently; the first name that was given counts.
+            named = list(filter(options.__contains__, names))
+            if named and isinstance(options[named[0]], (int, float)):
+                parameters[key] = options[named[0]]
+        return parameters
 
     def start(self, lines: list[Mapping[str, Any]]) -> None:
         """Write the start of the run's wall clock, if a line shows when it was."""
-        # A part of the run that failed before its clock started may have left nothing but its start.
-        first = takewhile(lambda line: line["kind"] != "start", dropwhile(lambda line: line["kind"] == "start", lines))
-        # A line may be written later than at its own time on the clock, but never earlier. The line "end" after a
-        # failure has no time on the clock.
-        times_ms = (_milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line)
+        times_ms = []
+        # A part of the run that failed before its clock started may have left nothing but its
+        # start.
+        for line in dropwhile(_is_start, lines):
+            if _is_start(line):
+                break
+            # The line "end" after a failure has no time on the clock.
+            if "time_s" in line:
+                times_ms.append(_milliseconds(line) - line["time_s"] * 1e3)
+        # A line may be written later than at its own time on the clock, but never earlier.
         start_ms = min(times_ms, default=None)
         self.is_stopped = start_ms is None
         if start_ms is not None:
@@ -213,7 +246,8 @@ class _Log:
             self._step = step
             self._start_block(line["epoch"], before_ms)
         if kind == "stat" and line["name"].startswith("val_"):
-            self._trained_ms = self._trained_ms if self._validation else before_ms
+            if not self._validation:
+                self._trained_ms = before_ms
             self._validation.append(line)
         elif kind == "goal":
             self._goal_ms = time_ms
@@ -224,14 +258,17 @@ class _Log:
             self._end_block(time_ms, ends_epoch=True)
             self._validation_s = line["totals"]["validation_s"]
         elif kind == "start":
-            # The run was interrupted, and continues from the batch of a checkpoint, or begins again.
+            # The run was interrupted, and continues from the batch of a checkpoint, or begins
+            # again.
             self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
-            self._step, self._validation_s = step, None if step else 0.0
+            self._step = step
+            self._validation_s = None if step else 0.0
         elif kind == "end":
-            self._stop(time_ms, "success" if line["state"] == "finished" and not self._goal else "aborted")
+            status = "success" if line["state"] == "finished" and not self._goal else "aborted"
+            self._stop(time_ms, status)
 
     def end_validation(self, line: Mapping[str, Any] | None = None) -> None:
-        """Write the validation whose records were kept, and the end of the run if it has reached the goal.
+        """Write the validation whose records were kept, and the end of a run with its goal.
 
         Args:
             line: The line after them; None if there is none.
@@ -241,7 +278,8 @@ class _Log:
         last, stop_ms = self._validation[-1], _milliseconds(self._validation[-1])
         start_ms = self._trained_ms
         if line is not None and "totals" in line and self._validation_s is not None:
-            # With several validations in an epoch, this is the time of all of them. So the last batch is a limit, too.
+            # With several validations in an epoch, this is the time of all of them. So the last
+            # batch is a limit, too.
             validation_ms = (line["totals"]["validation_s"] - self._validation_s) * 1e3
             start_ms = max(start_ms, round(stop_ms - validation_ms))
         continues = line is not None and line["kind"] == "stat" and line["epoch"] == self._epoch
@@ -250,18 +288,23 @@ class _Log:
         self._write(start_ms, _START, "eval_start", metadata=metadata)
         self._write(stop_ms, _END, "eval_stop", metadata=metadata)
         metric = self._metric()
-        values = [each["value"] for each in self._validation if each["name"] == metric and each["value"] is not None]
-        if values:
-            self._write(stop_ms, _POINT, "eval_accuracy", values[-1], {**metadata, "metric": metric})
+        accuracy = None
+        for record in self._validation:
+            if record["name"] == metric and record["value"] is not None:
+                accuracy = record["value"]
+        if accuracy is not None:
+            with_metric = {**metadata, "metric": metric}
+            self._write(stop_ms, _POINT, "eval_accuracy", accuracy, with_metric)
         self._validation = []
         if self._goal_ms is not None:
             self._stop(self._goal_ms, "success")
 
     def _metric(self) -> str | None:
-        """Return the name of the statistic that is the accuracy: that of the goal, or else the primary metric."""
+        """Return the statistic that is the accuracy: that of the goal, or the primary metric."""
+        if self._goal.get("metric"):
+            return str(self._goal["metric"])
         best = (self._result.get("best") or {}).get("metric")
-        metric: str | None = self._goal.get("metric") or (f"val_global_{best}" if best else None)
-        return metric
+        return f"val_global_{best}" if best else None
 
     def _start_block(self, epoch: int, time_ms: int) -> None:
         if self._epoch is not None and self._epoch != epoch:
@@ -269,17 +312,23 @@ class _Log:
             self._end_block(time_ms, ends_epoch=True)
         if self._block is None:
             self._block = epoch
-            self._write(time_ms, _START, "block_start", metadata={"first_epoch_num": epoch + 1, "epoch_count": 1})
+            metadata = {"first_epoch_num": epoch + 1, "epoch_count": 1}
+            self._write(time_ms, _START, "block_start", metadata=metadata)
         if self._epoch is None:
             self._epoch = epoch
             self._write(time_ms, _START, "epoch_start", metadata={"epoch_num": epoch + 1})
 
-    def _end_block(self, time_ms: int, *, ends_epoch: bool, metadata: Mapping[str, Any] | None = None) -> None:
+    def _end_block(
+        self, time_ms: int, *, ends_epoch: bool, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        metadata = metadata or {}
         if ends_epoch and self._epoch is not None:
-            self._write(time_ms, _END, "epoch_stop", metadata={"epoch_num": self._epoch + 1, **(metadata or {})})
+            epoch = {"epoch_num": self._epoch + 1, **metadata}
+            self._write(time_ms, _END, "epoch_stop", metadata=epoch)
             self._epoch = None
         if self._block is not None:
-            self._write(time_ms, _END, "block_stop", metadata={"first_epoch_num": self._block + 1, **(metadata or {})})
+            block = {"first_epoch_num": self._block + 1, **metadata}
+            self._write(time_ms, _END, "block_stop", metadata=block)
             self._block = None
 
     def _stop(self, time_ms: int, status: str) -> None:
@@ -291,7 +340,12 @@ class _Log:
         self.is_stopped = True
 
     def _write(
-        self, time_ms: int, event: str, key: str, value: Any = None, metadata: Mapping[str, Any] | None = None
+        self,
+        time_ms: int,
+        event: str,
+        key: str,
+        value: Any = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         # The wall clock may be set back during a run.
         self._latest_ms = max(self._latest_ms, time_ms)

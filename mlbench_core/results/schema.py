@@ -18,8 +18,8 @@ __all__ = ["check_result", "result_schema"]
 @functools.cache
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 7) of ``result.json``."""
-    text = resources.files("mlbench_core.results").joinpath("result.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
+    file = resources.files("mlbench_core.results").joinpath("result.schema.json")
+    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return schema
 
 
@@ -39,41 +39,49 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         name: Name of the file, for the message of an error.
 
     Raises:
-        ConfigurationError: The version of the schema is unknown, or a field is missing or wrong; the message names it.
+        ConfigurationError: The version of the schema is unknown, or a field is missing or wrong;
+            the message names it.
 
     Example:
         >>> check_result({"schema_version": 9})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        mlbench_core.errors.ConfigurationError: schema_version of result.json must be 1, not 9: read it with the ...
+        mlbench_core.errors.ConfigurationError: schema_version of result.json is 9, not 1: read ...
     """
     import fastjsonschema
 
     version = result.get("schema_version") if isinstance(result, dict) else None
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ConfigurationError(
-            f"schema_version of {name} must be {SCHEMA_VERSION}, not {version!r}: read it with the version of "
-            "mlbench-core that wrote it, or with a later one"
+            f"schema_version of {name} is {version!r}, not {SCHEMA_VERSION}: read it with the "
+            "version of mlbench-core that wrote it, or with a later one"
         )
-    for place, number in _not_finite(result):
-        raise ConfigurationError(f"{place} of {name} must be a finite number, not {number}: restore it from a copy")
+    for field, number in _not_finite(result):
+        raise ConfigurationError(
+            f"{field} of {name} is {number}, not a finite number: restore it from a copy"
+        )
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
-        place = ".".join(error.path[1:]) or "the whole file"
+        field = ".".join(error.path[1:]) or "the whole file"
         raise ConfigurationError(
-            f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}: restore it from a copy"
+            f"wrong field in {name}: {field} {error.message.partition(' ')[2]}; restore it "
+            "from a copy"
         ) from error
     checked: Mapping[str, Any] = result
     return checked
 
 
-def _not_finite(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the place and the value of each number that is infinite or nan, for which JSON schemas have no rule."""
+def _not_finite(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the field and the value of each number that is infinite or nan.
+
+    JSON schemas have no rule for such numbers.
+    """
     if isinstance(value, float) and not math.isfinite(value):
-        yield place, value
+        yield field, value
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _not_finite(each, f"{place}.{name}" if place else str(name))
+            inner = f"{field}.{name}" if field else str(name)
+            yield from _not_finite(each, inner)
     elif isinstance(value, list):
         for position, each in enumerate(value):
-            yield from _not_finite(each, f"{place}[{position}]")
+            yield from _not_finite(each, f"{field}[{position}]")

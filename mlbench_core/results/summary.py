@@ -1,17 +1,20 @@
 """Compute the result of a run from its raw lines, to write ``result.json`` and to verify it later.
 
-The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of the time of each
-phase. The times of rank 0 stand beside them.
+The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of
+the time of each phase. The result also has the times of rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
+from mlbench_core.run_terms import TRACKER_PHASES
 from mlbench_core.statistics import QuantileSketch
 from mlbench_core.wire_bytes import total_wire_bytes
 
@@ -22,7 +25,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass
 class _Worker:
-    """The lines of one worker that decide the result: its first goal, and the last line of every other kind."""
+    """The lines of one worker that decide the result: its first goal, and the last other ones."""
 
     start: dict[str, Any] | None = None
     first_start: dict[str, Any] | None = None
@@ -38,8 +41,8 @@ class _Worker:
             self.start = line
             self.first_start = self.first_start or line
             self.resumed += bool(line.get("resumed"))
-            # The end of an earlier part of the run is not the end of the run. A goal that was reached after the
-            # checkpoint is reached again.
+            # The end of an earlier part of the run is not the end of the run. A goal that was
+            # reached after the checkpoint is reached again.
             self.end = None
             if self.goal is not None and (self.goal.get("step") or 0) > line.get("step", 0):
                 self.goal = None
@@ -58,8 +61,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     """Compute the content of ``result.json``, except the checksums of the other files.
 
     Args:
-        lines: The raw lines of all workers, see :mod:`mlbench_core.results.lines`. A run that has not ended has the
-            state ``"unfinished"``, and the totals of its last finished epoch.
+        lines: The raw lines of all workers, see :mod:`mlbench_core.results.lines`. A run that has
+            not ended has the state ``"unfinished"``, and the totals of its last finished epoch.
         environment: The content of ``environment.json``.
 
     Returns:
@@ -72,26 +75,43 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     for line in lines:
         if line["kind"] != "stat":
             workers.setdefault(line["rank"], _Worker()).add(dict(line))
-    starts = [workers[rank].start for rank in sorted(workers) if workers[rank].start is not None]
+    ranks = [workers[rank] for rank in sorted(workers)]
+    starts: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
+    for worker in ranks:
+        if worker.start is not None:
+            starts.append(worker.start)
+        ends.append(worker.end or {})
     if not starts:
-        raise ValueError("the raw lines must have a line of the kind 'start', and there is none: the run never began")
-    start, first, ranks = starts[0] or {}, workers[min(workers)], [workers[rank] for rank in sorted(workers)]
+        raise ValueError("metrics.jsonl has no start record: the run never began")
+    start, first = starts[0], ranks[0]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
+    totals = list(map(operator.attrgetter("totals"), ranks))
     is_measured = _is_communication_measured(ranks, number)
-    times = _slowest_and_first([worker.totals for worker in ranks], is_measured)
+    times = _slowest_and_first(totals, is_measured)
     train_s = times["slowest"]["train_s"]
-    samples, tokens = (sum(worker.totals.get(name, 0) for worker in ranks) for name in ("samples", "tokens"))
-    ends = [worker.end or {} for worker in ranks]
-    hosts = {worker.start.get("host") for worker in ranks if worker.start is not None}
+    samples, tokens = sum(_each(totals, "samples")), sum(_each(totals, "tokens"))
+    # Unknown, not 0, if several workers trained and nothing measured their communication.
+    sent_bytes: list[float | None] = [None] * len(ranks)
+    wire_bytes: list[float | None] = [None] * len(ranks)
+    exchanges = None
+    if is_measured:
+        sent_bytes = _each(totals, "communication_size_bytes")
+        wire_bytes = list(map(_wire_bytes, ranks))
+        exchanges = first.totals.get("exchanges")
+    hosts = {line.get("host") for line in starts}
+    variables = environment.get("variables") or {}
+    energy_j = _known(ends, "energy_j")
     return {
         "schema_version": SCHEMA_VERSION,
         "run": {
             "id": start.get("run_id"),
-            "name": (environment.get("variables") or {}).get("MLBENCH_RUN_NAME") or start.get("run_id"),
+            "name": variables.get("MLBENCH_RUN_NAME") or start.get("run_id"),
             **_state(ranks, number),
+            # A resumed run keeps the moment at which its first part began.
             "started_at": (first.first_start or start).get("time"),
-            "ended_at": max((end["time"] for end in ends if "time" in end), default=None),
+            "ended_at": max(_known(ends, "time"), default=None),
             "times_resumed": first.resumed,
         },
         "configuration": configuration,
@@ -99,131 +119,167 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "software": software_of(environment),
         "goal": _goal(ranks, configuration, is_measured),
         "times": times,
-        "steps_s": _steps(ranks),
-        "epochs": max(worker.epochs for worker in ranks),
-        "batches": max(worker.totals.get("batches", 0) for worker in ranks),
+        "steps_s": _steps(totals),
+        "epochs": max(map(operator.attrgetter("epochs"), ranks)),
+        "batches": max(_each(totals, "batches")),
         "samples": samples,
         "tokens": tokens,
         # All workers wait for the slowest one.
-        "samples_per_s": samples / train_s if samples and train_s else None,
-        "tokens_per_s": tokens / train_s if tokens and train_s else None,
+        "samples_per_s": _rate(samples, train_s),
+        "tokens_per_s": _rate(tokens, train_s),
         "batch_s": _batch_quantiles(ends),
-        "bytes_sent": _sums(
-            [worker.totals.get("communication_size_bytes", 0) if is_measured else None for worker in ranks]
-        ),
-        "bytes_on_wire": _sums([_wire_bytes(worker) for worker in ranks] if is_measured else [None] * len(ranks)),
-        "exchanges": ranks[0].totals.get("exchanges") if is_measured else None,
+        "bytes_sent": _sums(sent_bytes),
+        "bytes_on_wire": _sums(wire_bytes),
+        "exchanges": exchanges,
         **_collectives(ends, number),
         "best": _best(ends[0], configuration),
         "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
-        "energy_j": sum(_known(ends, "energy_j")) if _known(ends, "energy_j") else None,
-    }  # fmt: skip
+        "energy_j": sum(energy_j) if energy_j else None,
+    }
+
+
+def _each(totals: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return a total of each worker, 0 if it has none."""
+    return [of_worker.get(name, 0) for of_worker in totals]
+
+
+def _rate(count: float, seconds: float) -> float | None:
+    return count / seconds if count and seconds else None
 
 
 def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
     """Return ``state`` and ``reason``: finished only if every worker has finished."""
     ends = [worker.end for worker in ranks if worker.end is not None]
-    failed = next((end for end in ends if end.get("state") != "finished"), None)
-    if failed is not None:
-        return {"state": "failed", "reason": failed.get("reason")}
+    for end in ends:
+        if end.get("state") != "finished":
+            return {"state": "failed", "reason": end.get("reason")}
     if len(ends) < number:
         missing = number - len(ends)
-        return {"state": "unfinished", "reason": f"{missing} of {number} workers did not write the end of the run"}
+        return {
+            "state": "unfinished",
+            "reason": f"{missing} of {number} workers did not write the end of the run",
+        }
     return {"state": "finished", "reason": None}
 
 
 def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
-    """Return True if the numbers of communication are known: of one worker they are 0, of several somebody counts.
+    """Return True if the numbers of communication are known.
 
-    torch's own DistributedDataParallel reports nothing. Its time is then a part of the backward pass.
+    Those of one worker are 0. Of several workers, one must count, which torch's own
+    DistributedDataParallel does not. Its time is then a part of the backward pass.
     """
     if number == 1:
         return True
-    names = ("communication_measured", "communication_size_bytes", "communication_total_s", "communication_s")
-    counted = any((worker.end or {}).get("collectives") for worker in ranks)
-    return counted or any(worker.totals.get(name) for worker in ranks for name in names)
+    for worker in ranks:
+        totals = worker.totals
+        if totals.get("communication_measured") or totals.get("communication_size_bytes"):
+            return True
+        if totals.get("communication_total_s") or totals.get("communication_s"):
+            return True
+        if (worker.end or {}).get("collectives"):
+            return True
+    return False
 
 
 def _wire_bytes(worker: _Worker) -> float | None:
-    """Return the bytes that a worker put on the wire; lines of earlier versions have only its collectives."""
+    """Return the bytes that a worker put on the wire."""
     if "communication_wire_bytes" in worker.totals:
-        found: float | None = worker.totals["communication_wire_bytes"]
-        return found
+        counted: float | None = worker.totals["communication_wire_bytes"]
+        return counted
+    # Lines of earlier versions have only the collectives.
     entries = (worker.end or {}).get("collectives")
-    return None if entries is None else total_wire_bytes(entries)
+    if entries is None:
+        return None
+    return total_wire_bytes(entries)
 
 
-def _sums(values: list[float | None]) -> dict[str, Any]:
-    """Return the sum over all workers, None if one of them is unknown, and the value of the first worker."""
-    known = [value for value in values if value is not None]
-    return {"all_workers": sum(known) if len(known) == len(values) else None, "rank_0": values[0]}
+def _sums(values: Sequence[float | None]) -> dict[str, Any]:
+    """Return the sum over all workers, None if one is unknown, and the first worker's value."""
+    counted = [value for value in values if value is not None]
+    total = sum(counted) if len(counted) == len(values) else None
+    return {"all_workers": total, "rank_0": values[0]}
 
 
 def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
-    """Return the times of one worker by phase, in seconds; those of communication are None if nobody measured it."""
+    """Return the times of one worker by phase, in seconds.
+
+    Those of the communication are None if it was not measured.
+    """
+    # Validation, checkpoints and the preparation of data are outside of it.
     train_s = totals.get("train_s", 0.0)
-    phases: dict[str, Any] = {
-        name: totals.get(f"{source}_s", 0.0)
-        for name, source in (
-            ("compute_s", "compute"),
-            ("communication_s", "communication"),
-            ("metrics_s", "metrics"),
-            ("data_s", "preprocess"),
-        )
-    }
+    phases: dict[str, Any] = {}
+    for phase, tracked in TRACKER_PHASES.items():
+        phases[f"{phase}_s"] = totals.get(f"{tracked}_s", 0.0)
     other_s = max(0.0, train_s - sum(phases.values()))
-    if not is_measured:
+    communication = dict.fromkeys(
+        ("communication_total_s", "communication_exposed_s", "communication_hidden_s")
+    )
+    if is_measured:
+        total_s = totals.get("communication_total_s", 0.0)
+        exposed_s = totals.get("communication_exposed_s", 0.0)
+        communication["communication_total_s"] = total_s
+        communication["communication_exposed_s"] = exposed_s
+        # It ran at the same time as computation, so it adds nothing to the training time.
+        communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
+    else:
         phases["communication_s"] = None
-    total_s, exposed_s = totals.get("communication_total_s", 0.0), totals.get("communication_exposed_s", 0.0)
+    # Lines of earlier versions lack it, and then so does the result that verification computes
+    # again.
+    if "communication_cpu_s" in totals:
+        communication["communication_cpu_s"] = totals["communication_cpu_s"]
     return {
+        # From before the first epoch, with validation and checkpoints.
         "wall_s": totals.get("wall_s", 0.0),
         "train_s": train_s,
         "validation_s": totals.get("validation_s", 0.0),
         **phases,
         "other_s": other_s,
-        "communication_total_s": total_s if is_measured else None,
-        "communication_exposed_s": exposed_s if is_measured else None,
-        "communication_hidden_s": max(0.0, total_s - exposed_s) if is_measured else None,
-        # Lines of earlier versions lack it, and then so does the result that verification computes again.
-        **({"communication_cpu_s": totals["communication_cpu_s"]} if "communication_cpu_s" in totals else {}),
+        **communication,
     }
 
 
-def _slowest_and_first(totals: list[Mapping[str, Any]], is_measured: bool) -> dict[str, dict[str, Any]]:
+def _slowest_and_first(
+    totals: Sequence[Mapping[str, Any]], is_measured: bool
+) -> dict[str, dict[str, Any]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
     times = [_times(of_worker, is_measured) for of_worker in totals]
-    names = dict.fromkeys(name for of_worker in times for name in of_worker)
-    slowest = {name: max((t[name] for t in times if t.get(name) is not None), default=None) for name in names}
+    names = dict.fromkeys(itertools.chain.from_iterable(times))
+    slowest = {}
+    for name in names:
+        slowest[name] = max(_known(times, name), default=None)
     return {"slowest": slowest, "rank_0": times[0]}
 
 
-def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
-    steps = [dict(worker.totals.get("steps_s", {})) for worker in ranks]
-    names = dict.fromkeys(name for of_worker in steps for name in of_worker)
-    return {"slowest": {name: max(s.get(name, 0.0) for s in steps) for name in names}, "rank_0": steps[0]}
+def _steps(totals: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    steps = [dict(of_worker.get("steps_s", {})) for of_worker in totals]
+    slowest: dict[str, float] = {}
+    for name in itertools.chain.from_iterable(steps):
+        slowest[name] = max(of_worker.get(name, 0.0) for of_worker in steps)
+    return {"slowest": slowest, "rank_0": steps[0]}
 
 
-def _goal(ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool) -> dict[str, Any] | None:
-    """Return the goal with its moment and the times until then, or as missed; None without a goal."""
+def _goal(
+    ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool
+) -> dict[str, Any] | None:
+    """Return the goal with its moment and the times until then, or as missed, or None."""
     wanted = configuration.get("goal")
     reached = [worker.goal for worker in ranks if worker.goal is not None]
     if wanted is None and not reached:
         return None
-    names = ("metric", "threshold", "minimize")
     if not reached:
-        empty: dict[str, Any] = {"value": None, "text": None, "epochs": None, "step": None}
         return {
-            **dict.fromkeys(names),
+            **dict.fromkeys(("metric", "threshold", "minimize")),
             **(wanted or {}),
             "reached": False,
-            **empty,
-            "time_to_goal_s": None,
-            "times": None,
+            **dict.fromkeys(("value", "text", "epochs", "step", "time_to_goal_s", "times")),
         }
     first = reached[0]
-    seconds = [line["time_to_goal_s"] for line in reached]
+    seconds = list(map(operator.itemgetter("time_to_goal_s"), reached))
+    totals = [line.get("totals", {}) for line in reached]
     return {
-        **{name: first.get(name) for name in names},
+        "metric": first.get("metric"),
+        "threshold": first.get("threshold"),
+        "minimize": first.get("minimize"),
         **_budget(first),
         **(wanted or {}),
         "reached": True,
@@ -232,9 +288,10 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: b
         # The goal is reached inside its epoch, so this epoch counts.
         "epochs": int(first.get("epoch") or 0) + 1,
         "step": first.get("step"),
+        # The result of a run is the training time of its slowest worker.
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
-        "times": _slowest_and_first([line.get("totals", {}) for line in reached], is_measured),
-    }  # fmt: skip
+        "times": _slowest_and_first(totals, is_measured),
+    }
 
 
 def _budget(goal: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +301,7 @@ def _budget(goal: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return quantiles of the seconds of a batch, over the batches of all workers."""
+    # The sketches of all workers are added, so the quantiles are those over all their batches.
     merged: dict[int, int] = {}
     zeros = 0
     for end in ends:
@@ -252,19 +310,24 @@ def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
         for index, count in bins:
             merged[index] = merged.get(index, 0) + count
     sketch = QuantileSketch()
-    sketch.load([[0, zeros], *([index, count] for index, count in sorted(merged.items()))])
+    sketch.load([[0, zeros], *map(list, sorted(merged.items()))])
     return {name: sketch.quantile(share) for name, share in _QUANTILES.items()}
 
 
 def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
-    """Return the collectives of the worker that sent the most in them; nothing if they were not counted.
+    """Return the collectives of the worker that sent the most in them, if they were counted.
 
-    torch's own DistributedDataParallel reports nothing, so a run of several workers without a collective is unknown.
+    torch's own DistributedDataParallel reports nothing, so a run of several workers without a
+    collective is unknown.
     """
-    counted = [end["collectives"] for end in ends if end.get("collectives") is not None]
+    counted = _known(ends, "collectives")
     if len(counted) < len(ends) or not (workers == 1 or any(counted)):
         return {}
-    return {"collectives": max(counted, key=lambda found: sum(entry["bytes"] for entry in found))}
+    return {"collectives": max(counted, key=_bytes_of)}
+
+
+def _bytes_of(collectives: Iterable[Mapping[str, Any]]) -> int:
+    return sum(map(operator.itemgetter("bytes"), collectives))
 
 
 def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -274,12 +337,15 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
     return {"metric": metric, "value": end["best_metric_value"], "epoch": end.get("best_epoch")}
 
 
-def _known(ends: list[dict[str, Any]], name: str) -> list[Any]:
-    return [end[name] for end in ends if end.get(name) is not None]
+def _known(mappings: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the values of an entry that are known."""
+    return [mapping[name] for mapping in mappings if mapping.get(name) is not None]
 
 
 def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0.
+    """Return the goal of a result as the metric ``goal`` carries it.
+
+    It has the times of the slowest worker, and those of rank 0.
 
     Args:
         result: The content of a ``result.json`` whose ``goal`` is not None.
@@ -288,10 +354,20 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     def times_of(worker: str) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
-        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
+        phases_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
         reached_s = goal["time_to_goal_s"]
-        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
+        if reached_s is not None:
+            reached_s = reached_s[worker]
+        return {"time_to_goal_s": reached_s, "phases_s": phases_s}
 
-    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
-    own = {name: goal[name] for name in names}
-    return {**own, **_budget(goal), **times_of("slowest"), "rank_0": times_of("rank_0")}
+    return {
+        "metric": goal["metric"],
+        "threshold": goal["threshold"],
+        "minimize": goal["minimize"],
+        "reached": goal["reached"],
+        "value": goal["value"],
+        "epochs": goal["epochs"],
+        **_budget(goal),
+        **times_of("slowest"),
+        "rank_0": times_of("rank_0"),
+    }

@@ -29,21 +29,31 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
         result: From :func:`~mlbench_core.results.folder.read_result`.
 
     Returns:
-        The record. Its ``fingerprint`` depends on the run's id, its start and its raw lines. So it is the same for
-        every copy of the folder.
+        The record. Its ``fingerprint`` depends on the run's id, its start and its raw lines. So it
+        is the same for every copy of the folder.
     """
     run, configuration = result["run"], result["configuration"]
     lines = read_lines(folder)
-    ended = run["ended_at"] or max((line["time"] for line in lines if isinstance(line.get("time"), str)), default=None)
+    ended = run["ended_at"]
+    if not ended:
+        # A run whose workers were killed has no end: the time of its last line counts.
+        times = []
+        for line in lines:
+            if isinstance(line.get("time"), str):
+                times.append(line["time"])
+        ended = max(times, default=None) or run["started_at"]
     parts = [run["id"], run["started_at"], *map(digest, lines.paths)]
-    is_finished = run["state"] == "finished"
+    state = "finished"
+    reason: str | None = None
+    if run["state"] != "finished":
+        state, reason = "failed", str(run["reason"] or run["state"])[:_LONGEST_REASON]
     return {
         "fingerprint": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         "name": _valid_name(str(run["name"] or folder.name)),
-        "state": "finished" if is_finished else "failed",
-        "reason": None if is_finished else str(run["reason"] or run["state"])[:_LONGEST_REASON],
+        "state": state,
+        "reason": reason,
         "created_at": run["started_at"],
-        "finished_at": ended or run["started_at"],
+        "finished_at": ended,
         "num_workers": configuration["workers"],
         "num_cpus": configuration.get("threads") or 1,
         "backend": configuration.get("backend"),
@@ -61,35 +71,47 @@ def _valid_name(name: str) -> str:
 def _command(folder: Path) -> str:
     """Return the command line in ``environment.json``, or an empty text."""
     try:
-        words = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["command_line"]
-        command = shlex.join(words)
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        command = shlex.join(environment["command_line"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    return command if len(command) <= _LONGEST_COMMAND else ""
+    if len(command) > _LONGEST_COMMAND:
+        return ""
+    return command
 
 
-def metrics_of(folder: Path, result: Mapping[str, Any], run_id: int, prefix: str) -> Iterator[dict[str, Any]]:
+def metrics_of(
+    folder: Path, result: Mapping[str, Any], run_id: int, prefix: str
+) -> Iterator[dict[str, Any]]:
     """Yield the metrics of a run as its workers would have sent them to the master.
 
     Args:
         folder: The result folder.
         result: From :func:`~mlbench_core.results.folder.read_result`.
         run_id: The run's id at the master.
-        prefix: Beginning of the id of each metric. With the same one, the master ignores a repeated delivery.
+        prefix: Beginning of the id of each metric. With the same one, the master ignores a repeated
+            delivery.
 
     Yields:
-        The statistics of every worker. The goal and the result follow; ``result @ 0`` is the last one.
+        The statistics of every worker. The goal and the result follow; ``result @ 0`` is the last
+        one.
     """
     ended = reached = result["run"]["ended_at"] or result["run"]["started_at"]
 
-    def metric(number: int | str, name: str, date: str, value: object, **metadata: Any) -> dict[str, Any]:
+    def metric(
+        number: int | str, name: str, date: str, value: object, **metadata: Any
+    ) -> dict[str, Any]:
+        if value is None:
+            # A value that is not finite is null in the raw lines.
+            text = "nan"
+        else:
+            text = value if isinstance(value, str) else repr(value)
         return {
             "run_id": run_id,
             "id": f"{prefix}-{number}",
             "name": name,
             "date": date,
-            # A value that is not finite is null in the raw lines.
-            "value": "nan" if value is None else value if isinstance(value, str) else repr(value),
+            "value": text,
             "metadata": metadata,
         }
 

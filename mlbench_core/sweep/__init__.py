@@ -1,1 +1,1 @@
-"""Compare algorithms on networks: one file describes all runs, and one folder holds their results."""
+"""Compare algorithms on networks: one file describes the runs, and one folder has the results."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.sweep.file import Point
@@ -12,7 +12,7 @@ from mlbench_core.sweep.folder import Done
 __all__ = ["Estimate", "estimate"]
 
 OVERHEAD_S = 3.0
-"""Seconds around a run: the master starts its workers, notices their end, and hands out the results."""
+"""Seconds around a run: the master starts its workers, notices their end and sends the results."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Estimate:
 
     Attributes:
         runs: Number of runs.
-        expected_s: The time by runs that have ended; None if there are none. A run without a similar one counts with
-            the mean of the others.
+        expected_s: The time by runs that have ended; None if there are none. A run without a
+            similar one counts with the mean of the others.
         longest_s: The time if every run reaches the limit; None without a limit.
     """
 
@@ -32,13 +32,16 @@ class Estimate:
 
 
 def estimate(
-    pending: Iterable[Point], points: Iterable[Point], done: Mapping[str, Done], limit_s: float | None
+    pending: Iterable[Point],
+    points: Iterable[Point],
+    done: Mapping[str, Done],
+    limit_s: float | None,
 ) -> Estimate:
     """Estimate the time of the runs that are left.
 
-    The time of a run is the mean over the ended runs that are most like it: those of the same algorithm, network and
-    number of workers, else those of the same network and number of workers, else those of the same number of workers,
-    else all.
+    The time of a run is the mean over the ended runs that are most like it: those of the same
+    algorithm, network and number of workers, else those of the same network and number of workers,
+    else those of the same number of workers, else all.
 
     Args:
         pending: The runs that are left.
@@ -51,27 +54,32 @@ def estimate(
         >>> estimate(points[1:], points, {"a-42": Done("finished", 7.0)}, limit_s=60).expected_s
         20.0
     """
-    ended = [(point, done[point.name].seconds) for point in points if point.name in done]
     pending = list(pending)
-    times = [_expected(point, ended) for point in pending]
+    ended = [point for point in points if point.name in done]
+    expected_s: float | None = None
+    if ended:
+        seconds = []
+        for point in pending:
+            seconds.append(_expected_s(point, ended, done) + OVERHEAD_S)
+        expected_s = sum(seconds)
+    # The limit counts training only, so a run takes longer than this: it has validations, too.
     longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
-    expected_s = sum(time + OVERHEAD_S for time in times if time is not None) if ended else None
     return Estimate(len(pending), expected_s, longest_s)
 
 
-def _expected(point: Point, ended: list[tuple[Point, float]]) -> float | None:
-    same: list[tuple[object, ...]] = [
-        (point.algorithm, point.network, point.workers),
-        (point.network, point.workers),
-        (point.workers,),
-        (),
-    ]
-    for key in same:
-        found = [
-            seconds
-            for other, seconds in ended
-            if (other.algorithm, other.network, other.workers)[3 - len(key) :] == key
-        ]
-        if found:
-            return statistics.fmean(found)
-    return None
+def _expected_s(point: Point, ended: Sequence[Point], done: Mapping[str, Done]) -> float:
+    """Return the mean time of the ended runs that are most like a run."""
+    key = _likeness(point)
+    # Each step ignores one more property: first the algorithm, then the network, then the workers.
+    for ignored in range(len(key) + 1):
+        seconds = []
+        for other in ended:
+            if _likeness(other)[ignored:] == key[ignored:]:
+                seconds.append(done[other.name].seconds)
+        if seconds:
+            break
+    return statistics.fmean(seconds)
+
+
+def _likeness(point: Point) -> tuple[str, str | None, int]:
+    return point.algorithm, point.network, point.workers

@@ -1,33 +1,41 @@
-"""Draw the map of the method with the least predicted time to the goal, with the measured networks on it."""
+"""Draw the map of the methods with the least predicted time to the goal.
+
+The measured networks are points on the map.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import caption
-from mlbench_core.results.figures.looks import method_look
-from mlbench_core.results.pool import plural
+from mlbench_core.comparison.figures import canvas
+from mlbench_core.comparison.figures.captions import caption
+from mlbench_core.comparison.figures.looks import method_look
+from mlbench_core.comparison.pool import Group, plural
 from mlbench_core.sweep.outcome import CLOSE, Outcome
-from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
+from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map, MapPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from mlbench_core.results.figures.looks import method_look
-from mlbench_core.results.pool import Group
 
 __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
 _CLEAR = 2.0
+# The lighter the color, the closer the second-fastest method.
 _SHADES = {"close": 0.22, "middle": 0.5, "clear": 0.85}
+_PT_PER_DECADE = 42
+# Left, right, bottom and top of a label or point, in decades.
+_Box = tuple[float, float, float, float]
 
 
 def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
-    """Draw a map: one color for each method, lighter if the second is nearly as fast, and the measured networks.
+    """Draw a map with one color for each method, and the measured networks.
+
+    The color is lighter if the second method is nearly as fast.
 
     Args:
         outcome: The runs.
@@ -41,116 +49,151 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     _draw_axes(axes, found)
     axes.set_title(f"Fastest method with {plural(found.workers, 'worker')}: predicted")
     handles, labels = _legend(colors, found)
-    groups = [cell.group for cell in outcome.cells if cell.workers == found.workers and cell.runs]
-    text = " ".join(
-        [
-            caption(groups).partition(" Missed the goal:")[0],
-            "Cells are predicted from these runs: the method with the least time to the goal. Hatched: the second is "
-            "within 10 %. Points are measured: the method with the least median.",
-            "Two colors: the second is within 10 %, or no difference is shown." * any(p.second for p in found.points),
-            _shared_cores(groups[0]),
-            "A network beyond the range is drawn at its edge.",
-            *found.left_out,
-        ]
-    )
-    canvas.finish(figure, " ".join(text.split()), handles, labels)
-    return canvas.Drawing(f"map_{found.workers}", figure, " ".join(text.split()), _table(found))
+    groups = [group for group in outcome.groups if group.workers == found.workers]
+    sentences = [
+        caption(groups).partition(" Missed the goal:")[0],
+        "Cells are predicted from these runs: the method with the least time to the goal. "
+        "Hatched: the second is within 10 %. "
+        "Points are measured: the method with the least median.",
+    ]
+    if any(map(operator.attrgetter("second"), found.points)):
+        sentences.append("Two colors: the second is within 10 %, or no difference is shown.")
+    sentences += [
+        _shared_cores(groups[0]),
+        "A network beyond the range is drawn at its edge.",
+        *found.left_out,
+    ]
+    # A sentence can be empty.
+    text = " ".join(" ".join(sentences).split())
+    canvas.finish(figure, text, handles, labels)
+    return canvas.Drawing(f"map_{found.workers}", figure, text, _table(found))
 
 
 def _shared_cores(group: Group) -> str:
-    """Return a sentence if the measured workers shared cores, which those of the prediction do not."""
+    """Return a sentence if the measured workers shared cores, unlike those of the prediction."""
     cores = (group.machine.get("cores") or 0) * (group.machine.get("hosts") or 1)
     threads = group.workers * (group.configuration.get("threads") or 1)
-    return f"The measured workers shared {cores} cores; predicted ones do not share." if 0 < cores < threads else ""
+    if 0 < cores < threads:
+        return f"The measured workers shared {cores} cores; predicted ones do not share."
+    return ""
 
 
-def _looks(found: Map) -> dict[str, canvas.Look]:
-    """Return the look of each method that is on the map or was measured as the fastest, largest area first."""
-    measured = (name for point in found.points for name in (point.measured, point.second) if name)
-    return {name: method_look(name) for name in dict.fromkeys([*found.shares, *measured])}
+def _looks(prediction: Map) -> dict[str, canvas.Look]:
+    """Return the look of each method on the map, largest area first, and of the measured ones."""
+    looks = {name: method_look(name) for name in prediction.shares}
+    for point in prediction.points:
+        for name in filter(None, (point.measured, point.second)):
+            looks.setdefault(name, method_look(name))
+    return looks
 
 
 def _shade(ratio: float | None) -> str:
     if ratio is None or ratio >= _CLEAR:
         return "clear"
-    return "close" if ratio < CLOSE else "middle"
+    if ratio < CLOSE:
+        return "close"
+    return "middle"
 
 
-def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> None:
+def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    columns = len(found.bandwidths)
-    x, y = _borders(found.bandwidths), _borders(found.round_trips_s)
+    columns = len(prediction.bandwidths)
+    x, y = _borders(prediction.bandwidths), _borders(prediction.round_trips_s)
     axes.set_xscale("log")
     axes.set_yscale("log")
     areas: dict[tuple[str, str], list[Path]] = {}
-    for place, cell in enumerate(found.cells):
-        row, column = divmod(place, columns)
-        corners = [(x[column + right], y[row + up]) for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))]
+    for index, cell in enumerate(prediction.cells):
+        row, column = divmod(index, columns)
+        left, right = x[column], x[column + 1]
+        bottom, top = y[row], y[row + 1]
+        corners = [(left, bottom), (right, bottom), (right, top), (left, top), (left, bottom)]
         areas.setdefault((cell.winner, _shade(cell.ratio)), []).append(Path(corners, closed=True))
     for (winner, shade), paths in areas.items():
-        # One shape for each area and without antialiasing: the background would shine through between two cells.
+        # One shape for each area and without antialiasing: the background would shine through
+        # between two cells.
         shape = Path.make_compound_path(*paths)
         look: canvas.Look = {"linewidth": 0, "antialiased": False}
-        axes.add_patch(PathPatch(shape, facecolor=colors[winner]["color"], alpha=_SHADES[shade], **look))
-        if colors[winner]["hatch"]:
-            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="white", hatch=colors[winner]["hatch"], **look))
+        hollow: canvas.Look = {"facecolor": "none", **look}
+        color, hatch = colors[winner]["color"], colors[winner]["hatch"]
+        axes.add_patch(PathPatch(shape, facecolor=color, alpha=_SHADES[shade], **look))
+        if hatch:
+            axes.add_patch(PathPatch(shape, edgecolor="white", hatch=hatch, **hollow))
         if shade == "close":
-            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="#444444", hatch="//////", **look))
+            axes.add_patch(PathPatch(shape, edgecolor="#444444", hatch="//////", **hollow))
 
 
-def _borders(places: tuple[float, ...]) -> list[float]:
-    factor = (places[1] / places[0]) ** 0.5
-    return [places[0] / factor, *(place * factor for place in places)]
+def _borders(centers: tuple[float, ...]) -> list[float]:
+    """Return the borders of the cells with these centers, on a logarithmic axis."""
+    factor = (centers[1] / centers[0]) ** 0.5
+    borders = [centers[0] / factor]
+    for center in centers:
+        borders.append(center * factor)
+    return borders
 
 
-def _draw_points(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> None:
-    taken = [_box(point.bandwidth, point.round_trip_s, 0, "", "center") for point in found.points]
-    for point in found.points:
+def _draw_points(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) -> None:
+    taken = [_box(point, 0, "", "center") for point in prediction.points]
+    for point in prediction.points:
         look: canvas.Look = {"markersize": 6.5, "markeredgecolor": "black", "markeredgewidth": 0.9}
-        look["marker"] = colors[point.measured]["marker"] if point.measured else "o"
-        look["markerfacecolor"] = colors[point.measured]["color"] if point.measured else "white"
+        if point.measured:
+            look["marker"] = colors[point.measured]["marker"]
+            look["markerfacecolor"] = colors[point.measured]["color"]
+        else:
+            look.update(marker="o", markerfacecolor="white")
         if point.second:
+            # The second is within 10 %, or the difference from it is not significant.
             look.update(fillstyle="left", markerfacecoloralt=colors[point.second]["color"])
-        axes.plot([point.bandwidth], [point.round_trip_s], linestyle="none", zorder=5, clip_on=False, **look)
-        # Right of the point, or else left of it, higher or lower: the first place without another label.
-        sides = [(side, up) for up in (0, 9, -9, 18, -18) for side in ("left", "right")]
-        boxes = [_box(point.bandwidth, point.round_trip_s, up, point.network, side) for side, up in sides]
-        free = [place for place, box in enumerate(boxes) if box[1] < 4.1 and not any(_meet(box, one) for one in taken)]
-        place = free[0] if free else 0
-        taken.append(boxes[place])
-        side, up = sides[place]
-        plate: canvas.Look = {"boxstyle": "round,pad=0.15", "facecolor": "#ffffff", "alpha": 0.8}
-        axes.annotate(
-            point.network, (point.bandwidth, point.round_trip_s), (6 if side == "left" else -6, up), ha=side,
-            textcoords="offset points", size=5.5, va="center", zorder=6, bbox={**plate, "edgecolor": "none"},
-        )  # fmt: skip
+        x, y = point.bandwidth, point.round_trip_s
+        axes.plot([x], [y], linestyle="none", zorder=5, clip_on=False, **look)
+        side, up_pt = _free_side(point, taken)
+        taken.append(_box(point, up_pt, point.network, side))
+        right_pt = 6 if side == "left" else -6
+        text: canvas.Look = {"textcoords": "offset points", "size": 5.5, "va": "center"}
+        text["bbox"] = {
+            "boxstyle": "round,pad=0.15",
+            "facecolor": "#ffffff",
+            "alpha": 0.8,
+            "edgecolor": "none",
+        }
+        axes.annotate(point.network, (x, y), (right_pt, up_pt), ha=side, zorder=6, **text)
 
 
-def _box(
-    bandwidth: float, round_trip_s: float, up_pt: float, text: str, side: str
-) -> tuple[float, float, float, float]:
-    """Return left, right, bottom and top of a label or point, in decades; a decade is about 42 points on each axis."""
-    x, y = math.log10(bandwidth / BANDWIDTHS[0]), math.log10(round_trip_s / ROUND_TRIPS_S[0]) + up_pt / 42
-    width, half = (6 + 3.2 * len(text)) / 42, 4.5 / 42
+def _free_side(point: MapPoint, taken: Sequence[_Box]) -> tuple[str, int]:
+    """Return which side of a label is at its point, and how many points it is moved up.
+
+    A label is right of its point, or else left of it, higher or lower: the first position that
+    another label does not use.
+    """
+    for up_pt, side in itertools.product((0, 9, -9, 18, -18), ("left", "right")):
+        box = _box(point, up_pt, point.network, side)
+        # The map is 4 decades wide.
+        if box[1] < 4.1 and not any(_meet(box, other) for other in taken):
+            return side, up_pt
+    return "left", 0
+
+
+def _box(point: MapPoint, up_pt: float, text: str, side: str) -> _Box:
+    """Return the box of a label that has the point at its side, or of the point itself."""
+    x = math.log10(point.bandwidth / BANDWIDTHS[0])
+    y = math.log10(point.round_trip_s / ROUND_TRIPS_S[0]) + up_pt / _PT_PER_DECADE
+    width, half = (6 + 3.2 * len(text)) / _PT_PER_DECADE, 4.5 / _PT_PER_DECADE
     if side == "center":
         return (x - half, x + half, y - half, y + half)
-    return (
-        (x + half, x + width + half, y - half, y + half)
-        if side == "left"
-        else (x - width - half, x - half, y - half, y + half)
-    )
+    if side == "left":
+        return (x + half, x + width + half, y - half, y + half)
+    return (x - width - half, x - half, y - half, y + half)
 
 
-def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _meet(a: _Box, b: _Box) -> bool:
     return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
 
 
-def _draw_axes(axes: Axes, found: Map) -> None:
+def _draw_axes(axes: Axes, prediction: Map) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-    x, y = _borders(found.bandwidths), _borders(found.round_trips_s)
+    x, y = _borders(prediction.bandwidths), _borders(prediction.round_trips_s)
     axes.set_xlim(x[0], x[-1])
     axes.set_ylim(y[0], y[-1])
     axes.grid(visible=False)
@@ -158,45 +201,55 @@ def _draw_axes(axes: Axes, found: Map) -> None:
         axis.set_major_locator(LogLocator())
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(
-        lambda value, _: f"{value / 1e6:g} Mbit/s" if value < 1e9 else f"{value / 1e9:g} Gbit/s"
-    )
+    axes.xaxis.set_major_formatter(_bandwidth_text)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value * 1e3:g} ms")
     axes.set_xlabel("bandwidth of a link")
     axes.set_ylabel("round trip")
 
 
-def _legend(colors: Mapping[str, canvas.Look], found: Map) -> tuple[list[Any], list[str]]:
+def _bandwidth_text(value: float, _: Any) -> str:
+    if value < 1e9:
+        return f"{value / 1e6:g} Mbit/s"
+    return f"{value / 1e9:g} Gbit/s"
+
+
+def _legend(colors: Mapping[str, canvas.Look], prediction: Map) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [
-        Patch(facecolor=look["color"], edgecolor="white", linewidth=0, alpha=0.85, hatch=look["hatch"])
-        for look in colors.values()
-    ]
     labels = list(colors)
-    if any(_shade(cell.ratio) == "close" for cell in found.cells):
+    handles: list[Any] = []
+    for look in colors.values():
+        color, hatch = look["color"], look["hatch"]
+        handles.append(
+            Patch(facecolor=color, edgecolor="white", linewidth=0, alpha=0.85, hatch=hatch)
+        )
+    # A cell without a second method has a clear color, but no ratio for which a label is needed.
+    shades = set()
+    for cell in prediction.cells:
+        if cell.ratio is not None:
+            shades.add(_shade(cell.ratio))
+    if "close" in shades:
         handles.append(Patch(facecolor="#EEEEEE", edgecolor="#444444", hatch="//////", linewidth=0))
         labels.append("second within 10 %")
-    if any(_shade(cell.ratio) == "middle" for cell in found.cells):
+    if "middle" in shades:
         handles.append(Patch(facecolor="#999999", edgecolor="none", alpha=0.5))
         labels.append("1.1 to 2 times as long")
-    if any(cell.ratio is not None and cell.ratio >= _CLEAR for cell in found.cells):
+    if "clear" in shades:
         handles.append(Patch(facecolor="#999999", edgecolor="none", alpha=0.95))
         labels.append("more than 2 times")
-    handles.append(Line2D([], [], marker="o", markersize=5, color="none", markeredgecolor="black", markerfacecolor="w"))
+    circle: canvas.Look = {"markeredgecolor": "black", "markerfacecolor": "w", "markersize": 5}
+    handles.append(Line2D([], [], marker="o", color="none", **circle))
     return handles, [*labels, "measured network"]
 
 
-def _table(found: Map) -> list[list[Any]]:
-    rows: list[list[Any]] = [
-        ["kind", "network", "bandwidth_bit_per_s", "round_trip_s", "fastest", "seconds", "second", "second_to_fastest"]
-    ]
-    for cell in found.cells:
-        rows.append(["predicted", None, cell.bandwidth, cell.round_trip_s, cell.winner, cell.seconds, cell.second])
-        rows[-1].append(cell.ratio)
-    rows += [
-        ["measured", point.network, point.bandwidth, point.round_trip_s, point.measured, None, point.second, None]
-        for point in found.points
-    ]
+def _table(prediction: Map) -> list[list[Any]]:
+    header = ["kind", "network", "bandwidth_bit_per_s", "round_trip_s", "fastest", "seconds"]
+    rows: list[list[Any]] = [[*header, "second", "second_to_fastest"]]
+    for cell in prediction.cells:
+        network: list[Any] = [None, cell.bandwidth, cell.round_trip_s]
+        rows.append(["predicted", *network, cell.winner, cell.seconds, cell.second, cell.ratio])
+    for point in prediction.points:
+        network = [point.network, point.bandwidth, point.round_trip_s]
+        rows.append(["measured", *network, point.measured, None, point.second, None])
     return rows

@@ -1,27 +1,33 @@
-"""Draw a sweep: time to goal, bytes, accuracy and price of each algorithm, one panel for each network.
+"""Draw time to goal, bytes, accuracy and price of each algorithm, one panel for each network.
 
-A figure with one network has the width of a column, for a page; the figure with all networks has that of two columns.
+A figure with one network has the width of a column, for a page; the figure with all networks has
+that of two columns.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.comparison.figures import canvas
+from mlbench_core.comparison.figures.captions import caption, not_among
+from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import caption
-from mlbench_core.results.figures.looks import method_looks
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.record import RunRecord, goal_text
-from mlbench_core.results.stats import confidence_interval, log_interval
+from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 __all__ = ["Quantity", "draw_bytes", "draw_rows", "figure_name", "quantities"]
 
@@ -29,7 +35,8 @@ _LABEL_IN = 1.0
 _ROW_IN = 0.155
 _SMALL_PT = 5.5
 _MEGA = 1e6
-# The room to the right of the largest mark, as a factor on a logarithmic axis: for the number or the text of a row.
+# The room to the right of the largest mark, as a factor on a logarithmic axis: for the number or
+# the text of a row.
 _ROOM = 2.2
 
 
@@ -44,7 +51,8 @@ class Quantity:
         value: Function that returns the value of a run; None if it has none.
         missed: Function that returns the value of a run that missed its goal; None to draw no mark.
         log: True for a logarithmic axis.
-        to_goal: True if it is measured until the goal, so that a run that missed the goal has more than any other.
+        to_goal: True if it is measured until the goal, so that a run that missed the goal has more
+            than any other.
         largest_first: True if a larger value is better.
         sentence: Sentence of the caption on the mark of a run that missed its goal.
     """
@@ -61,29 +69,56 @@ class Quantity:
 
 
 def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
-    """Return what is drawn as rows: time to goal, best value of the goal's metric, and price."""
+    """Return the quantities of rows: time to goal, best value of the goal's metric, and price."""
     yield Quantity(
-        "time_to_goal", "Time to goal", "training time to the goal in seconds", lambda run: run.time_to_goal_s,
-        lambda run: run.train_s, sentence="Open triangle: the training time of a run that missed the goal.",
-    )  # fmt: skip
-    goal = next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None) or {}
+        "time_to_goal",
+        title="Time to goal",
+        label="training time to the goal in seconds",
+        value=attrgetter("time_to_goal_s"),
+        missed=attrgetter("train_s"),
+        sentence="Open triangle: the training time of a run that missed the goal.",
+    )
+    goals = (group.records[0].goal for group in outcome.groups)
+    goal: Mapping[str, Any] = next(filter(None, goals), {})
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
+    # Runs end at their goal, so this differs little between runs that reached it.
     yield Quantity(
-        "best", f"Best {metric}", f"best {metric} of a run", lambda run: run.best, lambda run: run.best, log=False,
-        to_goal=False, largest_first=not goal.get("minimize"),
-        sentence=f"Open triangle: a run that missed the goal. A run ends when it reaches the goal ({goal_text(goal)}).",
-    )  # fmt: skip
-    if pricing.per_hour is not None and pricing.machine is not None:
-        yield Quantity(
-            "price", "Price of a run to the goal", f"price to the goal in {pricing.machine.currency}",
-            lambda run: pricing.price(run.time_to_goal_s, run.workers) if run.time_to_goal_s and run.workers else None,
-            lambda _: None, sentence=" ".join(pricing.remarks),
-        )  # fmt: skip
+        "best",
+        title=f"Best {metric}",
+        label=f"best {metric} of a run",
+        value=attrgetter("best"),
+        missed=attrgetter("best"),
+        log=False,
+        to_goal=False,
+        largest_first=not goal.get("minimize"),
+        sentence="Open triangle: a run that missed the goal. "
+        f"A run ends when it reaches the goal ({goal_text(goal)}).",
+    )
+    if pricing.per_hour is None or pricing.machine is None:
+        return
+
+    def price(run: RunRecord) -> float | None:
+        if not run.time_to_goal_s or not run.workers:
+            return None
+        return pricing.price(run.time_to_goal_s, run.workers)
+
+    yield Quantity(
+        "price",
+        title="Price of a run to the goal",
+        label=f"price to the goal in {pricing.machine.currency}",
+        value=price,
+        # No mark for a run that missed its goal.
+        missed=lambda _: None,
+        sentence=" ".join(pricing.remarks),
+    )
 
 
 def figure_name(quantity: str, network: str | None) -> str:
-    """Return the name of a figure's files; a network may be a text with any characters."""
-    return quantity if network is None else f"{quantity}_{re.sub(r'[^A-Za-z0-9.-]+', '-', network)}"
+    """Return the name of a figure's files."""
+    if network is None:
+        return quantity
+    # The name of a network may be a path, or a text with any characters.
+    return f"{quantity}_{re.sub(r'[^A-Za-z0-9.-]+', '-', network)}"
 
 
 def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) -> canvas.Drawing:
@@ -97,143 +132,206 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     Raises:
         ConfigurationError: No run on the network has the quantity.
     """
-    networks = [network] if network is not None else list(outcome.networks)
-    shown = [cell for cell in outcome.cells if cell.network in networks and cell.workers > 1 and cell.runs]
-    if not any(quantity.value(run) is not None for cell in shown for run in cell.group.records):
+    networks = _networks(outcome, network)
+    cells = []
+    has_value = False
+    for cell in outcome.cells:
+        # A cell of which every run failed has nothing to draw.
+        if cell.network in networks and cell.workers > 1 and cell.runs:
+            cells.append(cell)
+            has_value = has_value or bool(known_values(map(quantity.value, cell.group.records)))
+    if not has_value:
         raise ConfigurationError(f"no run with more than one worker has a {quantity.title.lower()}")
-    names = [name for name in outcome.algorithms if any(cell.algorithm == name for cell in shown)]
+    different = set(map(attrgetter("algorithm"), cells))
+    names = sorted(different, key=outcome.algorithms.index)
     height = 0.62 + _ROW_IN * len(names) * max(len(outcome.several), 1.4)
-    columns = min(len(networks), 2)
-    rows = -(-len(networks) // 2)
-    width = canvas.COLUMN_IN if network is not None else canvas.PAGE_IN
-    figure = canvas.new_figure(width, height * rows)
-    every = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in every[len(networks) :]:
-        axes.remove()
+    figure, panels = _new_panels(network, len(networks), height)
     # All figures of a quantity have the same range, so that networks can be compared.
     span = _range(outcome, quantity)
-    for axes, name in zip(every, networks, strict=False):
+    for axes, name in zip(panels, networks, strict=True):
         _panel(axes, outcome, quantity, name, names, span)
-    text = _rows_caption(outcome, quantity, shown)
-    canvas.finish(figure, text, *_legend(every[: len(networks)]))
-    return canvas.Drawing(figure_name(quantity.name, network), figure, text, _rows_table(quantity, shown))
+    text = _rows_caption(quantity, cells)
+    canvas.finish(figure, text, *_legend(panels))
+    table = _rows_table(quantity, cells)
+    return canvas.Drawing(figure_name(quantity.name, network), figure, text, table)
 
 
-def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
-    found: dict[str, Any] = {}
-    for axes in every:
+def _networks(outcome: Outcome, network: str | None) -> list[str]:
+    """Return the networks of a figure, which has a panel for each."""
+    if network is None:
+        return list(outcome.networks)
+    return [network]
+
+
+def _new_panels(
+    network: str | None, count: int, height: float, share: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of one column for a network, or of a page with two panels in a row."""
+    rows = math.ceil(count / 2)
+    width = canvas.PAGE_IN if network is None else canvas.COLUMN_IN
+    figure = canvas.new_figure(width, height * rows)
+    grid = figure.subplots(rows, min(count, 2), squeeze=False, sharex=share, sharey=share)
+    panels = list(grid.flatten())
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, panels[:count]
+
+
+def _legend(panels: Iterable[Axes]) -> tuple[list[Any], list[str]]:
+    handles: dict[str, Any] = {}
+    for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
+            handles.setdefault(label, handle)
     # The line of one worker is the last.
-    labels = sorted(found, key=lambda label: (label.startswith("1 worker"), len(label), label))
-    return [found[label] for label in labels], labels
+    labels = sorted(handles, key=lambda label: (label.startswith("1 worker"), len(label), label))
+    return list(map(handles.__getitem__, labels)), labels
 
 
 def _panel(
-    axes: Axes, outcome: Outcome, quantity: Quantity, network: str, names: Sequence[str], span: tuple[float, float]
+    axes: Axes,
+    outcome: Outcome,
+    quantity: Quantity,
+    network: str,
+    names: Sequence[str],
+    span: tuple[float, float],
 ) -> None:
     """Draw the rows of one network in a range of values, best algorithm at the top."""
     if quantity.log:
         axes.set_xscale("log")
     axes.set_xlim(span)
     looks = dict(zip(outcome.several, canvas.series_looks(len(outcome.several)), strict=True))
-    middle = {name: _best(outcome, quantity, name, network) for name in names}
-    worst = float("inf")
     sign = -1 if quantity.largest_first else 1
-    ordered = sorted(names, key=lambda name: worst if middle[name] is None else sign * (middle[name] or 0.0))
+
+    def rank(name: str) -> float:
+        median = _best(outcome, quantity, name, network)
+        # Without a median, an algorithm is the last in both directions.
+        return math.inf if median is None else sign * median
+
+    ordered = sorted(names, key=rank)
     step = 0.8 / max(len(outcome.several), 1)
-    for place, name in enumerate(ordered):
+    for row, name in enumerate(ordered):
         for index, workers in enumerate(outcome.several):
             cell = outcome.cell(name, network, workers)
-            y = place + (index - (len(outcome.several) - 1) / 2) * step
+            y = row + (index - (len(outcome.several) - 1) / 2) * step
             if cell is not None:
                 _row(axes, outcome, quantity, cell, y, looks[workers])
-        _alone(axes, outcome, quantity, name, place)
+        _alone(axes, outcome, quantity, name, row)
     if quantity.name == "time_to_goal":
         _reference(axes, outcome)
-    axes.set_yticks(range(len(ordered)), [canvas.wrap(name, _LABEL_IN, 6) for name in ordered], linespacing=0.95)
+    labels = [canvas.wrap(name, _LABEL_IN, 6) for name in ordered]
+    axes.set_yticks(range(len(ordered)), labels, linespacing=0.95)
+    # Downward, so that the best algorithm is at the top.
     axes.set_ylim(len(ordered) - 0.5, -0.5)
     for border in range(1, len(ordered)):
         axes.axhline(border - 0.5, color="#DDDDDD", linewidth=0.4, zorder=0)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(quantity.label)
-    _ticks(axes, quantity.log)
-    axes.set_title(f"{network} ({outcome.networks[network]})" if str(outcome.networks[network]) != network else network)
+    if quantity.log:
+        _log_ticks(axes.xaxis)
+    else:
+        axes.locator_params(axis="x", nbins=5)
+    # The file can name a network by its description.
+    described = str(outcome.networks[network])
+    title = network
+    if described != network:
+        title += f" ({described})"
+    axes.set_title(title)
 
 
 def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> float | None:
     """Return the best median of an algorithm on a network, over the numbers of workers above 1."""
-    cells = [outcome.cell(name, network, workers) for workers in outcome.several]
-    medians = [median for cell in cells if cell and (median := _median(quantity, cell)) is not None]
-    return (max(medians) if quantity.largest_first else min(medians)) if medians else None
+    medians = []
+    for workers in outcome.several:
+        median = _median(quantity, outcome.cell(name, network, workers))
+        if median is not None:
+            medians.append(median)
+    if not medians:
+        return None
+    return max(medians) if quantity.largest_first else min(medians)
 
 
-def _median(quantity: Quantity, cell: Cell) -> float | None:
-    """Return the median of a quantity; a run that missed its goal counts as longer or more expensive than any other."""
-    if quantity.to_goal and cell.median_s is None:
+def _median(quantity: Quantity, cell: Cell | None) -> float | None:
+    """Return the median of a quantity over the runs of a cell, or None if it is not known.
+
+    A run that missed its goal counts as longer or more expensive than any other.
+    """
+    if cell is None or (quantity.to_goal and cell.median_s is None):
         return None
     # Only a time has a median with misses, as a miss is longer than every time.
     if quantity.name != "time_to_goal" and not cell.complete:
         return None
-    values = [value for run in cell.group.records if (value := quantity.value(run)) is not None]
+    values = known_values(map(quantity.value, cell.group.records))
     if quantity.to_goal:
-        values += [float("inf")] * (cell.missed + cell.failed)
-    found = statistics.median(values) if values else float("inf")
-    return None if found == float("inf") else found
+        values += [math.inf] * (cell.missed + cell.failed)
+    median = statistics.median(values or [math.inf])
+    return None if median == math.inf else median
 
 
-def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float, look: canvas.Look) -> None:
+def _row(
+    axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float, look: canvas.Look
+) -> None:
     """Draw the runs of a cell as dots, their median as a mark, and the interval as a line."""
     color, marker = look["color"], look["marker"]
-    hit = [value for run in cell.reached if (value := quantity.value(run)) is not None]
-    reached = {id(run) for run in cell.reached}
-    late = [value for run in cell.group.records if id(run) not in reached and (value := quantity.missed(run))]
+    hit = known_values(map(quantity.value, cell.reached))
+    others = not_among(cell.group.records, cell.reached)
+    # A run that missed its goal has no time to it, so its training time is drawn.
+    late = list(filter(None, map(quantity.missed, others)))
     # Below the interval, on which they could not be seen.
     axes.scatter(hit, [y + 0.13] * len(hit), s=3.5, color=color, alpha=0.75, linewidths=0, zorder=3)
-    hollow: canvas.Look = {"facecolors": "none", "edgecolors": color, "linewidths": 0.7, "zorder": 3}
-    axes.scatter(late, [y] * len(late), s=11, marker=">", **hollow)
+    hollow: canvas.Look = {"facecolors": "none", "edgecolors": color, "linewidths": 0.7}
+    axes.scatter(late, [y] * len(late), s=11, marker=">", zorder=3, **hollow)
     middle = _median(quantity, cell)
-    interval_of = log_interval if quantity.to_goal else confidence_interval
-    interval = interval_of(hit) if cell.complete and len(hit) == cell.runs else None
+    interval = None
+    # Without the runs that missed the goal, an interval would be too narrow and too low.
+    if cell.complete and len(hit) == cell.runs:
+        # Times have their interval on the logarithms, as in all tables.
+        interval_of = log_interval if quantity.to_goal else confidence_interval
+        interval = interval_of(hit)
     if interval is not None:
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
+    mark: canvas.Look = {"color": color, "marker": marker, "linestyle": "none"}
     if middle is not None:
-        label = f"{cell.workers} workers"
-        axes.plot([middle], [y], color=color, marker=marker, linestyle="none", label=label, zorder=4)
-    end = max([*hit, *late, *(interval or ())], default=None)
-    text = canvas.number(middle) if middle is not None else ""
+        axes.plot([middle], [y], label=f"{cell.workers} workers", zorder=4, **mark)
+    text = "" if middle is None else canvas.number(middle)
     if cell.missed:
-        text = f"{text}  {outcome.not_within(cell.network, cell.workers)}: {cell.missed} of {cell.runs}".strip()
-    if end is not None or text:
+        late_text = outcome.not_within(cell.network, cell.workers)
+        text = f"{text}  {late_text}: {cell.missed} of {cell.runs}".strip()
+    ends = [*hit, *late, *(interval or ())]
+    if ends or text:
         low, high = axes.get_xlim()
-        at = low if end is None else min(end, high)
-        near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": _SMALL_PT, "color": "#222222"}
-        axes.annotate(text, (at, y), (3, 0), annotation_clip=False, **near)
+        x = min(max(ends, default=low), high)
+        near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": _SMALL_PT}
+        axes.annotate(text, (x, y), (3, 0), color="#222222", annotation_clip=False, **near)
 
 
-def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, place: int) -> None:
+def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, row: int) -> None:
     """Mark the algorithm's own median with one worker."""
-    cell = outcome.cell(name, None, 1)
-    middle = _median(quantity, cell) if cell is not None else None
+    middle = _median(quantity, outcome.cell(name, None, 1))
     if middle is not None:
-        look: canvas.Look = {"color": canvas.GRAY, "marker": "|", "markersize": 8, "linestyle": "none", "zorder": 1}
-        axes.plot([middle], [place], label="1 worker, same algorithm", **look)
+        look: canvas.Look = {"color": canvas.GRAY, "marker": "|", "markersize": 8, "zorder": 1}
+        axes.plot([middle], [row], label="1 worker, same algorithm", linestyle="none", **look)
 
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
-    """Draw a line at the median of the baseline with one worker, or of the fastest algorithm without a baseline."""
-    row = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
-    chosen = next((cell for cell in row if cell.algorithm == outcome.baseline), row[0] if row else None)
-    if chosen is not None and chosen.median_s is not None:
-        dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8, "zorder": 1}
-        axes.axvline(chosen.median_s, label=f"1 worker, {chosen.algorithm}", **dashed)
+    """Draw a line at the median of the baseline with one worker, or else of the fastest."""
+    # To the right of the line, more workers did not pay.
+    reference: Cell | None = None
+    for cell in outcome.row(None, 1):
+        if cell.median_s is not None and (reference is None or cell.algorithm == outcome.baseline):
+            reference = cell
+    if reference is not None and reference.median_s is not None:
+        dashed: canvas.Look = {"linestyle": (0, (4, 2)), "linewidth": 0.8, "zorder": 1}
+        label = f"1 worker, {reference.algorithm}"
+        axes.axvline(reference.median_s, label=label, color=canvas.GRAY, **dashed)
 
 
 def _range(outcome: Outcome, quantity: Quantity) -> tuple[float, float]:
-    """Return the range of the axis over all networks: that of the runs, with room for the text of a row."""
-    runs = [run for group in outcome.groups for run in group.records]
-    values = [value for run in runs for value in (quantity.value(run), quantity.missed(run)) if value]
+    """Return the range of the axis over all networks, with room for the text of a row."""
+    values: list[float] = []
+    for group in outcome.groups:
+        for run in group.records:
+            values += filter(None, (quantity.value(run), quantity.missed(run)))
     low, high = min(values), max(values)
     if quantity.log:
         return low / 1.25, high * _ROOM
@@ -241,29 +339,34 @@ def _range(outcome: Outcome, quantity: Quantity) -> tuple[float, float]:
     return low - 0.05 * width, high + 0.45 * width
 
 
-def _ticks(axes: Axes, log: bool) -> None:
+def _log_ticks(axis: Axis) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    if log:
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.locator_params(axis="x", nbins=5)
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
-def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -> str:
-    sentences = [caption([cell.group for cell in cells]).partition(" Missed the goal:")[0]]
-    sentences.append("Mark and number: median; dots: single runs.")
-    if any(cell.interval_s for cell in cells):
+def _runs_caption(cells: Iterable[Cell]) -> str:
+    """Describe the runs without those that missed the goal, which the figure has itself."""
+    text = caption(list(map(attrgetter("group"), cells)))
+    return text.partition(" Missed the goal:")[0]
+
+
+def _rows_caption(quantity: Quantity, cells: Sequence[Cell]) -> str:
+    missed = any(map(attrgetter("missed"), cells))
+    sentences = [_runs_caption(cells), "Mark and number: median; dots: single runs."]
+    if any(map(attrgetter("interval_s"), cells)):
         sentences.append(
-            "Line: 95 % confidence interval of the mean, of times the geometric one, if all runs reached the goal."
+            "Line: 95 % confidence interval of the mean, "
+            "of times the geometric one, if all runs reached the goal."
         )
-    if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
+    if (missed and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
-    if quantity.to_goal and any(cell.missed for cell in cells):
+    if quantity.to_goal and missed:
         sentences.append(
-            "The median treats a missed run as the longest. There is none if half of the runs or more did."
+            "The median treats a missed run as the longest. "
+            "There is none if half of the runs or more did."
         )
     return " ".join(sentences)
 
@@ -271,15 +374,16 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
 def _rows_table(quantity: Quantity, cells: Sequence[Cell]) -> list[list[Any]]:
     rows: list[list[Any]] = [["network", "algorithm", "workers", "run", "reached", quantity.name]]
     for cell in cells:
-        rows += [
-            [cell.network, cell.algorithm, cell.workers, run.name, bool(run.reached), quantity.value(run)]
-            for run in cell.group.records
-        ]
+        for run in cell.group.records:
+            row = [cell.network, cell.algorithm, cell.workers, run.name, bool(run.reached)]
+            rows.append([*row, quantity.value(run)])
     return rows
 
 
 def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
-    """Draw the time to the goal against the bytes that a worker sends until then, one point for each cell.
+    """Draw the time to the goal against the bytes that a worker sends until then.
+
+    Each cell is one point.
 
     Args:
         outcome: The runs.
@@ -288,62 +392,58 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run on the network reached its goal and counted its bytes.
     """
-    networks = [network] if network is not None else list(outcome.networks)
+    networks = _networks(outcome, network)
     points = {name: _points(outcome, name) for name in networks}
     if not any(points.values()):
-        raise ConfigurationError("no run with more than one worker reached its goal and counted its bytes")
-    rows = -(-len(networks) // 2)
-    width = canvas.COLUMN_IN if network is not None else canvas.PAGE_IN
-    figure = canvas.new_figure(width, 2.4 * rows)
-    every = figure.subplots(rows, min(len(networks), 2), squeeze=False, sharex=True, sharey=True).flatten()
+        raise ConfigurationError(
+            "no run with more than one worker reached its goal and counted its bytes"
+        )
+    figure, panels = _new_panels(network, len(networks), 2.4, share=True)
     looks = method_looks(outcome.algorithms)
-    for axes in every[len(networks) :]:
-        axes.remove()
-    for axes, name in zip(every, networks, strict=False):
-        _bytes_panel(axes, outcome, name, points[name], looks)
-    cells = [cell for name in networks for cell, _, _ in points[name]]
-    groups = [cell.group for cell in cells]
+    table: list[list[Any]] = [
+        ["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]
+    ]
+    cells = []
+    for axes, name in zip(panels, networks, strict=True):
+        _bytes_panel(axes, name, points[name], looks)
+        for cell, sent, seconds in points[name]:
+            cells.append(cell)
+            table.append([cell.network, cell.algorithm, cell.workers, sent, seconds])
     text = (
-        f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. Median of the "
-        "time, and of the bytes. Not drawn: algorithms of which a run missed the goal."
+        f"{_runs_caption(cells)} Numbers at the points: workers. Median of the time, and of the "
+        "bytes. Not drawn: algorithms of which a run missed the goal."
     )
-    canvas.finish(figure, text, *_legend(every[: len(networks)]))
-    table: list[list[Any]] = [["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]]
-    table += [[c.network, c.algorithm, c.workers, sent, s] for name in networks for c, sent, s in points[name]]
+    canvas.finish(figure, text, *_legend(panels))
     return canvas.Drawing(figure_name("bytes_to_goal", network), figure, text, table)
 
 
 def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
     """Return the cells of a network with their bytes of a worker and their seconds."""
-    found = []
+    points = []
     for workers in outcome.several:
         for cell in outcome.row(network, workers):
-            sent = [value for run in cell.reached if cell.complete and (value := sent_per_worker(run))]
-            if sent and cell.median_s is not None:
-                found.append((cell, statistics.median(sent), cell.median_s))
-    return found
+            # Over the runs that reached the goal alone, a method would look better for its misses.
+            if not cell.complete or cell.median_s is None:
+                continue
+            sent = list(filter(None, map(sent_per_worker, cell.reached)))
+            if sent:
+                points.append((cell, statistics.median(sent), cell.median_s))
+    return points
 
 
-def _bytes_panel(axes: Axes, outcome: Outcome, network: str, points: Any, looks: Any) -> None:
+def _bytes_panel(axes: Axes, network: str, points: Any, looks: Any) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     for cell, sent, seconds in points:
-        look = {name: looks[cell.algorithm][name] for name in ("color", "marker")}
-        axes.plot([sent / _MEGA], [seconds], linestyle="none", label=cell.algorithm, **look)
-        beside: canvas.Look = {"textcoords": "offset points", "size": _SMALL_PT, "va": "center"}
-        axes.annotate(str(cell.workers), (sent / _MEGA, seconds), (4, 2), **beside)
-    _ticks(axes, log=True)
-    _vertical_ticks(axes)
+        look = looks[cell.algorithm]
+        mark: canvas.Look = {"color": look["color"], "marker": look["marker"]}
+        axes.plot([sent / _MEGA], [seconds], linestyle="none", label=cell.algorithm, **mark)
+        offset: canvas.Look = {"textcoords": "offset points", "size": _SMALL_PT, "va": "center"}
+        axes.annotate(str(cell.workers), (sent / _MEGA, seconds), (4, 2), **offset)
+    _log_ticks(axes.xaxis)
+    _log_ticks(axes.yaxis)
     axes.margins(0.1)
     axes.set_xlabel("put on the wire by a worker until the goal in MB")
     axes.set_ylabel("time to goal in seconds")
     axes.tick_params(labelbottom=True, labelleft=True)
     axes.set_title(network)
-
-
-def _vertical_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())

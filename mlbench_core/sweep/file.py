@@ -1,31 +1,41 @@
 """Read the TOML file that describes a sweep, and make its list of runs.
 
-Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One worker has no network,
-so its runs belong to every network. The order is seed by seed, so that an unfinished sweep is a whole picture with
-fewer seeds.
+Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One
+worker has no network, so its runs belong to every network. The order is seed by seed, so that an
+unfinished sweep is a whole picture with fewer seeds.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
+from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
-from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
-__all__ = ["FILES", "LONGEST_NAME", "Point", "Sweep", "Variant", "copied_name", "load_sweep", "parse_sweep"]
+__all__ = [
+    "FILES",
+    "LONGEST_NAME",
+    "Point",
+    "Sweep",
+    "Variant",
+    "copied_name",
+    "load_sweep",
+    "parse_sweep",
+]
 
 FILES = "sweep-files"
 """The folder next to the copy of a sweep's file that has copies of the files that it names."""
@@ -37,8 +47,21 @@ _MOST_SEEDS = 1000
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _KEYS = (
-    *("title", "task", "command", "backend", "arguments", "light", "workers", "networks", "seeds", "limit", "budget"),
-    *("algorithms", "variants", "price", "repeat_stopped"),
+    "title",
+    "task",
+    "command",
+    "backend",
+    "arguments",
+    "light",
+    "workers",
+    "networks",
+    "seeds",
+    "limit",
+    "budget",
+    "algorithms",
+    "variants",
+    "price",
+    "repeat_stopped",
 )
 # Options of the script that the sweep gives itself.
 _OWN_OPTIONS = ("--seed", "--light", "--backend", "--run_id")
@@ -74,7 +97,7 @@ class Point:
 
     @property
     def cell(self) -> tuple[str, int, str | None]:
-        """Return what the runs of all seeds have in common: algorithm, number of workers and network."""
+        """Return algorithm, number of workers and network, which all seeds of a run share."""
         return self.algorithm, self.workers, self.network
 
 
@@ -95,7 +118,8 @@ class Sweep:
         light: True to stop at the light goal.
         limit_s: Seconds of training after which a run ends without its goal; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
-        repeat_stopped: False if a run that was stopped at the limit with the first seed is not repeated with others.
+        repeat_stopped: False if a run that was stopped at the limit with the first seed is not
+            repeated with others.
         price: Price of the machines.
         files: The files that it names, by their names in it.
     """
@@ -122,32 +146,40 @@ class Sweep:
         Raises:
             ConfigurationError: Two runs would have the same name, or the seeds cannot be used.
         """
-        points = [
-            self._point(variant, workers, network, seed)
-            for seed in range(FIRST_SEED, FIRST_SEED + self.seeds)
-            for workers in self.workers
-            for network in (self.networks if workers > 1 else (None,))
-            for variant in self.variants
-        ]
+        points = []
+        seeds = range(FIRST_SEED, FIRST_SEED + self.seeds)
+        # Seed by seed, so that a sweep that is ended early covers every point with fewer seeds.
+        for seed, workers in itertools.product(seeds, self.workers):
+            # One worker has no network, so it runs once for all of them.
+            networks: Iterable[str | None] = self.networks if workers > 1 else (None,)
+            for network, variant in itertools.product(networks, self.variants):
+                points.append(self._point(variant, workers, network, seed))
         taken: dict[str, Point] = {}
         for point in points:
             other = taken.setdefault(point.name, point)
-            if other is not point:
-                pairs = ((point.algorithm, other.algorithm), (str(point.network), str(other.network)))
-                first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-                raise ConfigurationError(
-                    f"the names of algorithms and networks must differ in letters and digits, not {first!r} and "
-                    f"{second!r}: both runs would be {point.name!r}, so rename one"
-                )
+            if other is point:
+                continue
+            first, second = point.algorithm, other.algorithm
+            if first == second and point.network != other.network:
+                first, second = str(point.network), str(other.network)
+            raise ConfigurationError(
+                "the names of algorithms and networks must differ in letters and digits, "
+                f"not {first!r} and {second!r}: both runs would be {point.name!r}, so rename one"
+            )
         return points
 
     def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
-        parts = [_slug(variant.name), str(workers), *([_slug(network)] if network else []), f"s{seed}"]
-        name = "-".join(part for part in parts if part)
+        parts = [_slug(variant.name), str(workers), _slug(network or ""), f"s{seed}"]
+        name = "-".join(filter(None, parts))
         if len(name) > LONGEST_NAME:
-            name = f"{name[: LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+            # Names that differ at their end only must not become the same.
+            name = f"{name[: LONGEST_NAME - 9].rstrip('-')}-{_digest(name)}"
         # Runs at the same time would slow down each other.
-        request: dict[str, Any] = {"backend": self.backend, "light_target": self.light, "exclusive": True}
+        request: dict[str, Any] = {
+            "backend": self.backend,
+            "light_target": self.light,
+            "exclusive": True,
+        }
         if network is not None:
             request["network"] = str(self.networks[network])
         words = [*self.arguments, *variant.arguments]
@@ -155,12 +187,14 @@ class Sweep:
             request.update(task=self.task.key, arguments=words)
         else:
             request["command"] = shlex.join([*shlex.split(self.command or ""), *words])
+        # The series adds the seed to the arguments, or puts it in place of {seed} in the command.
         series = RunSeries(name, (workers,), request, self.task, seed=seed)
         try:
             series.check_seeds()
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        return Point(name, variant.name, workers, network, seed, {**series.requests()[0], "name": name})
+        request = {**series.requests()[0], "name": name}
+        return Point(name, variant.name, workers, network, seed, request)
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -180,7 +214,9 @@ def load_sweep(path: Path) -> Sweep:
         text = read_text(path)
         return parse_sweep(tomllib.loads(text), path.parent, path.stem)
     except OSError as error:
-        raise ConfigurationError(f"cannot read the sweep {path}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"cannot read the sweep {path}: {error.strerror or error}"
+        ) from error
     # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
     except (ValueError, RecursionError, OverflowError, ConfigurationError) as error:
         raise ConfigurationError(f"the sweep {path} cannot be used: {error}") from error
@@ -191,7 +227,8 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
 
     Args:
         content: The tables of the file.
-        folder: The folder to which names of files are relative. A copy of a file in :data:`FILES` there comes first.
+        folder: The folder to which names of files are relative. A copy of a file in :data:`FILES`
+            there comes first.
         title: The title without the key ``title``.
 
     Raises:
@@ -204,29 +241,44 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     """
     for key in content:
         if key not in _KEYS:
-            similar = difflib.get_close_matches(key, _KEYS, 1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"the keys are {', '.join(_KEYS)}"
+            hint = _hint(key, _KEYS, "the keys are")
             raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
     if ("task" in content) == ("command" in content):
-        raise ValueError('task or command must be given, and not both: write for example task = "1a"')
-    task = get_task(_text(content, "task")) if "task" in content else None
-    command = _command(_text(content, "command"), folder) if "command" in content else None
-    backend = _text(content, "backend") if "backend" in content else (task.backends if task else BACKENDS)[0]
+        raise ValueError(
+            'task or command must be given, and not both: write for example task = "1a"'
+        )
+    task: Task | None = None
+    command: str | None = None
+    backend = BACKENDS[0]
+    if "task" in content:
+        task = get_task(_text(content, "task"))
+        backend = task.backends[0]
+    else:
+        command = _command(_text(content, "command"), folder)
+    if "backend" in content:
+        backend = _text(content, "backend")
     check_backend(backend, task, gpu=False)
     arguments = _words(content.get("arguments", []), "arguments")
-    for option in _OWN_OPTIONS:
-        if option in arguments or option_value(arguments, option) is not None:
-            raise ValueError(f"arguments must not have {option}: the sweep gives it to each run by itself")
+    if option := _own_option(arguments):
+        raise ValueError(f"arguments must not have {option}: the sweep gives it to each run")
     workers = _workers(content.get("workers"))
     seeds = content.get("seeds", 1)
     if not _is_count(seeds) or seeds > _MOST_SEEDS:
-        raise ValueError(f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats")
-    limit_s, repeat_stopped = _seconds(content, "limit"), _switch(content, "repeat_stopped", default=True)
+        raise ValueError(
+            f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats"
+        )
+    limit_s = _seconds(content, "limit")
+    repeat_stopped = _switch(content, "repeat_stopped", default=True)
     if limit_s is None and not repeat_stopped:
-        raise ValueError('limit must be given with repeat_stopped = false: write for example limit = "2min"')
+        raise ValueError(
+            'limit must be given with repeat_stopped = false: write for example limit = "2min"'
+        )
+    # _networks and _pricing add the files that they read.
     files: dict[str, Path] = {}
+    if "title" in content:
+        title = _text(content, "title")
     return Sweep(
-        title=_text(content, "title") if "title" in content else title,
+        title=title,
         variants=_variants(content, task),
         workers=workers,
         networks=_networks(content.get("networks", []), workers, folder, files),
@@ -239,31 +291,68 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         limit_s=limit_s,
         budget_s=_seconds(content, "budget"),
         repeat_stopped=repeat_stopped,
-        price=_pricing(content["price"], folder, files) if "price" in content else Pricing(),
+        price=_pricing(content, folder, files),
         files=files,
     )
 
 
 def copied_name(name: str) -> str:
-    """Return the name in :data:`FILES` of the copy of a file: two files of one name in different folders have two."""
-    return f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}"
+    """Return the name in :data:`FILES` of the copy of a file.
+
+    The copies of two files of one name in different folders have different names.
+    """
+    return f"{_digest(name)}-{Path(name).name}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _hint(word: str, choices: Sequence[str], introduction: str) -> str:
+    """Return the choice that an unknown word is most like, or else all choices."""
+    similar = difflib.get_close_matches(word, choices, 1)
+    if similar:
+        return f"did you mean {similar[0]!r}?"
+    return f"{introduction} {', '.join(choices)}"
+
+
+def _own_option(arguments: Sequence[str]) -> str | None:
+    """Return an option among the arguments that the sweep gives itself, or None."""
+    for option in _OWN_OPTIONS:
+        if option in arguments or option_value(arguments, option) is not None:
+            return option
+    return None
 
 
 def _add_file(name: str, folder: Path, files: dict[str, Path]) -> Path:
     """Add a file that a sweep names to ``files``, and return its path."""
-    copy = folder / FILES / copied_name(name)
-    return files.setdefault(name, copy if copy.is_file() else folder / name)
+    # Next to sweep.toml in the folder of a sweep, there are only copies.
+    path = folder / FILES / copied_name(name)
+    if not path.is_file():
+        path = folder / name
+    return files.setdefault(name, path)
 
 
-def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
+def _pricing(content: Mapping[str, Any], folder: Path, files: dict[str, Path]) -> Pricing:
+    if "price" not in content:
+        return Pricing()
+    price = content["price"]
     if not isinstance(price, Mapping):
-        raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
+        raise ValueError(
+            f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"'
+        )
     if unknown := set(price) - {"machine", "spot", "prices"}:
-        raise ValueError(f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: remove it")
+        raise ValueError(
+            "price must have the keys machine, spot and prices only, "
+            f"not {min(unknown)!r}: remove it"
+        )
     spot = price.get("spot", False)
     if not isinstance(spot, bool):
         raise ValueError(f"spot of price must be true or false, not {spot!r}: remove the quotes")
-    machines = load_prices(_add_file(_text(price, "prices"), folder, files) if "prices" in price else None)
+    prices: Path | None = None
+    if "prices" in price:
+        prices = _add_file(_text(price, "prices"), folder, files)
+    machines = load_prices(prices)
     name = price.get("machine")
     if name not in machines:
         raise ValueError(f"machine of price must be one of {', '.join(machines)}, not {name!r}")
@@ -271,7 +360,7 @@ def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
 
 
 def _command(text: str, folder: Path) -> str:
-    """Return a command with the full path of its script, because workers run in folders of their own."""
+    """Return a command with the full path of its script, because workers run in other folders."""
     words = shlex.split(text)
     for position, word in enumerate(words[:2]):
         if word.endswith(".py") and (folder / word).is_file():
@@ -280,57 +369,93 @@ def _command(text: str, folder: Path) -> str:
 
 
 def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, ...]:
-    variants = []
-    for name in _words(content.get("algorithms", []), "algorithms"):
-        if task is not None and name not in task.optimizers:
-            similar = difflib.get_close_matches(name, task.optimizers, 1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"they are {', '.join(task.optimizers)}"
-            raise ValueError(f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}")
-        variants.append(Variant(name, ("--optimizer", name)))
-    tables = content.get("variants", [])
-    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise ValueError("variants must be tables: write [[variants]], then name = ... and arguments = [...]")
-    for table in tables:
-        if set(table) != {"name", "arguments"}:
-            raise ValueError(f"a table of variants must have name and arguments, not {', '.join(table) or 'nothing'}")
-        variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
+    variants = [*_algorithms(content, task), *_tables(content)]
     if not variants:
-        raise ValueError('algorithms must be given: write for example algorithms = ["centralized_sgd"]')
+        raise ValueError(
+            'algorithms must be given: write for example algorithms = ["centralized_sgd"]'
+        )
     names = [variant.name for variant in variants]
     for variant in variants:
+        # The name is the label of the algorithm in all figures and tables.
         if names.count(variant.name) > 1:
-            raise ValueError(f"algorithms and variants must have different names, not {variant.name!r} twice")
+            raise ValueError(
+                f"algorithms and variants must have different names, not {variant.name!r} twice"
+            )
         if not _slug(variant.name):
-            raise ValueError(f"name of a variant must have a letter or a digit, not {variant.name!r}")
-        for option in _OWN_OPTIONS:
-            if option in variant.arguments or option_value(variant.arguments, option) is not None:
-                raise ValueError(f"arguments of {variant.name!r} must not have {option}: the sweep gives it")
+            raise ValueError(
+                f"name of a variant must have a letter or a digit, not {variant.name!r}"
+            )
+        if option := _own_option(variant.arguments):
+            raise ValueError(
+                f"arguments of {variant.name!r} must not have {option}: the sweep gives it"
+            )
     return tuple(variants)
 
 
-def _networks(value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]) -> dict[str, Network]:
-    names = _words(value, "networks")
+def _algorithms(content: Mapping[str, Any], task: Task | None) -> list[Variant]:
+    """Return the variants that ``algorithms`` names."""
+    variants = []
+    for name in _words(content.get("algorithms", []), "algorithms"):
+        if task is not None and name not in task.optimizers:
+            hint = _hint(name, task.optimizers, "they are")
+            raise ValueError(
+                f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}"
+            )
+        variants.append(Variant(name, ("--optimizer", name)))
+    return variants
+
+
+def _tables(content: Mapping[str, Any]) -> list[Variant]:
+    """Return the variants of the tables ``variants``."""
+    variants = []
+    tables = content.get("variants", [])
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise ValueError(
+            "variants must be tables: write [[variants]], then name = ... and arguments = [...]"
+        )
+    for table in tables:
+        if set(table) != {"name", "arguments"}:
+            raise ValueError(
+                "a table of variants must have name and arguments, "
+                f"not {', '.join(table) or 'nothing'}"
+            )
+        variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
+    return variants
+
+
+def _networks(
+    value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]
+) -> dict[str, Network]:
     networks: dict[str, Network] = {}
-    for name in names:
+    for name in _words(value, "networks"):
         if name in networks:
             raise ValueError(f"networks must differ, not {name!r} twice: remove one")
-        networks[name] = get_network(str(_add_file(name, folder, files)) if name.endswith(".toml") else name)
+        text = name
+        if name.endswith(".toml"):
+            text = str(_add_file(name, folder, files))
+        networks[name] = get_network(text)
         for number in workers:
             if number > 1:
+                # A network with racks has a fixed number of hosts.
                 networks[name].check_hosts(number)
     if not networks and max(workers) > 1:
-        raise ValueError('networks must be given for several workers: write for example networks = ["lan-1g"]')
+        raise ValueError(
+            'networks must be given for several workers: write for example networks = ["lan-1g"]'
+        )
     return networks
 
 
 def _workers(value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(_is_count(number) and number <= MAX_HOSTS for number in numbers):
-        raise ValueError(f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]")
+    if not numbers or not all(map(_is_count, numbers)) or max(numbers) > MAX_HOSTS:
+        raise ValueError(
+            f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]"
+        )
     return tuple(dict.fromkeys(numbers))
 
 
 def _is_count(value: Any) -> bool:
+    # A bool is an int for isinstance.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -350,23 +475,29 @@ def _text(content: Mapping[str, Any], key: str) -> str:
 
 def _words(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
-        raise ValueError(f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", "digits"]')
+        raise ValueError(
+            f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", '
+            '"digits"]'
+        )
     return tuple(value)
 
 
 def _seconds(content: Mapping[str, Any], key: str) -> float | None:
     if key not in content:
         return None
-    match = _TIME.fullmatch(content[key].strip()) if isinstance(content[key], str) else None
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not seconds:
-        raise ValueError(
-            f'{key} must be a time such as "90s", "2min" or "3h", not {content[key]!r}: give number and unit'
-        )
-    return seconds
+    value = content[key]
+    match = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match:
+        seconds = float(match[1]) * _UNITS[match[2]]
+        if seconds:
+            return seconds
+    raise ValueError(
+        f'{key} must be a time such as "90s", "2min" or "3h", not {value!r}: give number and unit'
+    )
 
 
 def _slug(text: str) -> str:
     """Return the letters and digits of a text, with hyphens between them."""
-    stem = text.removesuffix(".toml").replace("\\", "/").rpartition("/")[2] if text.endswith(".toml") else text
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    if text.endswith(".toml"):
+        text = text.removesuffix(".toml").replace("\\", "/").rpartition("/")[2]
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

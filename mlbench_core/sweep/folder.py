@@ -4,13 +4,14 @@ Its content::
 
     sweep.toml           a copy of the file that started the sweep last
     sweep-files/         copies of the files of networks and prices that it names
-    runs/NAME/           a run that ended: its result folder, and run.json with the request and the outcome
+    runs/NAME/           a run that ended: its result folder, and run.json with request and outcome
     failed/NAME.json     a run that failed: the reason, and how often it was tried
     current.json         the run that was requested last; missing if no run goes on
-    unfinished/          where the result folder of a run is put together before it is moved to runs/
+    unfinished/          result folders that are put together before they are moved to runs/
 
-A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the outcome ``limit``.
-Its folder has the raw lines that the workers had written until then, if there are any, but no ``result.json``.
+A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the
+outcome ``limit``. Its folder has the raw lines that the workers had written until then, if there
+are any, but no ``result.json``.
 """
 
 from __future__ import annotations
@@ -71,13 +72,16 @@ class Failure:
 
 
 def stopped_at_limit(folder: Path) -> bool:
-    """Return True if a sweep stopped the run of this folder at its limit, so that the run has no result.
+    """Return True if a sweep stopped the run of this folder at its limit.
+
+    Such a run has no result.
 
     Args:
         folder: A folder below ``runs``, or any other folder.
     """
     try:
         return bool(_read(folder / RECORD).get("outcome") == "limit")
+    # Result folders that no sweep made have no record.
     except ConfigurationError:
         return False
 
@@ -94,7 +98,7 @@ class SweepFolder:
 
     @contextmanager
     def open(self, source: Path, files: Mapping[str, Path]) -> Iterator[None]:
-        """Create the folder, copy the file of the sweep into it, and keep other processes from using it.
+        """Create the folder, copy the file of the sweep into it, and lock it for other processes.
 
         Args:
             source: The file of the sweep.
@@ -105,7 +109,9 @@ class SweepFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
+            # Two processes would start the same runs.
             with lock(self.path / ".lock", wait=False):
+                # A sweep can be continued from its copy.
                 if source.resolve() != (self.path / _COPY).resolve():
                     for name, path in files.items():
                         _copy(path, self.path / FILES / copied_name(name))
@@ -113,7 +119,7 @@ class SweepFolder:
                 yield
         except TimeoutError:
             raise ConfigurationError(
-                f"{self.path} must be used by one sweep at a time: wait for the other, or end it with Ctrl-C"
+                f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C"
             ) from None
 
     def run_folder(self, point: Point) -> Path:
@@ -121,10 +127,10 @@ class SweepFolder:
         return self.path / RUNS / point.name
 
     def planned(self, sweep: Sweep) -> list[Point]:
-        """Return the runs of a sweep, without those that are left out because ``repeat_stopped`` is false.
+        """Return the runs of a sweep that are not left out because ``repeat_stopped`` is false.
 
-        A run is left out if the run of the same algorithm, workers and network with the first seed was stopped at the
-        limit. Runs that have a folder stay.
+        A run is left out if the run of the same algorithm, workers and network with the first seed
+        was stopped at the limit. Runs that have a folder stay.
 
         Args:
             sweep: The sweep.
@@ -135,56 +141,59 @@ class SweepFolder:
         points = sweep.points()
         if sweep.repeat_stopped:
             return points
-        first = [point for point in points if point.seed == FIRST_SEED]
-        stopped = {point.cell for point in first if stopped_at_limit(self.run_folder(point))}
-        return [
-            point
-            for point in points
-            if point.seed == FIRST_SEED or point.cell not in stopped or self.run_folder(point).is_dir()
-        ]
+        stopped = set()
+        for point in points:
+            if point.seed == FIRST_SEED and stopped_at_limit(self.run_folder(point)):
+                stopped.add(point.cell)
+
+        def stays(point: Point) -> bool:
+            is_first = point.seed == FIRST_SEED
+            return is_first or point.cell not in stopped or self.run_folder(point).is_dir()
+
+        return list(filter(stays, points))
 
     def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:
-        """Return the runs that have a folder, by name, after a check that they were asked the same as now.
+        """Return the runs that have a folder, by name.
 
         Raises:
-            ConfigurationError: A run was asked something else than the file asks now, or its folder is damaged.
+            ConfigurationError: The request of a run was another one than that of the file now, or
+                its folder is damaged.
         """
-        found = {}
+        done = {}
         for point in points:
             folder = self.run_folder(point)
             if not folder.is_dir():
                 continue
             record = _read(folder / RECORD)
-            for name, old, new in _differences(record, point, sweep):
-                raise ConfigurationError(
-                    f"{name} must not change while a sweep has runs, but {folder} had {old!r}, and now it is {new!r}: "
-                    "undo the change, or give another --output folder"
-                )
+            _check_unchanged(folder, record, point, sweep)
             try:
-                found[point.name] = Done(record["outcome"], float(record["seconds"]))
+                done[point.name] = Done(record["outcome"], float(record["seconds"]))
             except (KeyError, TypeError, ValueError):
-                raise ConfigurationError(f"{folder / RECORD} is damaged: delete the folder to repeat the run") from None
-        return found
+                raise ConfigurationError(
+                    f"{folder / RECORD} is damaged: delete the folder to repeat the run"
+                ) from None
+        return done
 
     def failures(self, points: Iterable[Point]) -> dict[str, Failure]:
         """Return the runs that failed, by name."""
-        found = {}
+        failures = {}
         for point in points:
             path = self._failure(point)
             if path.exists():
                 content = _read(path)
                 # With another request it is another run, which was not tried yet.
                 if content.pop("request", None) == dict(point.request):
-                    found[point.name] = Failure(**content)
-        return found
+                    failures[point.name] = Failure(**content)
+        return failures
 
     def may_try(self, failure: Failure | None) -> bool:
         """Return True if a run that failed at earlier starts, or never, is started."""
         return failure is None or failure.tries < _MOST_TRIES
 
     def prepare(self, point: Point) -> Path:
-        """Return the path at which the result folder of a run is to be put together; nothing is there."""
+        """Return the path, which is free, at which the result folder of a run is put together."""
         path = self.path / "unfinished" / point.name
+        # A process that was killed may have left a part of it.
         shutil.rmtree(path, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -198,14 +207,17 @@ class SweepFolder:
             done: The outcome.
         """
         temporary = self.path / "unfinished" / point.name
+        fields = asdict(point)
+        del fields["request"]
         record = {
             "schema_version": _SCHEMA_VERSION,
-            **{name: value for name, value in asdict(point).items() if name != "request"},
+            **fields,
             **asdict(done),
             "limit_s": sweep.limit_s,
             "request": dict(point.request),
         }
         (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        # The record is in the folder before it is moved, so each folder in runs/ is complete.
         self.run_folder(point).parent.mkdir(exist_ok=True)
         move_into_place(temporary, self.run_folder(point))
         self._failure(point).unlink(missing_ok=True)
@@ -215,7 +227,7 @@ class SweepFolder:
         _write(self._failure(point), {**asdict(failure), "request": dict(point.request)})
 
     def current(self) -> dict[str, Any] | None:
-        """Return ``name``, ``request`` and ``run`` (its name at the master) of the run requested last, or None."""
+        """Return ``name``, ``request`` and ``run``, its name at the master, of the last request."""
         path = self.path / _CURRENT
         if not path.exists():
             return None
@@ -228,8 +240,13 @@ class SweepFolder:
         if point is None:
             (self.path / _CURRENT).unlink(missing_ok=True)
             return
+        # If the command is killed, the run continues at the master, and the next start takes it
+        # over.
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        _write(self.path / _CURRENT, {"name": point.name, "run": run, "request": dict(point.request), "at": now})
+        _write(
+            self.path / _CURRENT,
+            {"name": point.name, "run": run, "request": dict(point.request), "at": now},
+        )
 
     def _failure(self, point: Point) -> Path:
         return self.path / "failed" / f"{point.name}.json"
@@ -240,13 +257,18 @@ def _copy(source: Path, target: Path) -> None:
         temporary.write_bytes(source.read_bytes())
 
 
-def _differences(record: Mapping[str, Any], point: Point, sweep: Sweep) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, old and new value of everything in which a run was asked something else."""
-    old = {"limit": record.get("limit_s"), **(record.get("request") or {})}
-    new = {"limit": sweep.limit_s, **point.request}
-    for name in new:
-        if old.get(name) != new[name]:
-            yield name.removesuffix("_target"), old.get(name), new[name]
+def _check_unchanged(folder: Path, record: Mapping[str, Any], point: Point, sweep: Sweep) -> None:
+    """Raise a ConfigurationError if the request of an ended run was another one than now."""
+    # A change of these would make the runs incomparable.
+    before = {"limit": record.get("limit_s"), **(record.get("request") or {})}
+    for name, new in {"limit": sweep.limit_s, **point.request}.items():
+        old = before.get(name)
+        if old != new:
+            # The key of the file is "light", and that of the request "light_target".
+            raise ConfigurationError(
+                f"{name.removesuffix('_target')} changed from {old!r} to {new!r} after the run "
+                f"{folder}: undo the change, or give another --output folder"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -256,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"{path} must be a file of a sweep, but {error}: delete it to repeat the run"
+            f"{path} is not a file of a sweep: {error}; delete it to repeat the run"
         ) from error
     return content
 

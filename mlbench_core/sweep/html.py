@@ -1,28 +1,29 @@
-"""Write the page of a sweep as HTML: one file without scripts, which loads nothing from elsewhere."""
+"""Write the page of a sweep as one HTML file without scripts, which loads no other file."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.results.table import Column, cell
+from mlbench_core.comparison.table import Column, cell
 
 if TYPE_CHECKING:
-    from mlbench_core.results.figures import Drawing
+    from mlbench_core.comparison.figures import Drawing
 
 __all__ = ["Section", "html_page", "inline_svg"]
 
 _STYLE = Path(__file__).with_name("page.css")
 # Colors of the figures' style, and the names of the page's colors, which are others in the dark.
 _COLORS = {
-    "#ffffff": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid", "#eeeeee": "card", "#444444": "axis",
-    "#555555": "faint",
-    "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5", "#56b4e9": "c6",
+    "#ffffff": "card", "#eeeeee": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid",
+    "#444444": "axis", "#555555": "faint",
+    "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5",
+    "#56b4e9": "c6",
 }  # fmt: skip
 
 
@@ -58,22 +59,27 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     top_pt = note.get_window_extent(FigureCanvasAgg(figure).get_renderer()).y1 / figure.dpi * 72
     note.set_visible(False)
     text = io.StringIO()
+    # Without date, so that the same runs give the same page.
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
-    width, height = (72 * inches for inches in figure.get_size_inches())
-    # The sizes are those of print; on the page, the figure is as wide as its place, and ends above the caption.
-    view = f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
+    width, height = 72 * figure.get_size_inches()
+    # The sizes are those of print; on the page, the figure is as wide as its place, and ends above
+    # the caption.
+    view = (
+        f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
+    )
     svg = re.sub(r"<svg[^>]*?(?=\sversion=)", view, svg, count=1, flags=re.DOTALL)
     # Two figures must not have the same identifiers on one page.
     prefix = re.sub(r"[^A-Za-z0-9]", "-", drawing.name)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    return re.sub("#[0-9a-f]{6}", lambda found: _color(found[0]), svg)
+    return re.sub("#[0-9a-f]{6}", _color, svg)
 
 
-def _color(value: str) -> str:
-    return f"var(--{_COLORS[value]})" if value in _COLORS else value
+def _color(match: re.Match[str]) -> str:
+    name = _COLORS.get(match[0])
+    return match[0] if name is None else f"var(--{name})"
 
 
 def html_page(
@@ -88,28 +94,36 @@ def html_page(
 
     Args:
         title: Title of the sweep.
-        facts: Name and value of what is common to all runs, for the head of the page.
+        facts: Name and value of each property of all runs, for the head of the page.
         words: Sentences by network; those with the empty name are on the whole sweep.
         sections: The figures.
         table: Columns and rows of the table.
         source: The file of the sweep.
     """
-    names = [("words", "Which method when"), *((each.name, each.title) for each in sections), ("table", "Table")]
-    links = "".join(f'<a href="#{escape(name)}">{escape(text)}</a>' for name, text in [*names, ("file", "File")])
-    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    targets = [("words", "Which method when")]
+    targets += [(section.name, section.title) for section in sections]
+    targets += [("table", "Table"), ("file", "File")]
+    links = ""
+    for name, text in targets:
+        links += f'<a href="#{escape(name)}">{escape(text)}</a>'
+    pairs = ""
+    for name, value in facts.items():
+        pairs += f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
     parts = [
         f"<header><h1>{escape(title)}</h1><dl>{pairs}</dl><nav>{links}</nav></header>",
         _words(words),
         *map(_section, sections),
         _table(*table),
-        f'<section id="file"><h2>The file of the sweep</h2><pre tabindex="0">{escape(source)}</pre></section>',
+        '<section id="file"><h2>The file of the sweep</h2>'
+        f'<pre tabindex="0">{escape(source)}</pre></section>',
     ]
     style = _STYLE.read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # The page loads nothing and runs nothing, whatever the names in the runs are.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
         + "\n".join(parts)
         + "\n</main></body></html>\n"
@@ -117,19 +131,32 @@ def html_page(
 
 
 def _words(words: Mapping[str, Sequence[str]]) -> str:
-    parts = [_list(words.get("", ()))]
-    each = [f"<div><h3>{escape(name)}</h3>{_list(found)}</div>" for name, found in words.items() if name and found]
-    parts += [f'<div class="words">{"".join(each)}</div>'] if each else []
-    return f'<section id="words"><h2>Which method when</h2>{"".join(parts)}</section>'
+    networks = ""
+    for name, sentences in words.items():
+        if name and sentences:
+            networks += f"<div><h3>{escape(name)}</h3>{_list(sentences)}</div>"
+    if networks:
+        networks = f'<div class="words">{networks}</div>'
+    whole = _list(words.get("", ()))
+    return f'<section id="words"><h2>Which method when</h2>{whole}{networks}</section>'
 
 
 def _list(sentences: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>" if sentences else ""
+    if not sentences:
+        return ""
+    return f"<ul>{_elements('li', map(escape, sentences))}</ul>"
+
+
+def _elements(tag: str, contents: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{content}</{tag}>" for content in contents)
 
 
 def _section(section: Section) -> str:
-    figures = "".join(f"<figure>{figure}</figure>" for figure in section.figures)
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in dict.fromkeys(section.notes))
+    figures = _elements("figure", section.figures)
+    notes = ""
+    # The figures of a section can have the same caption.
+    for note in dict.fromkeys(section.notes):
+        notes += f'<p class="note">{escape(note)}</p>'
     return (
         f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>'
         f'<div class="figures">{figures}</div>{notes}</section>'
@@ -141,9 +168,16 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         attribute = "" if column.digits is None else ' class="number"'
         return f"<{name}{attribute}>{escape(text)}</{name}>"
 
-    head = "".join(tag(column, "th", column.header) for column in columns)
-    lines = "".join(f"<tr>{''.join(tag(column, 'td', cell(column, row)) for column in columns)}</tr>" for row in rows)
+    head = ""
+    for column in columns:
+        head += tag(column, "th", column.header)
+    body = ""
+    for row in rows:
+        body += "<tr>"
+        for column in columns:
+            body += tag(column, "td", cell(column, row))
+        body += "</tr>"
     return (
         '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )

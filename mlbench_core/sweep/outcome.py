@@ -1,8 +1,9 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs with the same network
-and the same number of workers are judged up to the same training time: the least one at which one of them was stopped.
-A run that reached its goal later missed it by this rule, as the stopped run might have reached it then, too.
+The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.times`. All runs
+with the same network and the same number of workers are judged up to the same training time: the
+least one at which one of them was stopped. A run that reached its goal later missed it by this
+rule, as the stopped run might have reached it then, too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mlbench_core.results.figures.numbers import Estimate
-from mlbench_core.results.pool import Group, check_comparable
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import holm, log_interval
-from mlbench_core.results.times import compare_times, cost_per_success_s, median_s
+from mlbench_core.comparison.figures.numbers import Estimate
+from mlbench_core.comparison.pool import Group, check_comparable
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import holm, log_interval
+from mlbench_core.comparison.times import TimesTest, compare_times, cost_per_success_s, median_s
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -66,7 +68,8 @@ class Cell:
     Attributes:
         network: Name of the network; None for one worker.
         group: The runs that ended; at least one.
-        failed: Number of runs that ended with an error. They are not in the group, and count as misses.
+        failed: Number of runs that ended with an error. They are not in the group, and count as
+            misses.
         planned: Number of runs that the sweep has for this cell.
     """
 
@@ -108,7 +111,7 @@ class Cell:
     @property
     def times_s(self) -> list[float]:
         """Return the times to the goal of the runs that reached it."""
-        return [record.time_to_goal_s for record in self.reached if record.time_to_goal_s]
+        return list(filter(None, map(attrgetter("time_to_goal_s"), self.reached)))
 
     @property
     def median_s(self) -> float | None:
@@ -117,16 +120,22 @@ class Cell:
 
     @property
     def cost_per_success_s(self) -> float | None:
-        """Return the training time of all runs for each that reached its goal; None if a run failed or none did."""
+        """Return the training time of all runs, divided by the number that reached their goal.
+
+        None if a run failed or none reached its goal.
+        """
         return cost_per_success_s(self.group.records, self.failed)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """Return the 95 % interval of the geometric mean, or None for a single run, or if a run missed its goal.
+        """Return the 95 % interval of the geometric mean.
 
-        The interval of the other runs would be too narrow and too low.
+        None for a single run, or if a run missed its goal: the interval of the other runs would be
+        too narrow and too low.
         """
-        return log_interval(self.times_s) if self.complete else None
+        if not self.complete:
+            return None
+        return log_interval(self.times_s)
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,8 @@ class Outcome:
         cells: The cells with at least one ended run.
         limit_s: Seconds of training after which a run ended; None without a limit.
         planned: Number of runs of the sweep.
-        judged_s: Training time up to which all runs of a network and a number of workers are judged, see
-            :func:`gather`. Places where no run was stopped are missing.
+        judged_s: Training time up to which all runs of a network and a number of workers are
+            judged, see :func:`gather`. Places where no run was stopped are missing.
     """
 
     title: str
@@ -156,8 +165,11 @@ class Outcome:
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = {(cell.algorithm, cell.network, cell.workers): cell for cell in self.cells}
-        object.__setattr__(self, "_index", found)
+        index = {}
+        for cell in self.cells:
+            index[cell.algorithm, cell.network, cell.workers] = cell
+        # The class is frozen.
+        object.__setattr__(self, "_index", index)
 
     @property
     def several(self) -> tuple[int, ...]:
@@ -166,7 +178,7 @@ class Outcome:
 
     @property
     def baseline(self) -> str:
-        """Return the name of the algorithm with which the others are compared: the first one of the sweep."""
+        """Return the name of the sweep's first algorithm, with which the others are compared."""
         return self.algorithms[0]
 
     @property
@@ -180,17 +192,28 @@ class Outcome:
         return sum(cell.runs + cell.failed for cell in self.cells)
 
     def cell(self, algorithm: str, network: str | None, workers: int) -> Cell | None:
-        """Return a cell; one worker belongs to every network. None if none of its runs reached or missed its goal."""
-        found = self._index.get((algorithm, network if workers > 1 else None, workers))
-        return found if found and found.runs else None
+        """Return a cell, or None if none of its runs reached or missed its goal.
+
+        One worker belongs to every network.
+        """
+        cell = self._index.get((algorithm, *_setting(network, workers)))
+        if cell is None or not cell.runs:
+            return None
+        return cell
 
     def row(self, network: str | None, workers: int) -> list[Cell]:
-        """Return the cells of all algorithms on a network, fastest first; those without a median are the last."""
-        cells = [cell for name in self.algorithms if (cell := self.cell(name, network, workers))]
-        return sorted(cells, key=order)
+        """Return the cells of all algorithms on a network, fastest first.
+
+        Those without a median are the last.
+        """
+        cells = (self.cell(name, network, workers) for name in self.algorithms)
+        return sorted(filter(None, cells), key=order)
 
     def not_within(self, network: str | None, workers: int) -> str:
-        """Return the text for a run that missed its goal: the training time up to which its place is judged.
+        """Return the text for a run that missed its goal.
+
+        It has the training time up to which the runs of the network and number of workers are
+        judged.
 
         Args:
             network: Name of the network; None for one worker.
@@ -200,8 +223,10 @@ class Outcome:
             >>> Outcome("", (), {}, (), (), limit_s=120).not_within(None, 1)
             'not within 2 min'
         """
-        limit_s = self.judged_s.get((network if workers > 1 else None, workers), self.limit_s)
-        return "goal not reached" if limit_s is None else f"not within {duration(limit_s)}"
+        limit_s = self.judged_s.get(_setting(network, workers), self.limit_s)
+        if limit_s is None:
+            return "goal not reached"
+        return f"not within {duration(limit_s)}"
 
 
 def duration(seconds: float) -> str:
@@ -212,21 +237,24 @@ def duration(seconds: float) -> str:
         ('2 min', '90 s', '1.5 h')
     """
     for unit, size in (("h", 3600), ("min", 60)):
+        # 5400 s is 1.5 h, but 90 s is not 1.5 min.
         if seconds >= size and seconds * 2 % size == 0 and (seconds % size == 0 or unit == "h"):
             return f"{seconds / size:g} {unit}"
     return f"{seconds:.4g} s"
 
 
 def order(cell: Cell) -> tuple[float, int]:
-    """Return the key by which cells are sorted: the median time, then the number of runs that missed the goal."""
-    return (math.inf if cell.median_s is None else cell.median_s, cell.missed + cell.failed)
+    """Return the key by which cells are sorted: the median time, then the number of misses."""
+    median = cell.median_s
+    return (math.inf if median is None else median, cell.missed + cell.failed)
 
 
 def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
-    """Return True if the test of :func:`~mlbench_core.results.times.compare_times` shows that two cells differ.
+    """Return True if the test of two cells shows that they differ.
 
-    The level is 5 %, after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected from
-    them because it is the fastest.
+    The test is that of :func:`~mlbench_core.comparison.times.compare_times`. The level is 5 %,
+    after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected
+    from them because it is the fastest.
 
     Args:
         a: The fastest cell.
@@ -236,31 +264,45 @@ def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
     Returns:
         None if a cell has a single run, or one that missed its goal, so that its mean is unknown.
     """
-    others = [cell for cell in row or (a, b) if cell is not a]
-    known = {id(cell): p for cell in others if (p := _p_value(a, cell)) is not None}
-    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
-    return adjusted[id(b)] < 0.05 if id(b) in adjusted else None
+    # All tests of the row count for the correction, not only that of b.
+    p_values: dict[int, float] = {}
+    for cell in row or (a, b):
+        if cell is a:
+            continue
+        test = _test(a, cell)
+        if test is not None:
+            # A cell holds dictionaries, so it cannot be a key itself.
+            p_values[id(cell)] = test.p
+    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    p_value = adjusted.get(id(b))
+    return None if p_value is None else p_value < 0.05
 
 
-def _p_value(a: Cell, b: Cell) -> float | None:
-    test = compare_times(a.group.records, b.group.records) if a.complete and b.complete else None
-    return None if test is None else test.p
+def _test(a: Cell, b: Cell) -> TimesTest | None:
+    """Return the test of the times of two cells; None if a run of one of them missed its goal."""
+    if not (a.complete and b.complete):
+        return None
+    return compare_times(a.group.records, b.group.records)
 
 
 def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
-    """Return how many times as fast one cell is as another, with the interval of the ratio of the geometric means.
+    """Return how many times as fast one cell is as another.
+
+    The interval is that of the ratio of the geometric means.
 
     Args:
         slower: The cell in the numerator.
         faster: The cell in the denominator.
 
     Returns:
-        The ratio of the medians; its interval is missing if a run missed its goal. None without both medians.
+        The ratio of the medians; its interval is missing if a run missed its goal. None without
+        both medians.
     """
     if slower.median_s is None or faster.median_s is None:
         return None
-    test = compare_times(slower.group.records, faster.group.records) if slower.complete and faster.complete else None
-    low, high = test.interval if test is not None else (None, None)
+    test = _test(slower, faster)
+    # The ratio is that of the medians, and its interval that of the geometric means.
+    low, high = (None, None) if test is None else test.interval
     return Estimate(slower.median_s / faster.median_s, low, high, min(slower.runs, faster.runs))
 
 
@@ -273,10 +315,16 @@ def sent_per_worker(record: RunRecord) -> float | None:
     if not record.reached or record.bytes_on_wire is None or not record.workers:
         return None
     sent: float | None = record.bytes_on_wire
-    if record.epochs_to_goal is not None and record.epochs is not None and record.epochs_to_goal < record.epochs:
+    to_goal, epochs = record.epochs_to_goal, record.epochs
+    if to_goal is not None and epochs is not None and to_goal < epochs:
         # The run went on after its goal, so only its raw lines have the number.
-        metric, step = str((record.goal or {}).get("metric")), record.steps_to_goal or 0
-        sent = next((point.bytes for point in record.curve(metric) if point.step >= step), None)
+        metric = str((record.goal or {}).get("metric"))
+        step = record.steps_to_goal or 0
+        sent = None
+        for point in record.curve(metric):
+            if point.step >= step:
+                sent = point.bytes
+                break
     return None if sent is None else sent / record.workers
 
 
@@ -291,9 +339,9 @@ def gather(
 ) -> Outcome:
     """Gather the runs of a sweep.
 
-    A run that reached its goal after the limit missed it. If an earlier version stopped a run, all runs of its network
-    and number of workers are judged by what they had reached at the least training time at which one of them was
-    stopped. So no method is stopped earlier than another.
+    A run that reached its goal after the limit missed it. If an earlier version stopped a run, all
+    runs of its network and number of workers are judged by their progress at the least training
+    time at which one of them was stopped. So no method is stopped earlier than another.
 
     Args:
         places: The planned runs.
@@ -307,35 +355,42 @@ def gather(
         ConfigurationError: Runs had different goals.
     """
     places = list(places)
-    judged_s: dict[tuple[str | None, int], float] = {}
-    for place in places:
-        record = records.get(place.name)
-        if record is None or record.state != "unfinished" or not _is_late(record, None) or record.train_s is None:
-            continue
-        judged_s[_place(place)] = min(record.train_s, judged_s.get(_place(place), math.inf))
-    records = {
-        place.name: _judged(records[place.name], judged_s.get(_place(place), limit_s))
-        for place in places
-        if place.name in records
-    }
-    check_comparable([records[place.name] for place in places if place.name in records])
-    found: dict[tuple[str, str | None, int], list[Place]] = {}
-    for place in places:
-        found.setdefault((place.algorithm, *_place(place)), []).append(place)
+    # One training time for all runs of a setting, so that no method is stopped before another.
+    judged_s = _least_stopped_s(places, records)
+    judged: dict[str, RunRecord] = {}
+    names_of_cells: dict[tuple[str, str | None, int], list[str]] = {}
+    for run in places:
+        setting = _setting(run.network, run.workers)
+        names_of_cells.setdefault((run.algorithm, *setting), []).append(run.name)
+        if run.name in records:
+            judged[run.name] = _judged(records[run.name], judged_s.get(setting, limit_s))
+    check_comparable(list(judged.values()))
     cells = []
-    for (algorithm, network, workers), of_cell in found.items():
-        ended = tuple(records[place.name] for place in of_cell if place.name in records)
-        lost = sum(place.name in failed for place in of_cell)
-        # The settings of a run are those of the first one that has them: a run that was stopped may have none.
-        settings = next((record.configuration for record in ended if record.configuration.get("goal")), {})
-        configuration = {name: value for name, value in settings.items() if name != "seed"}
+    for (algorithm, network, workers), names in names_of_cells.items():
+        ended = []
+        lost = 0
+        for name in names:
+            if name in judged:
+                ended.append(judged[name])
+            if name in failed:
+                # It counts as a miss, but there is no record of it.
+                lost += 1
+        # The settings of a run are those of the first one that has them: a run that was stopped may
+        # have none.
+        configuration: dict[str, Any] = {}
+        for record in ended:
+            if record.configuration.get("goal"):
+                configuration = dict(record.configuration)
+                break
+        configuration.pop("seed", None)
         if ended or lost:
-            cells.append(Cell(network, Group(algorithm, workers, configuration, ended), lost, len(of_cell)))
+            group = Group(algorithm, workers, configuration, tuple(ended))
+            cells.append(Cell(network, group, lost, len(names)))
     return Outcome(
         title=title,
-        algorithms=tuple(dict.fromkeys(place.algorithm for place in places)),
+        algorithms=tuple(dict.fromkeys(map(attrgetter("algorithm"), places))),
         networks=dict(networks),
-        workers=tuple(sorted({place.workers for place in places})),
+        workers=tuple(sorted(set(map(attrgetter("workers"), places)))),
         cells=tuple(cells),
         limit_s=limit_s,
         planned=len(places),
@@ -343,13 +398,30 @@ def gather(
     )
 
 
-def _place(place: Place) -> tuple[str | None, int]:
+def _setting(network: str | None, workers: int) -> tuple[str | None, int]:
     """Return the network and the number of workers of a run; one worker has no network."""
-    return (place.network if place.workers > 1 else None, place.workers)
+    return (network if workers > 1 else None, workers)
+
+
+def _least_stopped_s(
+    places: Iterable[Place], records: Mapping[str, RunRecord]
+) -> dict[tuple[str | None, int], float]:
+    """Return the least training time at which a run was stopped, by network and workers."""
+    least_s: dict[tuple[str | None, int], float] = {}
+    for run in places:
+        record = records.get(run.name)
+        # Only earlier versions left an unfinished run at the limit; now the script ends it.
+        if record is None or record.state != "unfinished" or record.train_s is None:
+            continue
+        if _is_late(record, None):
+            setting = _setting(run.network, run.workers)
+            least_s[setting] = min(record.train_s, least_s.get(setting, math.inf))
+    return least_s
 
 
 def _is_late(record: RunRecord, limit_s: float | None) -> bool:
     """Return True if a run did not reach its goal, or only after a training time."""
+    # A run that reached its goal without a recorded time counts as late: its time is not known.
     time_s = record.time_to_goal_s if record.reached else None
     return not time_s or (limit_s is not None and time_s > limit_s)
 
@@ -358,5 +430,10 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     """Return a run as if it had been stopped at a training time."""
     if not _is_late(record, limit_s):
         return record
-    train_s = record.train_s if limit_s is None or record.train_s is None else min(record.train_s, limit_s)
-    return dataclasses.replace(record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s)
+    # A goal that was reached later counts as missed, with the training up to the limit.
+    train_s = record.train_s
+    if limit_s is not None and train_s is not None:
+        train_s = min(train_s, limit_s)
+    return dataclasses.replace(
+        record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s
+    )

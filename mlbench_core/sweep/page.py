@@ -1,25 +1,30 @@
-"""Write the page of a sweep: tables, figures, the map of the fastest methods, and their conclusions in words."""
+"""Write the page of a sweep.
+
+It has tables, figures, the map of the fastest methods, and their conclusions in words.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.comparison.collection import machine_text, software_text
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.pool import plural
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.table import escape, markdown_lines
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
-from mlbench_core.results.collection import machine_text, software_text
-from mlbench_core.results.load import load
-from mlbench_core.results.pool import plural
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.table import cell, escape
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
-from mlbench_core.sweep.folder import RUNS, SweepFolder
+from mlbench_core.sweep.folder import RECORD, RUNS, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
 from mlbench_core.sweep.outcome import Outcome, duration, gather
 from mlbench_core.sweep.tables import as_csv, known_columns, table_rows
@@ -27,7 +32,7 @@ from mlbench_core.sweep.winners import Map, Predict, predict_map
 from mlbench_core.sweep.words import per_network, summary
 
 if TYPE_CHECKING:
-    from mlbench_core.results.figures import Drawing
+    from mlbench_core.comparison.figures import Drawing
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -44,7 +49,8 @@ def write_page(
 ) -> list[Path]:
     """Write the page of a sweep into its folder: ``index.html``, ``index.md``, tables and figures.
 
-    A sweep that has not ended has a page of the runs so far. Without matplotlib, the page has no figures.
+    A sweep that has not ended has a page of the runs so far. Without matplotlib, the page has no
+    figures.
 
     Args:
         folder: The folder of the sweep, with ``sweep.toml`` and the result folders in ``runs``.
@@ -60,19 +66,32 @@ def write_page(
         ConfigurationError: The sweep cannot be read, no run has ended, or runs had different goals.
     """
     sweep = sweep or load_sweep(folder / _COPY)
-    pricing = pricing if pricing is not None else sweep.price
+    if pricing is None:
+        pricing = sweep.price
     outcome = read_outcome(folder, sweep, title)
     if not outcome.groups:
-        raise ConfigurationError(f"{folder} must have runs that ended, but it has none: run the sweep first")
+        raise ConfigurationError(f"{folder} has no runs that have ended: run the sweep first")
     maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)
-    words = {"": summary(outcome, maps), **{name: per_network(outcome, name) for name in outcome.networks}}
+    words = {"": summary(outcome, maps)}
+    for name in outcome.networks:
+        words[name] = per_network(outcome, name)
+    # The planned runs do not have those that repeat_stopped = false leaves out.
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
-    source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
-    content = {"title": outcome.title, "facts": facts, "words": words, "rows": rows, "maps": list(map(_map_json, maps))}
+    # A text file of the user may begin with a byte order mark.
+    source = ""
+    if copy.exists():
+        source = copy.read_text(encoding="utf-8-sig")
+    content = {
+        "title": outcome.title,
+        "facts": facts,
+        "words": words,
+        "rows": rows,
+        "maps": list(map(_map_json, maps)),
+    }
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
         "index.md": _markdown(outcome.title, facts, words, captions, rows),
@@ -82,7 +101,7 @@ def write_page(
     for name, text in texts.items():
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
-    return [*(folder / name for name in texts), *written]
+    return [*map(folder.joinpath, texts), *written]
 
 
 def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcome:
@@ -98,12 +117,17 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
     """
     state = SweepFolder(folder)
     points = state.planned(sweep)
-    records = {point.name: _record(folder / RUNS / point.name, point) for point in points}
+    records = {}
+    for point in points:
+        record = _record(folder / RUNS / point.name, point)
+        if record is not None:
+            records[point.name] = record
     return gather(
         points,
-        {name: record for name, record in records.items() if record is not None},
+        records,
         sweep.networks,
-        failed=set(state.failures(points)) - {name for name, found in records.items() if found},
+        # A run that succeeded at its second try may still have the file of its failure.
+        failed=set(state.failures(points)).difference(records),
         title=title or sweep.title,
         limit_s=sweep.limit_s,
     )
@@ -113,30 +137,36 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
     """Return the result of a run; None if it has not ended."""
     if not folder.is_dir():
         return None
-    found = load([folder], empty_is_error=False)
-    if found:
+    loaded = load([folder], empty_is_error=False)
+    if loaded:
         # Its name at the master has random digits.
-        return dataclasses.replace(found[0], name=point.name)
+        return dataclasses.replace(loaded[0], name=point.name)
     # A run that was stopped before its workers wrote a line.
-    return RunRecord(point.name, state="unfinished", configuration={"workers": point.workers}, reached=False)
+    workers = {"workers": point.workers}
+    return RunRecord(point.name, state="unfinished", configuration=workers, reached=False)
 
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
     maps = []
+    # One worker has no network, so there is no map for it.
     for workers in outcome.several:
-        found = predict_map(outcome, workers, predict)
-        if found is None:
+        prediction = predict_map(outcome, workers, predict)
+        if prediction is None:
             report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
         else:
-            maps.append(found)
+            maps.append(prediction)
     return maps
 
 
 def _figures(
-    outcome: Outcome, maps: Sequence[Map], pricing: Pricing, folder: Path, report: Callable[[str], None]
+    outcome: Outcome,
+    maps: Sequence[Map],
+    pricing: Pricing,
+    folder: Path,
+    report: Callable[[str], None],
 ) -> tuple[list[Section], dict[str, str], list[Path]]:
     """Draw all figures: inline for the page, and those of all networks as files."""
-    from mlbench_core.results.figures import save, style
+    from mlbench_core.comparison.figures import save, style
 
     sections: list[Section] = []
     captions: dict[str, str] = {}
@@ -145,22 +175,24 @@ def _figures(
         with style():
             for section, makers in _makers(outcome, maps, pricing):
                 whole, *single = makers
+                # The tables do not depend on a figure.
                 try:
                     drawing = whole()
-                except Exception as error:  # the tables do not depend on a figure
+                except Exception as error:
                     report(f"{section.name} is not drawn: {error}")
                     continue
                 written += save(drawing, folder)
                 captions[drawing.name] = drawing.caption
-                again: Sequence[Callable[[], Drawing] | None] = single or [None]
-                for make in again:
+                inline = [] if single else [drawing]
+                for make in single:
                     try:
-                        shown = make() if make is not None else drawing
+                        inline.append(make())
                     except Exception as error:
                         report(f"{section.name} is not drawn for every network: {error}")
-                        continue
+                for shown in inline:
                     section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))
                     section.notes.append(drawing.caption)
+                # The maps of all numbers of workers share one section.
                 if not sections or sections[-1].name != section.name:
                     sections.append(section)
     except MissingDependencyError as error:
@@ -172,76 +204,102 @@ def _figures(
 def _makers(
     outcome: Outcome, maps: Sequence[Map], pricing: Pricing
 ) -> Iterator[tuple[Section, list[Callable[[], Drawing]]]]:
-    """Yield each section with the function of the figure of all networks, and those of the single networks."""
+    """Yield each section with the functions that draw its figures.
+
+    The first figure is that of all networks, and the others are those of the single networks.
+    """
     from mlbench_core.sweep.figure_map import draw_map
     from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
 
-    every = list(quantities(outcome, pricing))
+    time, *others = quantities(outcome, pricing)
+    networks: tuple[str | None, ...] = (None, *outcome.networks)
 
-    def rows(quantity: Any) -> tuple[Section, list[Callable[[], Drawing]]]:
-        single = [functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks]
-        return Section(quantity.name, quantity.title), [lambda: draw_rows(outcome, quantity), *single]
+    def makers(draw: Callable[..., Drawing], *arguments: Any) -> list[Callable[[], Drawing]]:
+        return [partial(draw, outcome, *arguments, name) for name in networks]
 
-    yield rows(every[0])
-    for_maps = Section("map", "Map: which method wins")
-    for found in maps:
-        yield for_maps, [functools.partial(draw_map, outcome, found)]
-    single = [functools.partial(draw_bytes, outcome, name) for name in outcome.networks]
-    yield Section("bytes_to_goal", "Bytes and time to goal"), [lambda: draw_bytes(outcome), *single]
-    for quantity in every[1:]:
-        yield rows(quantity)
+    yield Section(time.name, time.title), makers(draw_rows, time)
+    # A map has all networks in one figure.
+    map_section = Section("map", "Map: which method wins")
+    for prediction in maps:
+        yield map_section, [partial(draw_map, outcome, prediction)]
+    bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
+    yield bytes_section, makers(draw_bytes)
+    for quantity in others:
+        yield Section(quantity.name, quantity.title), makers(draw_rows, quantity)
 
 
 def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> dict[str, str]:
     groups = outcome.groups
-    records = [record for group in groups for record in group.records]
-    dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
-    hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
+    goals: list[str] = []
+    dates: list[str] = []
+    total_s = 0.0
+    records_of_groups = map(operator.attrgetter("records"), groups)
+    for record in itertools.chain.from_iterable(records_of_groups):
+        total_s += _seconds(folder / RUNS / record.name)
+        if record.goal:
+            goals.append(record.goal_text)
+        if record.started_at:
+            dates.append(str(record.started_at)[:10])
+    # Dates in ISO 8601 are in the order of their texts.
+    ends = [min(dates), max(dates)] if dates else []
+    networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
+    hours = ""
+    if total_s:
+        hours = f"{total_s / 3600:.1f} h"
     facts = {
-        "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
-        f"missed the goal"
-        + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
-        + _stopped(outcome)
-        + (f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped" if left_out else ""),
-        "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
-        "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
+        "Runs": _runs_text(outcome, left_out),
+        "Goal": "; ".join(dict.fromkeys(goals)),
+        "Networks": "; ".join(networks),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
-        "Date": "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
-        "Time of all runs": f"{hours:.1f} h" if hours else "",
+        "Date": " to ".join(dict.fromkeys(ends)),
+        "Time of all runs": hours,
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
 
 
+def _runs_text(outcome: Outcome, left_out: int) -> str:
+    missed = sum(map(operator.attrgetter("missed"), outcome.cells))
+    text = f"{outcome.ended} of {outcome.planned} planned; {plural(missed, 'run')} missed the goal"
+    if outcome.limit_s is not None:
+        text += f", limit {duration(outcome.limit_s)}"
+    text += _stopped(outcome)
+    if left_out:
+        text += (
+            f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped"
+        )
+    return text
+
+
 def _stopped(outcome: Outcome) -> str:
-    """Say up to which training time all runs are judged."""
+    """Return the training times up to which all runs are judged."""
     if not outcome.judged_s:
         return ""
-    places = [
-        f"{seconds:.3g} s ({name or 'one machine'}, {plural(workers, 'worker')})"
-        for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str)
-    ]
+    limits = []
+    for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str):
+        limits.append(f"{seconds:.3g} s ({name or 'one machine'}, {plural(workers, 'worker')})")
     return (
-        "; all runs of a network and a number of workers are judged up to the least training time at which one of them "
-        f"was stopped, and a run that reached the goal later counts as missed: {', '.join(places)}"
+        "; all runs of a network and a number of workers are judged up to the least training time "
+        "at which one of them was stopped, and a run that reached the goal later counts as "
+        f"missed: {', '.join(limits)}"
     )
 
 
 def _seconds(folder: Path) -> float:
-    """Return the seconds of a run from the start of its workers to their end; 0 if they are unknown."""
+    """Return the seconds from the start of a run's workers to their end; 0 if unknown."""
     try:
-        return float(json.loads((folder / "run.json").read_text(encoding="utf-8"))["seconds"])
+        return float(json.loads((folder / RECORD).read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
 
-def _map_json(found: Map) -> dict[str, Any]:
+def _map_json(prediction: Map) -> dict[str, Any]:
     return {
-        "workers": found.workers,
-        "predicted": [vars(cell) for cell in found.cells],
-        "measured": [vars(point) for point in found.points],
-        "left_out": found.left_out,
+        "workers": prediction.workers,
+        "predicted": list(map(vars, prediction.cells)),
+        "measured": list(map(vars, prediction.points)),
+        "left_out": prediction.left_out,
     }
 
 
@@ -252,26 +310,30 @@ def _markdown(
     captions: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
 ) -> str:
-    lines = [f"# {escape(title)}", "", *(f"- {name}: {escape(value)}" for name, value in facts.items()), ""]
+    lines = [f"# {escape(title)}", ""]
+    for name, value in facts.items():
+        lines.append(f"- {name}: {escape(value)}")
     # A relative path in the file belongs to the folder from which the sweep was started.
-    lines += ["Command, in the original folder of the file:", "", "```bash", "mlbench sweep sweep.toml --output FOLDER"]
-    lines += ["```", "", "## Which method when", ""]
-    lines += [f"- {escape(sentence)}" for sentence in words[""]]
+    lines += ["", "Command, in the original folder of the file:", ""]
+    lines += ["```bash", "mlbench sweep sweep.toml --output FOLDER", "```", ""]
+    lines += ["## Which method when", "", *_list(words[""])]
     for name, sentences in words.items():
         if name and sentences:
-            lines += ["", f"### {escape(name)}", "", *(f"- {escape(sentence)}" for sentence in sentences)]
+            lines += ["", f"### {escape(name)}", "", *_list(sentences)]
     if captions:
         lines += ["", "## Figures", ""]
-        for name, caption in captions.items():
-            lines += [f"![{name.replace('_', ' ')}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
-    columns = known_columns(rows)
-    lines += ["", "## Table", "", f"| {' | '.join(column.header for column in columns)} |"]
-    lines.append(f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |")
-    lines += [f"| {' | '.join(escape(cell(column, row)) for column in columns)} |" for row in rows]
+    for name, caption in captions.items():
+        lines += [f"![{name.replace('_', ' ')}]({name}.png)", ""]
+        lines += [f"{escape(caption)} ([SVG]({name}.svg))", ""]
+    lines += ["", "## Table", "", *markdown_lines(known_columns(rows), rows)]
     lines += [
         "",
-        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, [sweep.toml](sweep.toml)",
+        "[table.csv](table.csv) and [results.json](results.json) "
+        "have the same numbers, [sweep.toml](sweep.toml)",
+        "is the file of the sweep, and the folder `runs` has the result folder of each run.",
     ]
-    return (
-        "\n".join([*lines, "is the file of the sweep, and the folder `runs` has the result folder of each run."]) + "\n"
-    )
+    return "\n".join(lines) + "\n"
+
+
+def _list(sentences: Iterable[str]) -> list[str]:
+    return [f"- {escape(sentence)}" for sentence in sentences]

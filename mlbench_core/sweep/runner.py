@@ -4,17 +4,18 @@ The steps of one run, each of which can be the last one of a killed process::
 
     1. write current.json: the point, and a new name for the run at the master
     2. request the run from the master
-    3. wait for its end; at the limit of its training time, the run ends by itself
+    3. wait for its end; at the limit of its training time, the run stops
     4. put its folder together in unfinished/, and move it to runs/
     5. remove current.json
 
-The next start continues: a run with that name is the run of step 2. The name ends with random digits, so that no run of
-another sweep has it. A master that does not answer any more is looked for again, and started again if it is the
-embedded one.
+The next start continues: a run with that name is the run of step 2. The name ends with random
+digits, so that no run of another sweep has it. A master that does not answer any more is looked for
+again, and started again if it is the embedded one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from mlbench_core.comparison.load import save
 from mlbench_core.errors import ConfigurationError, MasterError, MasterRequestError
 from mlbench_core.results.folder import RESULT, read_result
-from mlbench_core.results.load import save
 from mlbench_core.sweep.file import LONGEST_NAME, Point, Sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 from mlbench_core.tasks import TRAIN_LIMIT
@@ -33,12 +34,17 @@ __all__ = ["Observer", "Runner"]
 
 POLL_S = 0.5
 GUARD_TIMES, GUARD_S = 10, 300.0
-"""A run is stopped after ``GUARD_TIMES`` times its limit plus ``GUARD_S`` seconds: it hangs, or ignores the limit."""
+"""A run is stopped after ``GUARD_TIMES`` times its limit plus ``GUARD_S`` seconds.
+
+It hangs, or its script ignores the limit.
+"""
 
 LOST_MASTER_S = 120.0
 """Seconds for which the master may not answer."""
 
+# The states of a run that has not ended.
 _OPEN = ("initialized", "started")
+# Enough for a traceback.
 _LOG_LINES = 20
 T = TypeVar("T")
 
@@ -92,8 +98,8 @@ class Runner:
         folder: Its folder, which must be open.
         connect: Function that finds the master, or starts it.
         observer: The display of the progress.
-        call: Fields of each request that come from the call of the command. They are not part of a point, which may be
-            continued by a call from another folder.
+        call: Fields of each request that come from the call of the command. They are not part of a
+            point, which may be continued by a call from another folder.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class Runner:
         Raises:
             MasterRequestError: The master did not answer for too long, or refused a request.
         """
+        # Each start of the command has the whole budget.
         started = time.monotonic()
         self._drop_other_run(pending)
         while pending:
@@ -131,8 +138,9 @@ class Runner:
                 return False
             self._observer.begin(pending)
             self._observer.end(pending[0], self._run_point(pending[0]))
-            planned = {point.name for point in self._folder.planned(self._sweep)}
-            pending = [point for point in pending[1:] if point.name in planned]
+            # With repeat_stopped = false, the run that ended may leave out those of other seeds.
+            planned = set(self._folder.planned(self._sweep))
+            pending = [point for point in pending[1:] if point in planned]
         return True
 
     def _drop_other_run(self, pending: Sequence[Point]) -> None:
@@ -140,6 +148,7 @@ class Runner:
         current = self._folder.current()
         if current is None or any(_is_same(current, point) for point in pending):
             return
+        # The file has changed since, or the result is saved already.
         item = self._find(current["run"])
         if item is not None and item.get("state") in _OPEN:
             self._delete(item)
@@ -148,13 +157,15 @@ class Runner:
     def _run_point(self, point: Point) -> Done | Failure:
         try:
             item = self._watch(point)
-            # Killed together with the machine or with all of its processes: the run itself did nothing wrong.
+            # Killed together with the machine or with all of its processes: the run itself did
+            # nothing wrong.
             if _reason(item).startswith("lost"):
                 item = self._watch(point)
         except KeyboardInterrupt:
             self._stop_current()
             raise
         ended = self._save(point, item)
+        # Only now: the next start of a killed process must find the run until its result is saved.
         self._folder.set_current(None)
         return ended
 
@@ -162,7 +173,7 @@ class Runner:
         """Start a run, or take over that of an earlier start, and return it at its end."""
         item = self._take_over(point)
         if item is not None:
-            return self._wait(point, item, False)
+            return self._wait(point, item, is_new=False)
         try:
             item = self._request(point)
         except MasterRequestError as error:
@@ -170,7 +181,7 @@ class Runner:
                 raise
             # Of a wrong request, the others may still be right.
             return {"state": "failed", "job_metadata": {"reason": str(error)}}
-        return self._wait(point, item, True)
+        return self._wait(point, item, is_new=True)
 
     def _take_over(self, point: Point) -> dict[str, Any] | None:
         """Return the run that an earlier start requested, if it goes on or has a result."""
@@ -178,21 +189,28 @@ class Runner:
         if current is None or not _is_same(current, point):
             return None
         item = self._find(current["run"])
-        if item is None or (item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)):
+        if item is None:
+            return None
+        # A run that failed is started again.
+        if item.get("state") not in _OPEN and isinstance(self._judge(item), Failure):
             return None
         self._observer.note(f"{point.name} was started before: going on with it")
         return item
 
     def _request(self, point: Point) -> dict[str, Any]:
         """Start a run under a name that no other run has."""
+        # Sweeps share a master, and a new try must not replace an older run.
         run = f"{point.name[: LONGEST_NAME - 9].rstrip('-')}-{secrets.token_hex(4)}"
+        # Before the request: if this process is killed after it, the next start finds the run.
         self._folder.set_current(point, run)
+        fields = {**point.request, **self._call_fields, "name": run}
+        if self._sweep.limit_s is not None:
+            # The script ends itself at the limit, which counts its training time only.
+            limit = {TRAIN_LIMIT: repr(self._sweep.limit_s)}
+            fields["environment"] = {**fields.get("environment", {}), **limit}
 
         def create(master: Master) -> dict[str, Any]:
             # A request can arrive although its answer does not.
-            fields = {**point.request, **self._call_fields, "name": run}
-            if self._sweep.limit_s is not None:
-                fields["environment"] = {**fields.get("environment", {}), TRAIN_LIMIT: repr(self._sweep.limit_s)}
             return self._find_at(master, run) or master.create(fields)
 
         return self._call(create)
@@ -205,18 +223,21 @@ class Runner:
             if error.status != 404:
                 raise
 
-    def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
-        """Watch a run until it ends, and stop it if it hangs; return it as the master describes it then."""
+    def _wait(self, point: Point, item: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
+        """Watch a run until it ends, stop it if it hangs, and return it as it ended."""
         run_id = item["id"]
+        guard_s = _guard_s(self._sweep)
         started: float | None = None
         is_stopped = False
         while item.get("state") in _OPEN:
             now = time.monotonic()
             if item["state"] == "started" and started is None:
-                started = now if is_new else now - _seconds_since(item)
+                started = now
+                # The workers of a run that was taken over started before this process.
+                if not is_new:
+                    started -= _seconds_since(item)
             elapsed = 0.0 if started is None else now - started
             self._observer.watch(point, item["state"], elapsed)
-            guard_s = _guard_s(self._sweep)
             if guard_s is not None and elapsed > guard_s and not is_stopped:
                 self._call(lambda master: master.stop(run_id))
                 is_stopped = True
@@ -232,14 +253,19 @@ class Runner:
             return Done("finished", seconds)
         reason, guard_s = _reason(item), _guard_s(self._sweep)
         if reason.startswith("stopped") and guard_s is not None and seconds > guard_s:
-            reason = f"stopped after {guard_s:g} s: its training did not end at the limit of {self._sweep.limit_s:g} s"
+            reason = (
+                f"stopped after {guard_s:g} s: "
+                f"its training did not end at the limit of {self._sweep.limit_s:g} s"
+            )
         details = item.get("job_metadata") or {}
-        lines = (str(details.get("stderr") or "") or str(details.get("stdout") or "")).splitlines()
-        return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))
+        # The cause of a failure is mostly at the end of standard error.
+        log = str(details.get("stderr") or details.get("stdout") or "")
+        return Failure(reason, log="\n".join(log.splitlines()[-_LOG_LINES:]))
 
     def _save(self, point: Point, item: Mapping[str, Any]) -> Done | Failure:
         """Save the result of a run."""
         ended = self._judge(item)
+        # A run that finished for the master may still have left no usable result.
         if isinstance(ended, Done):
             try:
                 ended = self._fetch(point, item, ended)
@@ -249,24 +275,32 @@ class Runner:
             self._folder.add(point, self._sweep, ended)
             return ended
         before = self._folder.failures([point]).get(point.name)
-        ended = Failure(ended.reason, tries=1 + (before.tries if before else 0), log=ended.log)
+        if before is not None:
+            ended = dataclasses.replace(ended, tries=before.tries + 1)
         self._folder.add_failure(point, ended)
         return ended
 
     def _fetch(self, point: Point, item: Mapping[str, Any], ended: Done) -> Done | Failure:
-        """Put the result folder of a run together, and return how the run ended by what its workers wrote.
+        """Put the result folder of a run together, and return how the run ended.
+
+        The outcome depends on the files that its workers wrote.
 
         Raises:
             ConfigurationError: The result is damaged.
         """
         folder = self._folder.prepare(point)
-        found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
-        if not found:
-            # A script of the user need not leave a result folder, and a stopped run may not have begun.
-            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
-        elif _has_finished(folder):
-            return Done("limit" if _missed_at(folder, self._sweep.limit_s) else "finished", ended.seconds)
-        elif ended.outcome == "finished":
+        run_id = item["id"]
+        has_result = self._call(lambda master: master.fetch_result(run_id, folder, unfinished=True))
+        if not has_result:
+            # A script of the user need not leave a result folder, and a stopped run may not have
+            # begun.
+            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
+            return ended
+        if (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished":
+            if _missed_at(folder, self._sweep.limit_s):
+                return Done("limit", ended.seconds)
+            return Done("finished", ended.seconds)
+        if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
 
@@ -286,7 +320,10 @@ class Runner:
 
     @staticmethod
     def _find_at(master: Master, run: str) -> dict[str, Any] | None:
-        return next((item for item in master.runs() if item.get("name") == run), None)
+        for item in master.runs():
+            if item.get("name") == run:
+                return item
+        return None
 
     def _call(self, request: Callable[[Master], T]) -> T:
         """Send a request, again and to a new master if the master does not answer."""
@@ -298,8 +335,11 @@ class Runner:
                 return request(self._master)
             except MasterError as error:
                 status = error.status if isinstance(error, MasterRequestError) else None
-                # A refusal stays, and a master that cannot be started was not there before.
-                if (status is not None and status < 500) or (self._master is None and failing_since is None):
+                # A refusal stays.
+                if status is not None and status < 500:
+                    raise
+                # A master that cannot be started was not there before.
+                if self._master is None and failing_since is None:
                     raise
                 now = time.monotonic()
                 if failing_since is None:
@@ -307,13 +347,16 @@ class Runner:
                     self._observer.note(f"{error}; trying again for {LOST_MASTER_S:g} s")
                 if now - failing_since >= LOST_MASTER_S:
                     raise
+                # The next try looks for the master again, and starts it if it is the embedded one.
                 self._master = None
                 time.sleep(POLL_S)
 
 
 def _guard_s(sweep: Sweep) -> float | None:
-    """Return the seconds after which a run is stopped, whatever its training does; None without a limit."""
-    return None if sweep.limit_s is None else GUARD_TIMES * sweep.limit_s + GUARD_S
+    """Return the seconds after which a run is stopped in any case; None without a limit."""
+    if sweep.limit_s is None:
+        return None
+    return GUARD_TIMES * sweep.limit_s + GUARD_S
 
 
 def _missed_at(folder: Path, limit_s: float | None) -> bool:
@@ -323,12 +366,11 @@ def _missed_at(folder: Path, limit_s: float | None) -> bool:
     if goal is None or limit_s is None:
         return False
     # The goal may be reached in the epoch in which the limit lies.
-    seconds = goal["time_to_goal_s"] if goal["reached"] else {"slowest": result["times"]["slowest"]["train_s"]}
-    return bool(seconds["slowest"] > limit_s)
-
-
-def _has_finished(folder: Path) -> bool:
-    return (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished"
+    if goal["reached"]:
+        seconds = goal["time_to_goal_s"]["slowest"]
+    else:
+        seconds = result["times"]["slowest"]["train_s"]
+    return bool(seconds > limit_s)
 
 
 def _reason(item: Mapping[str, Any]) -> str:
@@ -350,10 +392,13 @@ def _date(text: Any) -> datetime | None:
 
 def _duration(item: Mapping[str, Any]) -> float:
     started, finished = _date(item.get("started_at")), _date(item.get("finished_at"))
-    return max(0.0, (finished - started).total_seconds()) if started and finished else 0.0
+    if started is None or finished is None:
+        return 0.0
+    return max(0.0, (finished - started).total_seconds())
 
 
 def _seconds_since(item: Mapping[str, Any]) -> float:
-    """Return the seconds since the workers of a run started, by the clocks of the master and of this machine."""
+    """Return the seconds since the workers of a run started."""
     started = _date(item.get("started_at"))
+    # The clocks of the master and of this machine may differ.
     return 0.0 if started is None else max(0.0, time.time() - started.timestamp())

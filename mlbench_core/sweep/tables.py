@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.table import Column, safe_cell
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.stats import known_values
+from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 
 __all__ = ["COLUMNS", "as_csv", "known_columns", "table_rows"]
@@ -23,13 +24,18 @@ COLUMNS = (
     Column("reached", "Reached", 0),
     Column("missed", "Missed", 0),
     Column("failed", "Failed", 0),
+    # A missed run counts as longer than all others.
     Column("median_s", "Median (s)", 2),
+    # Missing if a run missed the goal.
     Column("interval_low_s", "95 % from (s)", 2),
     Column("interval_high_s", "to (s)", 2),
+    # Known with misses, too: the training time of all runs for each success.
     Column("cost_per_success_s", "Cost per success (s)", 2),
+    # The ratio of the medians; its interval is that of the ratio of the geometric means.
     Column("times_as_fast", "Times as fast", 2),
     Column("times_low", "95 % from", 2),
     Column("times_high", "to", 2),
+    # Until the goal, on average over the workers.
     Column("sent_mb", "On the wire, by a worker (MB)", 3),
     Column("exchanges", "Exchanges", 0),
     Column("epochs_to_goal", "Epochs to goal", 1),
@@ -44,35 +50,51 @@ _ONLY_CSV = ("planned", "missed", "times_low", "times_high")
 
 
 def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
-    """Return one row for each cell, with an entry for each of :data:`COLUMNS`; None if a value is unknown.
+    """Return one row for each cell, with an entry for each of :data:`COLUMNS`.
 
-    Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One worker has no
-    network. ``times_as_fast`` is relative to the sweep's first algorithm with the same network and number of workers.
+    An unknown value is None.
+
+    Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One
+    worker has no network. ``times_as_fast`` is relative to the sweep's first algorithm with the
+    same network and number of workers.
 
     Args:
         outcome: The runs.
         pricing: Price of the machines.
     """
     cells: list[Cell] = []
-    for network, workers in [(None, 1), *((name, each) for name in outcome.networks for each in outcome.several)]:
-        ranked = outcome.row(network, workers)
+    # One worker has no network.
+    settings: list[tuple[str | None, int]] = [(None, 1)]
+    settings += itertools.product(outcome.networks, outcome.several)
+    for network, workers in settings:
+        cells += outcome.row(network, workers)
         # Cells of which every run failed have no rank.
-        lost = [c for c in outcome.cells if not c.runs and (c.network, c.workers) == (network, workers)]
-        cells += [*ranked, *lost]
+        for cell in outcome.cells:
+            if not cell.runs and (cell.network, cell.workers) == (network, workers):
+                cells.append(cell)
     return [_row(outcome, cell, pricing) for cell in cells]
 
 
 def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     low, high = cell.interval_s or (None, None)
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     baseline = outcome.cell(outcome.baseline, cell.network, cell.workers)
-    both = baseline is not None and baseline.complete and cell.complete
-    ratio = speed_ratio(baseline, cell) if baseline is not None and both else None
-    # A ratio of a cell to itself has no interval.
-    own = baseline is cell
+    if baseline is not None and baseline.complete and cell.complete:
+        estimate = speed_ratio(baseline, cell)
+        if estimate is not None:
+            ratio = estimate.value
+            # A ratio of a cell to itself has no interval.
+            if baseline is not cell:
+                ratio_low, ratio_high = estimate.low, estimate.high
     # Over the runs that reached the goal alone, a method would look better for its misses.
     whole = cell.group.records if cell.complete else ()
     cost_s = cell.cost_per_success_s
-    sent = _median(sent_per_worker(record) for record in whole)
+    price: float | None = None
+    if cost_s is not None:
+        price = pricing.price(cost_s, cell.workers)
+    sent = _median(map(sent_per_worker, whole))
     return {
         "network": cell.network,
         "algorithm": cell.algorithm,
@@ -86,36 +108,37 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "interval_low_s": low,
         "interval_high_s": high,
         "cost_per_success_s": cost_s,
-        "times_as_fast": ratio.value if ratio else None,
-        "times_low": ratio.low if ratio and not own else None,
-        "times_high": ratio.high if ratio and not own else None,
+        "times_as_fast": ratio,
+        "times_low": ratio_low,
+        "times_high": ratio_high,
         "sent_mb": None if sent is None else sent / _MEGA,
-        "exchanges": _median(record.exchanges for record in whole),
-        "epochs_to_goal": _median(record.epochs_to_goal for record in whole),
-        "best": _median(record.best for record in whole),
-        "price": None if cost_s is None else pricing.price(cost_s, cell.workers),
+        "exchanges": _median(map(attrgetter("exchanges"), whole)),
+        "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
+        "best": _median(map(attrgetter("best"), whole)),
+        "price": price,
     }
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = known_values(values)
+    return statistics.median(numbers) if numbers else None
 
 
 def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """Return the columns that people see: those with a value, and ``failed`` only if a run failed."""
-    shown = [column for column in COLUMNS if column.key not in _ONLY_CSV]
-    return [
-        column
-        for column in shown
-        if any(row[column.key] if column.key == "failed" else row[column.key] is not None for row in rows)
-    ]
+    """Return the columns that people see.
+
+    They are those with a value, and ``failed`` only if a run failed.
+    """
+    columns = []
+    for column in COLUMNS:
+        # The number of failed runs is always known.
+        absent = 0 if column.key == "failed" else None
+        values = [row[column.key] for row in rows]
+        if values.count(absent) < len(values) and column.key not in _ONLY_CSV:
+            columns.append(column)
+    return columns
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     """Return all columns as CSV; a value that is unknown is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(column.key for column in COLUMNS)
-    writer.writerows([safe_cell(row[column.key]) for column in COLUMNS] for row in rows)
-    return text.getvalue()
+    return csv_text(COLUMNS, rows)

@@ -1,4 +1,4 @@
-"""Predict which method wins for each bandwidth and round trip, and place the measured networks on that map."""
+"""Predict the fastest method for each bandwidth and round trip, and compare it with runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
 __all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
@@ -58,10 +59,11 @@ class MapPoint:
         bandwidth: Bits per second, within the range of the map.
         round_trip_s: Round trip in seconds, within the range of the map.
         measured: The algorithm that was fastest; None if none reached the goal.
-        second: The second, if it is within 10 %, or if all its runs reached the goal and no difference between the two
-            is shown; else None.
+        second: The second, if it is within 10 %, or if all its runs reached the goal and no
+            difference between the two is shown; else None.
         predicted: The algorithm with the least predicted time.
-        error: Predicted time of the measured algorithm, divided by its measured time; None if it is not predicted.
+        error: Predicted time of the measured algorithm, divided by its measured time; None if it is
+            not predicted.
     """
 
     network: str
@@ -101,7 +103,7 @@ class Map:
     @property
     def shares(self) -> dict[str, float]:
         """Return the share of the map of each winner, largest first."""
-        counted = Counter(cell.winner for cell in self.cells)
+        counted = Counter(map(attrgetter("winner"), self.cells))
         return {name: count / len(self.cells) for name, count in counted.most_common()}
 
     @property
@@ -113,9 +115,9 @@ class Map:
 def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     """Predict the time to the goal of every algorithm over the map.
 
-    The prediction starts from the algorithm's runs on the measured network with the highest bandwidth. Their median
-    counts. If half of them or more missed the goal, the algorithm is not on the map: from the runs on another network,
-    its prediction could be a shorter time.
+    The prediction starts from the algorithm's runs on the measured network with the highest
+    bandwidth. Their median counts. If half of them or more missed the goal, the algorithm is not on
+    the map: from the runs on another network, its prediction could be a shorter time.
 
     Args:
         outcome: The runs.
@@ -125,12 +127,13 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     Returns:
         The map, or None if no algorithm can be predicted.
     """
-    known: dict[str, Cell] = {}
+    sources: dict[str, Cell] = {}
     left_out = []
     for name in outcome.algorithms:
         source = _source(outcome, name, workers)
         if source is None:
             continue
+        # From its runs on another network, the prediction could be a shorter time.
         if source.median_s is None:
             text = f"half of its runs or more missed the goal on {source.network}"
             left_out.append(f"{name} is not on the map: {text}.")
@@ -141,37 +144,56 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         except (MLBenchError, ValueError) as error:
             left_out.append(f"{name} is not on the map: {error}")
         else:
-            known[name] = source
-    if not known:
+            sources[name] = source
+    if not sources:
         return None
     bandwidths, round_trips = _steps(*BANDWIDTHS), _steps(*ROUND_TRIPS_S)
     cells = []
     for round_trip_s, bandwidth in itertools.product(round_trips, bandwidths):
         network = Network(Link(round(bandwidth), round_trip_s))
-        times = sorted((_median(source, network, predict), name) for name, source in known.items())
-        (least, winner), *others = times
-        ratio, second = (others[0][0] / least, others[0][1]) if others else (None, None)
-        cells.append(MapCell(bandwidth, round_trip_s, winner, least, second, ratio))
-    points = [_point(outcome, name, workers, known, predict) for name in outcome.networks]
-    return Map(workers, bandwidths, round_trips, tuple(cells), tuple(filter(None, points)), tuple(left_out))
+        times = _predicted_s(sources, network, predict)
+        # Of methods with the same time, the first name wins.
+        winner, *others = sorted(times, key=lambda name: (times[name], name))
+        second: str | None = None
+        ratio: float | None = None
+        if others:
+            second, ratio = others[0], times[others[0]] / times[winner]
+        cells.append(MapCell(bandwidth, round_trip_s, winner, times[winner], second, ratio))
+    points = []
+    for name in outcome.networks:
+        point = _point(outcome, name, workers, sources, predict)
+        if point is not None:
+            points.append(point)
+    return Map(workers, bandwidths, round_trips, tuple(cells), tuple(points), tuple(left_out))
+
+
+def _predicted_s(
+    sources: Mapping[str, Cell], network: Network, predict: Predict
+) -> dict[str, float]:
+    """Return the predicted median of each algorithm on a network."""
+    return {name: _median(source, network, predict) for name, source in sources.items()}
 
 
 def _steps(low: float, high: float) -> tuple[float, ...]:
     """Return numbers from low to high, each the same factor above the one before it."""
     count = round(math.log10(high / low) * _PER_DECADE)
-    return tuple(low * (high / low) ** (place / count) for place in range(count + 1))
+    return tuple(low * (high / low) ** (step / count) for step in range(count + 1))
 
 
 def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
-    """Return the cell from which the prediction starts; None if no run of the algorithm has ended."""
+    """Return the cell from which the prediction starts, or None if the algorithm has none."""
 
     def bandwidth(name: str) -> float:
         return outcome.networks[name].path(0, workers - 1).bandwidth or math.inf
 
+    cells = {}
     # Unlike Outcome.cell(), with the cells of which every run failed.
-    cells = {cell.network: cell for cell in outcome.cells if (cell.algorithm, cell.workers) == (algorithm, workers)}
-    names = [name for name in outcome.networks if name in cells]
-    return cells[max(names, key=bandwidth)] if names else None
+    for cell in outcome.cells:
+        if (cell.algorithm, cell.workers) == (algorithm, workers):
+            cells[cell.network] = cell
+    names = filter(cells.__contains__, outcome.networks)
+    fastest = max(names, key=bandwidth, default=None)
+    return None if fastest is None else cells[fastest]
 
 
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
@@ -180,28 +202,35 @@ def _median(cell: Cell, network: Network, predict: Predict) -> float:
     return statistics.median([*times, *[math.inf] * (cell.missed + cell.failed)])
 
 
-def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict) -> MapPoint | None:
+def _point(
+    outcome: Outcome, name: str, workers: int, sources: Mapping[str, Cell], predict: Predict
+) -> MapPoint | None:
     row = outcome.row(name, workers)
     if not row:
         return None
     network = outcome.networks[name]
-    first, second = row[0], row[1] if len(row) > 1 else None
-    measured = first.algorithm if first.median_s is not None else None
-    close = None
+    first = row[0]
+    second = row[1] if len(row) > 1 else None
+    measured = None if first.median_s is None else first.algorithm
+    close: str | None = None
     if first.median_s and second is not None and second.median_s is not None:
+        is_close = second.median_s < CLOSE * first.median_s
         # A method with a miss has no test, which must not make it look as fast as the first.
-        near = second.median_s < CLOSE * first.median_s or (second.complete and not differ(first, second, row))
-        close = second.algorithm if near else None
+        if is_close or (second.complete and not differ(first, second, row)):
+            close = second.algorithm
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)
-    times = {other: _median(source, network, predict) for other, source in known.items()}
-    error = times[measured] / first.median_s if measured in times and first.median_s else None
+    times = _predicted_s(sources, network, predict)
+    error: float | None = None
+    if measured in times and first.median_s:
+        error = times[measured] / first.median_s
     return MapPoint(
         network=name,
+        # A network beyond the range is drawn at its edge; one without a limit has no bandwidth.
         bandwidth=min(max(path.bandwidth or math.inf, BANDWIDTHS[0]), BANDWIDTHS[1]),
         round_trip_s=min(max(path.round_trip_s, ROUND_TRIPS_S[0]), ROUND_TRIPS_S[1]),
         measured=measured,
         second=close,
-        predicted=min(times, key=lambda other: times[other]),
+        predicted=min(times, key=times.__getitem__),
         error=error,
     )

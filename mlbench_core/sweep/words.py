@@ -1,20 +1,24 @@
-"""Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
+"""Describe the results of a sweep in sentences: the fastest methods, and the missed goals.
 
-Every sentence is made from numbers of the sweep. A difference is only called shown if the test shows it at 5 % after
-Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
+Every sentence is made from numbers of the sweep. A difference is only called shown if the test
+shows it at 5 % after Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mlbench_core.results.figures.canvas import number
-from mlbench_core.results.figures.numbers import Estimate
-from mlbench_core.results.pool import plural
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, speed_ratio
+from mlbench_core.comparison.figures.canvas import number
+from mlbench_core.comparison.figures.numbers import Estimate
+from mlbench_core.comparison.pool import plural
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.winners import Map
 
 __all__ = ["listed", "map_sentence", "per_network", "seconds", "summary"]
+
+_TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
 
 
 def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
@@ -24,26 +28,30 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
         outcome: The runs.
         maps: The predicted maps, one for each number of workers.
     """
-    cases = [(network, workers) for network in outcome.networks for workers in outcome.several]
-    rows = {case: outcome.row(*case) for case in cases}
-    found = _winners(outcome, rows)
-    sentences = [*_unfinished(outcome), *found, *_against_one_worker(outcome), *map(map_sentence, maps)]
-    return [*sentences, *_not_reached(outcome)]
+    return [
+        *_unfinished(outcome),
+        *_winners(outcome),
+        *_against_one_worker(outcome),
+        *map(map_sentence, maps),
+        *_not_reached(outcome),
+    ]
 
 
 def per_network(outcome: Outcome, network: str) -> list[str]:
-    """Return one sentence for each number of workers: the fastest algorithm, its factor, and the second.
+    """Return one sentence for each number of workers.
+
+    It has the fastest algorithm, its factor, and the second.
 
     Args:
         outcome: The runs.
         network: Name of the network.
     """
-    found = []
+    sentences = []
     for workers in outcome.several:
         row = outcome.row(network, workers)
         if row:
-            found.append(f"With {plural(workers, 'worker')}: {_case(outcome, row)}")
-    return found
+            sentences.append(f"With {plural(workers, 'worker')}: {_case(outcome, row)}")
+    return sentences
 
 
 def listed(words: Iterable[str]) -> str:
@@ -54,66 +62,88 @@ def listed(words: Iterable[str]) -> str:
         'a, b and c'
     """
     *first, last = list(words) or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def map_sentence(found: Map) -> str:
-    """Return the sentences on a predicted map: the share of each method, and of the cells without a clear winner."""
+    """Return the sentences on a predicted map.
+
+    They have the share of each method, and that of the cells without a clear winner.
+    """
+    # The shares are sorted, the largest first.
     (first, share), *others = found.shares.items()
-    close = sum(cell.ratio is not None and cell.ratio < CLOSE for cell in found.cells) / len(found.cells)
-    shares = [f"{first} has the least time on {share:.0%} of the map", *(f"{name} on {s:.0%}" for name, s in others)]
+    shares = [f"{first} has the least time on {share:.0%} of the map"]
+    for name, other_share in others:
+        shares.append(f"{name} on {other_share:.0%}")
+    close = 0
+    for cell in found.cells:
+        if cell.ratio is not None and cell.ratio < CLOSE:
+            close += 1
     text = (
-        f"Predicted, not measured, with {plural(found.workers, 'worker')} and {found.range_text}: {listed(shares)}. "
-        f"On {close:.0%} of it, the second is within 10 %."
+        f"Predicted, not measured, with {plural(found.workers, 'worker')} and "
+        f"{found.range_text}: {listed(shares)}. "
+        f"On {close / len(found.cells):.0%} of it, the second is within 10 %."
     )
-    known = [point for point in found.points if point.measured is not None]
-    same, places = sum(point.agrees for point in known), plural(len(known), "network")
-    return text + (f" The predicted method is also the measured fastest on {same} of {places}." if known else "")
+    agrees = []
+    for point in found.points:
+        # On a network without a median, there is no measured winner to compare with.
+        if point.measured is not None:
+            agrees.append(point.agrees)
+    if not agrees:
+        return text
+    same, networks = agrees.count(True), plural(len(agrees), "network")
+    return f"{text} The predicted method is also the measured fastest on {same} of {networks}."
 
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     first, *others = row
+    # Half of its runs or more missed the goal, and no other algorithm has a median.
     if first.median_s is None:
         late = outcome.not_within(first.network, first.workers)
         return f"no algorithm reached the goal in more than half of its runs ({late})."
     text = f"median of {plural(first.runs + first.failed, 'run')}"
-    text += f", {first.missed} {outcome.not_within(first.network, first.workers)}" * bool(first.missed)
-    text += f", {first.failed} ended with an error" * bool(first.failed)
+    if first.missed:
+        text += f", {first.missed} {outcome.not_within(first.network, first.workers)}"
+    if first.failed:
+        text += f", {first.failed} ended with an error"
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "was fastest" if first.complete else "had the least median"
     parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
-    baseline = next((cell for cell in row if cell.algorithm == outcome.baseline), None)
+    baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
-    second = next((cell for cell in others if cell.median_s is not None), None)
-    if second is None:
-        return f"{', '.join(parts)}. No other algorithm reached the goal in more than half of its runs."
     text = f"{', '.join(parts)}."
+    # Cells without a median are the last of a row.
+    if not others or others[0].median_s is None:
+        return f"{text} No other algorithm reached the goal in more than half of its runs."
+    second = others[0]
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[
-        differ(first, second, row)
-    ]
+    test = _TESTS[differ(first, second, row)]
     if second is baseline:
-        return f"{text} {second.algorithm} is also the second; {shown}."
-    return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown}."
+        return f"{text} {second.algorithm} is also the second; {test}."
+    return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {test}."
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
+    # By the rule for misses, a baseline with a miss has no ratio.
     ratio = speed_ratio(baseline, first) if baseline.complete else None
-    if ratio is None and not baseline.missed:
+    if ratio is not None:
+        return f"{_times(ratio)} as fast as {baseline.algorithm}"
+    if not baseline.missed:
         return f"while {baseline.failed} of {baseline.algorithm} ended with an error"
-    if ratio is None:
-        missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
-        return f"while {baseline.algorithm} missed the goal in {missed}"
-    return f"{_times(ratio)} as fast as {baseline.algorithm}"
+    missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
+    return f"while {baseline.algorithm} missed the goal in {missed}"
 
 
 def _times(ratio: Estimate) -> str:
     text = f"{ratio.value:.2f} times"
     if ratio.low is None or ratio.high is None:
         return text
-    # The ratio is that of the medians, and an interval is only known for that of the geometric means.
+    # The ratio is that of the medians, and an interval is only known for that of the geometric
+    # means.
     return f"{text} (ratio of the geometric means: {ratio.low:.2f} to {ratio.high:.2f})"
 
 
@@ -123,50 +153,67 @@ def seconds(value: float) -> str:
 
 
 def _unfinished(outcome: Outcome) -> list[str]:
+    # A page can be made at any time, and a comparison of fewer seeds must say so.
     if outcome.ended >= outcome.planned:
         return []
     text = f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended."
     return [f"{text} Some configurations have fewer seeds, or no run yet."]
 
 
-def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[str]:
+def _winners(outcome: Outcome) -> list[str]:
     wins: dict[str, list[Cell]] = {}
-    clear: dict[str, int] = {}
-    for row in rows.values():
-        if row and row[0].median_s is not None:
-            name = row[0].algorithm
-            wins.setdefault(name, []).append(row[0])
-            clear[name] = clear.get(name, 0) + (len(row) > 1 and differ(row[0], row[1], row) is True)
+    clear: Counter[str] = Counter()
+    for network, workers in itertools.product(outcome.networks, outcome.several):
+        row = outcome.row(network, workers)
+        if not row or row[0].median_s is None:
+            continue
+        winner = row[0]
+        wins.setdefault(winner.algorithm, []).append(winner)
+        # By a test with Holm's correction, paired by seed if both have the same seeds.
+        if len(row) > 1 and differ(winner, row[1], row):
+            clear[winner.algorithm] += 1
     sentences = []
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
-        sentences.append(f"{text}. A difference to the second is shown in {clear[name]} of {len(cells)} cases.")
+        sentences.append(
+            f"{text}. The difference from the runner-up is significant in {clear[name]} of "
+            f"{len(cells)} cases."
+        )
     return sentences
 
 
 def _places(cells: Sequence[Cell]) -> str:
     """Return networks, each with its numbers of workers."""
-    found: dict[str | None, list[str]] = {}
+    workers: dict[str | None, list[str]] = {}
     for cell in cells:
-        found.setdefault(cell.network, []).append(str(cell.workers))
-    texts = [f"{name or 'one machine'} ({listed(numbers)} workers)" for name, numbers in found.items()]
-    return listed(text.replace("(1 workers)", "(1 worker)") for text in texts)
+        workers.setdefault(cell.network, []).append(str(cell.workers))
+    texts = []
+    for network, numbers in workers.items():
+        noun = "worker" if numbers == ["1"] else "workers"
+        texts.append(f"{network or 'one machine'} ({listed(numbers)} {noun})")
+    return listed(texts)
 
 
 def _against_one_worker(outcome: Outcome) -> list[str]:
-    """Say on which networks more workers were faster than the fastest algorithm on one worker."""
-    alone = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
-    if not alone or not outcome.several:
+    """Compare the networks with the fastest algorithm on one worker."""
+    # One worker has no network, so it is compared with all of them.
+    alone = outcome.row(None, 1)
+    least = alone[0].median_s if alone else None
+    if least is None or not outcome.several:
         return []
-    least = alone[0].median_s
-    assert least is not None, "filtered above"
     gain: list[str] = []
     loss: list[str] = []
     for network in outcome.networks:
-        cells = [cell for workers in outcome.several for cell in outcome.row(network, workers)]
-        medians = [cell.median_s for cell in cells if cell.median_s is not None]
-        if cells:
-            (gain if min(medians, default=least) < least else loss).append(network)
+        orders: list[tuple[float, int]] = []
+        for workers in outcome.several:
+            # A row starts with its fastest cell, and the order of a cell with its median.
+            orders += map(order, outcome.row(network, workers)[:1])
+        if not orders:
+            continue
+        if min(orders)[0] < least:
+            gain.append(network)
+        else:
+            loss.append(network)
     rank = "the fastest" if alone[0].complete else "the least median"
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
     if gain:
@@ -179,18 +226,21 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
 def _not_reached(outcome: Outcome) -> list[str]:
     sentences = []
     for name in outcome.algorithms:
-        missed = [cell for cell in outcome.cells if cell.algorithm == name and cell.missed]
-        if missed:
-            late: dict[str, list[str]] = {}
-            for cell in missed:
+        cases: dict[str, list[str]] = {}
+        for cell in outcome.cells:
+            if cell.algorithm == name and cell.missed:
+                late = outcome.not_within(cell.network, cell.workers)
                 text = f"{_place(cell)} ({cell.missed} of {cell.runs})"
-                late.setdefault(outcome.not_within(cell.network, cell.workers), []).append(text)
-            parts = [f"{text} on {listed(places)}" for text, places in late.items()]
+                cases.setdefault(late, []).append(text)
+        parts = [f"{late} on {listed(places)}" for late, places in cases.items()]
+        if parts:
             sentences.append(f"{name}: {'; '.join(parts)}.")
-    errors = [cell for cell in outcome.cells if cell.failed]
+    errors = []
+    for cell in outcome.cells:
+        if cell.failed:
+            errors.append(f"{cell.algorithm} on {_place(cell)} ({cell.failed})")
     if errors:
-        places = [f"{cell.algorithm} on {_place(cell)} ({cell.failed})" for cell in errors]
-        sentences.append(f"Ended with an error and counted as misses: {listed(places)}.")
+        sentences.append(f"Ended with an error and counted as misses: {listed(errors)}.")
     return sentences
 
 

@@ -4,7 +4,8 @@ Each event goes through three states and then starts again:
 
 * *free*: it may be recorded;
 * *recorded*: it is in a stream, and its batch is still open;
-* *pending*: its batch has ended, but the times of the batch were not read yet. Then it is *free* again.
+* *pending*: its batch has ended, but the times of the batch were not read yet. Then it is *free*
+  again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SKIPPED = "\0skipped"
 
 def cuda_in_use() -> bool:
     """Return True if this process already works on a CUDA device."""
-    # torch is looked up and not imported, because a process that has not imported it cannot use CUDA through it.
+    # torch is looked up and not imported, because a process that has not imported it cannot use
+    # CUDA through it.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
@@ -41,16 +43,19 @@ def cuda_event() -> torch.cuda.Event:
 class DeviceClock:
     """A clock that measures step times on the device without waiting for it.
 
-    Every mark records an event into the current stream. The events of a batch are read after the device has passed the
-    last of them, which :meth:`drain` checks without waiting. The queue of pending batches stays short, because the
-    driver lets a host run only about a thousand launches ahead. Events are reused.
+    Every mark records an event into the current stream. The events of a batch are read after the
+    device has passed the last of them, which :meth:`drain` checks without waiting. The queue of
+    pending batches stays short, because the driver lets a host run only about a thousand launches
+    ahead. Events are reused.
 
     Args:
         book_step: Called with the name of a step and its seconds.
         book_batch: Called with the seconds of a whole batch.
     """
 
-    def __init__(self, book_step: Callable[[str, float], None], book_batch: Callable[[float], None]) -> None:
+    def __init__(
+        self, book_step: Callable[[str, float], None], book_batch: Callable[[float], None]
+    ) -> None:
         self._book_step = book_step
         self._book_batch = book_batch
         self._free: list[torch.cuda.Event] = []
@@ -74,11 +79,11 @@ class DeviceClock:
         self._marks.append((name, event))
 
     def skip(self) -> None:
-        """Leave out the time since the previous mark: it belongs neither to a step nor to the batch."""
+        """Leave out the time since the previous mark, which is not of the batch."""
         self.mark(_SKIPPED)
 
     def batch_end(self) -> None:
-        """Mark the end of a batch, and read the times of the batches that the device has finished."""
+        """Mark the end of a batch, and read the times of those that the device has finished."""
         self.mark(None)
         self._pending.append(self._marks)
         self._marks = []
@@ -88,11 +93,12 @@ class DeviceClock:
         """Read the times of the batches that the device has finished.
 
         Args:
-            wait: True to wait for all batches. Only for the end of a run.
+            wait: True to wait for all batches. Only for a checkpoint and the end of a run.
         """
         while self._pending:
             marks = self._pending[0]
-            # The device passes the events of a stream in order. So after the last event of a batch it has passed all.
+            # The device passes the events of a stream in order. So after the last event of a batch
+            # it has passed all.
             last = marks[-1][1]
             if wait:
                 last.synchronize()

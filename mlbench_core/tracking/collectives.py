@@ -26,21 +26,35 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         """Return one entry for each size as JSON-ready values.
 
         Args:
-            merged_if_many: True for one entry for each power of two if there are more than 20 sizes.
+            merged_if_many: True for one entry for each power of two if there are more than 20
+                sizes.
         """
         merges = merged_if_many and len(self) > _MOST_ENTRIES
         merged: dict[tuple[str, int, int, bool], list[int]] = {}
         for (op, group, size_bytes, overlapped), calls in sorted(self.items()):
             size_class = size_bytes.bit_length() if merges else size_bytes
-            entry = merged.setdefault((op, group, size_class, overlapped), [0, 0])
-            entry[0] += calls
-            entry[1] += calls * size_bytes
-        return [
-            {"op": op, "group": group, "calls": calls, "bytes": size_bytes, "overlapped": overlapped}
-            for (op, group, _, overlapped), (calls, size_bytes) in merged.items()
-        ]
+            sums = merged.setdefault((op, group, size_class, overlapped), [0, 0])
+            sums[0] += calls
+            sums[1] += calls * size_bytes
+        entries = []
+        for (op, group, _, overlapped), (calls, size_bytes) in merged.items():
+            entries.append(
+                {
+                    "op": op,
+                    "group": group,
+                    "calls": calls,
+                    "bytes": size_bytes,
+                    "overlapped": overlapped,
+                }
+            )
+        return entries
 
     @classmethod
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> CollectiveCounts:
         """Return the counts of a list from :meth:`as_list` that was not merged."""
-        return cls({(e["op"], e["group"], e["bytes"] // e["calls"], e["overlapped"]): e["calls"] for e in entries})
+        counts = cls()
+        for entry in entries:
+            # The list has the bytes of all calls together.
+            size_bytes = entry["bytes"] // entry["calls"]
+            counts[entry["op"], entry["group"], size_bytes, entry["overlapped"]] = entry["calls"]
+        return counts

@@ -1,9 +1,9 @@
 """Describe the goal of a run as data, and report it at the end of a process.
 
-A :class:`~mlbench_core.tracking.tracker.Tracker` sends the metric ``goal`` at the goal and when it is closed. A script
-of version 3.0 does not close its tracker, and its tracker often lives in a function that returns before the end. So
-:func:`end_at_exit` ends the trackers that are alive when the interpreter exits, and :func:`send_at_exit` keeps the last
-message of the others.
+A :class:`~mlbench_core.tracking.tracker.Tracker` sends the metric ``goal`` at the goal and when it
+is closed. A script of version 3.0 does not close its tracker, and its tracker often lives in a
+function that returns before the end. So :func:`end_at_exit` ends the trackers that are alive when
+the interpreter exits, and :func:`send_at_exit` keeps the last message of the others.
 """
 
 from __future__ import annotations
@@ -18,23 +18,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
 
-__all__ = [
-    "Goal",
-    "as_goal",
-    "describe_goal",
-    "end_at_exit",
-    "finite",
-    "goal_metric",
-    "send_at_exit",
-]
+__all__ = ["Goal", "as_goal", "end_at_exit", "finite", "goal_metric", "send_at_exit"]
 
 logger = logging.getLogger(__name__)
 
 Goal = Callable[[str, float, Any], "str | None"]
-"""A goal is called ``(metric_name, value, tracker)``, see :class:`~mlbench_core.tracking.tracker.Tracker`."""
+"""A goal is called ``(metric_name, value, tracker)``.
 
-_PHASES = {"compute": "compute_s", "communication": "communication_s", "metrics": "metrics_s", "data": "preprocess_s"}
+See :class:`~mlbench_core.tracking.tracker.Tracker`.
+"""
 
 
 class TrackedRun(Protocol):
@@ -66,12 +60,12 @@ def as_goal(goal: Any) -> Goal | None:
     if goal is None or _accepts(goal, 3):
         return goal
     if callable(goal) and _accepts(goal, 0):
-        made = goal()
-        if made is not None and _accepts(made, 3):
-            return made
+        created = goal()
+        if created is not None and _accepts(created, 3):
+            return created
     raise TypeError(
-        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
-        "required arguments that returns it"
+        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a "
+        "function, or one without required arguments that returns it"
     )
 
 
@@ -98,31 +92,6 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def describe_goal(goal: Any) -> dict[str, Any]:
-    """Return the attributes of a goal that define it.
-
-    Args:
-        goal: The goal; may be None.
-
-    Returns:
-        ``metric`` (text), ``threshold`` (number) and ``minimize`` (bool). An attribute that the goal lacks is None, so
-        all are None for a plain function. A goal of a fixed training time also has ``budget_s``.
-
-    Example:
-        >>> from mlbench_core.evaluation.goals import time_to_accuracy_goal
-        >>> describe_goal(time_to_accuracy_goal(80))
-        {'metric': 'val_global_Prec@1', 'threshold': 80.0, 'minimize': False}
-    """
-    metric, minimize = getattr(goal, "metric", None), getattr(goal, "minimize", None)
-    described: dict[str, Any] = {
-        "metric": metric if isinstance(metric, str) else None,
-        "threshold": finite(getattr(goal, "threshold", None)),
-        "minimize": minimize if isinstance(minimize, bool) else None,
-    }
-    budget_s = finite(getattr(goal, "budget_s", None))
-    return described if budget_s is None else {**described, "budget_s": budget_s}
-
-
 def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     """Return the metric ``goal`` as the master receives it.
 
@@ -130,29 +99,40 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         tracker: The tracker.
 
     Returns:
-        The goal as :func:`describe_goal` returns it, with ``reached``, ``value``, ``time_to_goal_s``, ``epochs`` and
-        ``phases_s``. If it was reached, these belong to that moment, and ``epochs`` counts the epoch that ran then.
-        Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None without a goal.
+        The aim of the goal, see :class:`~mlbench_core.run_terms.GoalAim`, with ``reached``,
+        ``value``, ``time_to_goal_s``, ``epochs`` and ``phases_s``. If it was reached, these belong
+        to that moment, and ``epochs`` counts the epoch that ran then. Otherwise ``epochs`` and
+        ``phases_s`` are those of the run so far. None without a goal.
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
-    # A script may set goal_reached to False in order to continue.
+    # A script may set goal_reached to False to continue.
     result = tracker.goal_result if tracker.goal_reached else None
-    goal = describe_goal(tracker.goal)
-    if result is not None:
-        goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
-    # Checkpoints of earlier versions say that the goal was reached, but not when.
-    is_known = result is not None or not tracker.goal_reached
-    totals = tracker.totals() if result is None else result["totals"]
-    epochs = tracker.current_epoch if result is None else result["epoch"] + 1
-    return {
+    goal = GoalAim.of(tracker.goal).to_dict()
+    value: float | None = None
+    if result is None:
+        totals, epochs = tracker.totals(), tracker.current_epoch
+    else:
+        totals, epochs, value = result["totals"], result["epoch"] + 1, result["value"]
+        for name in (*goal, "budget_s"):
+            if name in result:
+                goal[name] = result[name]
+    metric = {
         **goal,
         "reached": tracker.goal_reached,
-        "value": None if result is None else result["value"],
-        "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
-        "epochs": epochs if is_known else None,
-        "phases_s": {phase: totals[name] for phase, name in _PHASES.items()} if is_known else {},
+        "value": value,
+        "time_to_goal_s": None,
+        "epochs": None,
+        "phases_s": {},
     }
+    if tracker.goal_reached:
+        metric["time_to_goal_s"] = tracker.time_to_goal_s
+    # Checkpoints of earlier versions record that the goal was reached, but not when.
+    if result is not None or not tracker.goal_reached:
+        metric["epochs"] = epochs
+        for phase, tracked in TRACKER_PHASES.items():
+            metric["phases_s"][phase] = totals[f"{tracked}_s"]
+    return metric
 
 
 # ---------------------------------------------------------------------- the end of the process
@@ -164,15 +144,15 @@ _last_metrics: dict[object, tuple[Any, ...]] = {}
 def end_at_exit(tracker: TrackedRun) -> None:
     """Close a tracker when the interpreter exits, if it is alive and open then."""
     _open_trackers.add(tracker)
-    # Handlers run in the reverse order of their registration. The client of the master registers one when it is
-    # created, and delivers nothing after that has run.
+    # Handlers run in the reverse order of their registration. The client of the master registers
+    # one when it is created, and delivers nothing after that has run.
     LogMetrics.connect()
     atexit.unregister(_end_all)
     atexit.register(_end_all)
 
 
 def send_at_exit(key: object, metric: tuple[Any, ...] | None) -> None:
-    """Keep the arguments of ``LogMetrics.log`` until the interpreter exits; None forgets those of this key."""
+    """Keep arguments of ``LogMetrics.log`` until the interpreter exits; None forgets them."""
     if metric is None:
         _last_metrics.pop(key, None)
     else:

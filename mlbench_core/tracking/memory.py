@@ -18,4 +18,6 @@ def memory_peak_bytes() -> int | None:
     Returns:
         The peak in bytes; None if no GPU is in use.
     """
-    return int(sys.modules["torch"].cuda.max_memory_allocated()) if cuda_in_use() else None
+    if not cuda_in_use():
+        return None
+    return int(sys.modules["torch"].cuda.max_memory_allocated())

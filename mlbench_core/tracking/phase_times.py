@@ -15,8 +15,9 @@ __all__ = ["PhaseTimes"]
 class PhaseTimes:
     """Times by phase, a part of :class:`~mlbench_core.tracking.tracker.Tracker`.
 
-    A phase is a group of steps: compute, communication, metrics and preprocess. All times are in seconds, include the
-    parts before a run was resumed, and on CUDA exclude the batches that the device has not finished.
+    A phase is a group of steps: compute, communication, metrics and preprocess. All times are in
+    seconds, include the parts before a run was resumed, and on CUDA exclude the batches that the
+    device has not finished.
 
     Attributes:
         communication_steps: Names of the steps that count as communication.
@@ -54,16 +55,20 @@ class PhaseTimes:
 
     @property
     def epoch_metrics(self) -> dict[str, list[float]]:
-        """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
+        """Return the seconds of each step in each epoch.
 
-        In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
-        epochs before it.
+        The current epoch is last if it has any time.
+        In a long run each of the last ``history_size`` epochs has an entry. The first entry then
+        also includes all epochs before it.
         """
         return {name: self._by_epoch(partial(Totals.of, steps=[name])) for name in self._step_s}
 
     @property
     def cumulative_train_time(self) -> list[float]:
-        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`. The sum is the total."""
+        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`.
+
+        The sum is the total.
+        """
         return self._by_epoch(lambda totals: totals.train_s)
 
     @property
@@ -96,7 +101,8 @@ class PhaseTimes:
 
     def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
         """Return the growth of one of the totals in each epoch."""
-        totals, now = list(self._epoch_ends), self._totals()
-        if now != (totals[-1] if totals else Totals()):
+        totals, now = [Totals(), *self._epoch_ends], self._totals()
+        # The current epoch counts if it has any time.
+        if now != totals[-1]:
             totals.append(now)
-        return [pick(after) - pick(before) for before, after in pairwise([Totals(), *totals])]
+        return [pick(after) - pick(before) for before, after in pairwise(totals)]

@@ -1,7 +1,7 @@
-"""Tell services how this process ends: by itself, by an exception, or because it is stopped.
+"""Notify services how this process ends: normally, by an exception, or because it is stopped.
 
-A service keeps a run until somebody says that it has ended. A script may not close its sinks, and SIGTERM, with which
-launchers and job queues stop a process, ends Python without any handler.
+A service keeps a run until it is notified of the end. A script may not close its sinks, and
+SIGTERM, with which launchers and job queues stop a process, ends Python without any handler.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ def state_after(error: BaseException | None) -> str:
     """
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished"
-    return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    return "failed"
 
 
 def uncaught_error() -> BaseException | None:
-    """Return the exception with which the interpreter is ending; only for handlers of :mod:`atexit`.
+    """Return the exception with which the interpreter is ending.
 
-    The status of a ``sys.exit(1)`` outside the ``with`` block of a tracker is not known.
+    It is only for handlers of :mod:`atexit`. The status of a ``sys.exit(1)`` outside the ``with``
+    block of a tracker is not known.
     """
     # In an interactive session, this is the latest error of many, and the session went on after it.
     if hasattr(sys, "ps1"):
@@ -51,7 +54,8 @@ def uncaught_error() -> BaseException | None:
 def call_at_end(function: Callable[[str], None]) -> None:
     """Call a function with the state of the run when the interpreter exits or SIGTERM arrives.
 
-    A handler that the program has for SIGTERM stays. Only the process that calls this counts, not its forks.
+    A handler that the program has for SIGTERM stays. Only the process that calls this counts, not
+    its forks.
 
     Args:
         function: Called ``(state)``, see :func:`state_after`. Its exceptions are logged.
@@ -90,7 +94,8 @@ def _at_sigterm(*_: Any) -> None:
 
 
 def _watch_sigterm() -> None:
-    _replace_handler(signal.SIG_DFL, _at_sigterm if _functions else signal.SIG_DFL)
+    if _functions:
+        _replace_handler(signal.SIG_DFL, _at_sigterm)
 
 
 def _release_sigterm() -> None:
@@ -99,7 +104,8 @@ def _release_sigterm() -> None:
 
 def _replace_handler(old: Any, new: Any) -> None:
     # Python allows it in the main thread only.
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is old:
         signal.signal(signal.SIGTERM, new)
 
 
@@ -108,7 +114,10 @@ def _after_fork_in_child() -> None:
     _release_sigterm()
 
 
-# A loader process that is forked, and ended with SIGTERM, is not the end of the run. The handler is removed before the
-# fork: Python forgets a signal that reaches the child before it has finished its fork.
+# A loader process that is forked, and ended with SIGTERM, is not the end of the run. The handler is
+# removed before the fork: Python forgets a signal that reaches the child before it has finished its
+# fork.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_release_sigterm, after_in_parent=_watch_sigterm, after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_release_sigterm, after_in_parent=_watch_sigterm, after_in_child=_after_fork_in_child
+    )

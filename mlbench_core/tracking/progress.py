@@ -41,7 +41,13 @@ class ProgressBar:
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._bar: Progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
@@ -58,13 +64,14 @@ class ProgressBar:
         )
         self._task: TaskID | None = None
         self._drawn_at = -_REFRESH_S
-        # rich hides the cursor, and an epoch that ends with an exception never reaches clear(). The finalizer shows the
-        # cursor again.
+        # rich hides the cursor, and an epoch that ends with an exception never reaches clear(). The
+        # finalizer shows the cursor again.
         self._finalizer = weakref.finalize(self, self._bar.stop)
 
     def due(self) -> bool:
         """Return True if the line on the terminal is older than a tenth of a second."""
-        # A test that freezes time can move the clock backward. With a negative age, the line is due, too.
+        # A test that freezes time can move the clock backward. With a negative age, the line is
+        # due, too.
         return not 0 <= time.perf_counter() - self._drawn_at < _REFRESH_S
 
     def draw(self, epoch: int, batch: int, total: int | None, status: str) -> None:

@@ -1,20 +1,22 @@
-"""Write the numbers of a tracker to files, TensorBoard, other services or any function, in addition to the master.
+"""Write the numbers of a tracker to files, services or functions, in addition to the master.
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
-* ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
-  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself is then called only for numbers
-  that the events contain, too: the times of the steps, and the result of the goal.
-* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event ``"end"`` says how the
-  run ended.
+* ``record(name, value, epoch, step, time_s)`` is called with the statistics, instead of the sink
+  itself. ``time_s`` is the time of the number, in seconds since ``Tracker.start()``. The sink
+  itself is then called only for the times of the steps and the result of the goal, which are also
+  in the events.
+* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event
+  ``"end"`` has the state in which the run ended.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
-A sink that raises an exception receives nothing more. The tracker names it once in a warning, and the run continues.
+If a sink raises an exception, it is not called again. The tracker logs one warning that names the
+sink, and the run continues.
 
-:func:`make_sink` makes a sink from a text, for example from an option of a command. A package adds sinks with the
-entry point group ``mlbench.sinks``: a name, and a function or class that returns a sink. It takes no argument, or one
-text.
+:func:`make_sink` creates a sink from a text, for example from an option of a command. A package
+adds sinks with the entry point group ``mlbench.sinks``. An entry point has a name, and names a
+function or class that returns a sink. This function is called with no argument, or with one string.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -70,18 +72,20 @@ class Sink(Protocol):
 
         Args:
             name: Prefixed name, for example ``"val_loss"``.
-            value: The number. Only ``"TaskResult"``, the result of a reached goal, is a text.
+            value: The number. Only ``"TaskResult"``, the result of a reached goal, is a string.
             epoch: Epoch, from 0.
             step: Training batches finished so far.
         """
 
 
 class SinkList(list[Sink]):
-    """The sinks of a tracker. A sink that raises an exception (a full disk) is removed, and the run continues.
+    """The sinks of a tracker.
+
+    A sink that raises an exception, for example on a full disk, is removed, and the run continues.
 
     Attributes:
-        latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker keeps them, because
-            a resumed run begins at this step.
+        latest: The numbers of the latest step, a dictionary from name to [value, epoch]. A
+            checkpoint of the tracker keeps them, because a resumed run begins at this step.
 
     Raises:
         TypeError: A sink is not callable.
@@ -92,14 +96,23 @@ class SinkList(list[Sink]):
         self.resume(0, {})
         for sink in self:
             if not callable(sink):
-                raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
+                raise TypeError(
+                    f"sinks must be callable, not {sink!r}: "
+                    "a sink is called (name, value, epoch, step)"
+                )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
-        """Continue from a step with the :attr:`latest` numbers of its checkpoint; the sinks receive nothing here."""
+        """Continue from a step with the :attr:`latest` numbers of its checkpoint.
+
+        The sinks receive nothing.
+        """
         self._step, self.latest = step, latest
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
-        """Pass a statistic to every sink; without ``time_s`` to those that have no method ``record``."""
+        """Pass a statistic to every sink.
+
+        Sinks without a method ``record`` receive it without ``time_s``.
+        """
         self._keep(name, value, epoch, step)
         # A copy, because a sink that fails is removed while the loop runs.
         for sink in tuple(self):
@@ -110,12 +123,12 @@ class SinkList(list[Sink]):
                 self._try(sink, record, name, value, epoch, step, time_s)
 
     def number(self, name: str, value: float | str, epoch: int, step: int) -> None:
-        """Pass a number to every sink that the events contain, too."""
+        """Call every sink with a number that is also in the events."""
         self._keep(name, value, epoch, step)
         self.call("__call__", name, value, epoch, step)
 
     def _keep(self, name: str, value: float | str, epoch: int, step: int) -> None:
-        # Numbers that are read late belong to earlier steps.
+        # A number may be read late and belong to an earlier step.
         if step > self._step:
             self._step, self.latest = step, {}
         if step == self._step:
@@ -125,27 +138,30 @@ class SinkList(list[Sink]):
         """Pass an event of the run to every sink that has a method ``event``.
 
         Args:
-            kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"`` when the goal is
-                reached, or ``"end"`` when the tracker is closed. ``"start"`` has ``resumed``, ``epoch``, ``step``, and
-                in a resumed run ``latest``, the numbers of that step: name to [value, epoch]. ``"end"`` has ``state``:
-                ``"finished"``, ``"failed"`` or ``"stopped"``.
-            content: Return the content of the event as plain containers. It is called only if a sink wants it.
+            kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"``
+                when the goal is reached, or ``"end"`` when the tracker is closed. The content of
+                ``"start"`` has ``resumed``, ``epoch``, ``step``, and in a resumed run
+                :attr:`latest`. The content of ``"end"`` has ``state``: ``"finished"``, ``"failed"``
+                or ``"stopped"``.
+            content: Function that returns the content of the event as plain containers. It is
+                called only if a sink has a method ``event``.
         """
         receivers = [sink for sink in self if hasattr(sink, "event")]
         if receivers:
-            made = content()
+            event = content()
             for sink in receivers:
-                self._try(sink, sink.event, kind, made)
+                self._try(sink, sink.event, kind, event)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of every sink that has it."""
         for sink in tuple(self):
-            self._try(sink, getattr(sink, method, lambda *_: None), *arguments)
+            if hasattr(sink, method):
+                self._try(sink, getattr(sink, method), *arguments)
 
     def _try(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
         try:
             function(*arguments)
-        # All errors, because a sink may be anybody's code and training must not end because of it.
+        # Catch all errors: a sink may be the user's code, and its failure must not end training.
         except Exception as error:
             # Not self.remove(sink), which compares with ==: a sink may define its own equality.
             self[:] = [other for other in self if other is not sink]
@@ -169,7 +185,9 @@ class _FileSink:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A name may have characters that UTF-8 cannot write, such as half a surrogate pair.
-            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="")
+            self._file = self.path.open(
+                "a", encoding="utf-8", errors="backslashreplace", newline=""
+            )
         return self._file
 
     def flush(self) -> None:
@@ -185,9 +203,10 @@ class _FileSink:
 
 
 class JSONLSink(_FileSink):
-    """A sink that writes one JSON object per line: time, epoch, step, name and value.
+    """Write one JSON object per line: time, epoch, step, name and value.
 
-    The last line is the summary of the run. JSON has no infinities, so a value that is not finite is written as null.
+    The last line is the summary of the run. JSON has no infinities, so a value that is not finite
+    is written as null.
 
     Args:
         path: The file to append to; its folder is created.
@@ -214,7 +233,7 @@ class JSONLSink(_FileSink):
 
 
 class CSVSink(_FileSink):
-    """A sink that writes rows of epoch, step, name and value, below one header line.
+    """Write rows of epoch, step, name and value to a file, below one header line.
 
     Args:
         path: The file to append to; its folder is created.
@@ -233,12 +252,14 @@ class CSVSink(_FileSink):
 
 
 class TensorBoardSink:
-    """A sink that writes scalars and texts for TensorBoard, by the number of finished batches.
+    """Write scalars and texts for TensorBoard; the step is the number of finished batches.
 
-    A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first values (``purge_step``).
+    A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first
+    values (``purge_step``).
 
     Args:
-        folder: Folder of the event files, which should belong to one run: TensorBoard draws a curve for each folder.
+        folder: Folder of the event files. It should belong to one run, because TensorBoard draws
+            one curve for each folder.
 
     Raises:
         MissingDependencyError: TensorBoard or torch is not installed.
@@ -264,7 +285,8 @@ class TensorBoardSink:
                 self._writer.add_text(_utf8(name), _utf8(value), step)
             else:
                 self._writer.add_scalar(_utf8(name), value, step)
-        # Of the value, for example an integer that is too large. A full disk raises OSError, which ends the sink.
+        # Errors of the value, for example of an integer that is too large. A full disk raises
+        # OSError, which ends the sink.
         except (TypeError, ValueError, OverflowError) as error:
             self._refused.add(name)
             _warn_of_refused(type(self).__name__, name, error)
@@ -275,7 +297,8 @@ class TensorBoardSink:
             return
         self._writer.close()
         self._writer = self._open(purge_step=content["step"])
-        # TensorBoard hides this step, too, and with it what was validated before the checkpoint was saved.
+        # TensorBoard also hides this step, and with it the validation before the checkpoint was
+        # saved. So these numbers are written again.
         for name, (value, epoch) in content.get("latest", {}).items():
             self(name, value, epoch, content["step"])
 
@@ -289,7 +312,10 @@ class TensorBoardSink:
 
 
 class _ServiceSink:
-    """A sink with a run on a service, which learns how this process ends even if nobody closes the sink."""
+    """A sink with a run on a service.
+
+    The service is notified of the end of this process, even if nobody closes the sink.
+    """
 
     def __init__(self) -> None:
         self._refused: set[str] = set()
@@ -321,17 +347,20 @@ class _ServiceSink:
 
 
 class WandbSink(_ServiceSink):
-    """A sink that writes to a run of Weights & Biases, by the number of finished batches.
+    """Write to a run of Weights & Biases.
 
-    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the run's summary. The
-    run ends with the exit code 0, or 1 after an exception, or 255 if it was stopped.
+    Numbers are rows of the run's history, by the number of finished batches. Texts and the summary
+    of the tracker are entries of the run's summary. The run ends with the exit code 0, or 1 after
+    an exception, or 255 if it was stopped.
 
-    A resumed training is a new run, unless ``options`` or ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow`` name the earlier
-    one. That run then gets only batches that it does not have.
+    If training is resumed, the sink creates a new run, unless ``options`` or ``WANDB_RUN_ID`` and
+    ``WANDB_RESUME=allow`` name the earlier one. Then it adds only the batches that the earlier run
+    lacks.
 
     Args:
         project: Name of the project; None for the default of ``wandb``.
-        options: Other arguments of ``wandb.init``, for example ``mode="offline"`` or ``name="run 7"``.
+        options: Other arguments of ``wandb.init``, for example ``mode="offline"`` or ``name="run
+            7"``.
 
     Raises:
         MissingDependencyError: The package ``wandb`` is not installed.
@@ -342,7 +371,8 @@ class WandbSink(_ServiceSink):
     def __init__(self, project: str | None = None, **options: Any) -> None:
         wandb: Any = require("wandb", "wandb")
         self._run = wandb.init(project=project, **options)
-        # Not the step of wandb: it must not decrease, but numbers that are read later belong to earlier batches.
+        # The step of wandb must not decrease, but numbers that are read late belong to earlier
+        # batches. So the axis is a separate metric.
         self._run.define_metric("*", step_metric="batch")
         resumed = getattr(self._run, "resumed", False) is True
         self._first_batch = int(self._run.summary.get("batch", 0)) if resumed else 0
@@ -369,17 +399,18 @@ class WandbSink(_ServiceSink):
 
 
 class MLflowSink(_ServiceSink):
-    """A sink that writes to a run of MLflow, by the number of finished batches.
+    """Write to a run of MLflow.
 
-    Numbers are metrics. Texts are tags. The summary is the artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the
-    server, file or folder of the runs. The run ends as ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED``
-    if it was stopped.
+    Numbers are metrics, by the number of finished batches. Texts are tags. The summary is the
+    artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs.
+    The run ends as ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED`` if it was
+    stopped.
 
-    Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long name is cut. A
-    metric that MLflow refuses all the same is left out with one warning.
+    Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long
+    name is cut. A metric that MLflow still refuses is left out with one warning.
 
-    A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then gets only steps that
-    it does not have.
+    If training is resumed, the sink creates a new run, unless ``MLFLOW_RUN_ID`` names the earlier
+    one. Then it adds only the steps that the earlier run lacks.
 
     Args:
         experiment: Name of the experiment, which is created if it does not exist.
@@ -392,8 +423,14 @@ class MLflowSink(_ServiceSink):
     # The largest number of metrics that a server accepts in one request.
     _MOST = 1000
     _LONGEST_NAME = 250
-    # Errors of the server or of the way to it. A request for each metric would only wait as long as the first one.
-    _NOT_OF_A_METRIC = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED")
+    # Errors of the server or of the connection to it. A separate request for each metric would only
+    # wait as long as the first one.
+    _NOT_OF_A_METRIC = (
+        "INTERNAL_ERROR",
+        "TEMPORARILY_UNAVAILABLE",
+        "UNAUTHENTICATED",
+        "PERMISSION_DENIED",
+    )
     _STATES = MappingProxyType({"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"})
 
     def __init__(self, experiment: str = "Default", run_name: str | None = None) -> None:
@@ -402,7 +439,7 @@ class MLflowSink(_ServiceSink):
         self._client = mlflow.MlflowClient()
         self._metrics: list[Any] = []
         self._names: dict[str, str] = {}
-        # For a run that is continued: the last step of each metric that it has.
+        # Last step of each metric of a run that is continued; None for a new run.
         self._last_steps: dict[str, int] | None = None
         earlier = os.environ.get("MLFLOW_RUN_ID")
         if earlier:
@@ -410,22 +447,23 @@ class MLflowSink(_ServiceSink):
             self._client.update_run(earlier, status="RUNNING")
             self._last_steps = {}
         else:
-            self._run = self._client.create_run(self._experiment(experiment), run_name=run_name).info.run_id
+            experiment_id = self._experiment(experiment)
+            self._run = self._client.create_run(experiment_id, run_name=run_name).info.run_id
         super().__init__()
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment, which is created if it does not exist."""
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         try:
             return str(self._client.create_experiment(name))
         except Exception:
             # Another run may have created it since.
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            return str(found.experiment_id)
+            return str(experiment.experiment_id)
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Queue one metric, or write a text."""
@@ -453,18 +491,18 @@ class MLflowSink(_ServiceSink):
             self.flush()
 
     def _allowed_name(self, name: str) -> str:
-        """Return the name of a metric in MLflow. Different names stay different, so no curve mixes two metrics."""
+        """Return the name that a metric gets in MLflow."""
         parts = re.sub(r"[^\w./ -]", "_", name).split("/")
         allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
-        taken = self._names.values()
-        endings = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
-        allowed = next(
-            cut
-            for ending in endings
-            if (cut := posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending) not in taken
-        )
-        self._names[name] = allowed
-        return allowed
+        unique = posixpath.normpath(allowed[: self._LONGEST_NAME])
+        # Different names stay different, so that no curve mixes two metrics.
+        number = 2
+        while unique in self._names.values():
+            ending = f"_{number}"
+            unique = posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending
+            number += 1
+        self._names[name] = unique
+        return unique
 
     def flush(self) -> None:
         """Write the queued metrics."""
@@ -474,13 +512,13 @@ class MLflowSink(_ServiceSink):
         try:
             self._client.log_batch(self._run, metrics=metrics)
         except Exception as error:
-            # MLflow refuses all metrics of a request because of one of them.
+            # MLflow refuses all metrics of a request if it refuses one of them.
             if getattr(error, "error_code", None) in self._NOT_OF_A_METRIC:
                 raise
             self._send_by_name(metrics, error)
 
     def _send_by_name(self, metrics: list[Any], error: Exception) -> None:
-        """Send each metric in a request of its own, and leave out those that are refused."""
+        """Send each metric in a separate request, and leave out those that are refused."""
         by_name: dict[str, list[Any]] = {}
         for metric in metrics:
             by_name.setdefault(metric.key, []).append(metric)
@@ -491,7 +529,7 @@ class MLflowSink(_ServiceSink):
             except Exception as refusal:
                 refused[name] = refusal
         if len(refused) == len(by_name) > 1:
-            # Not one metric is to blame, but the server.
+            # The server refused every metric, so no single metric is the cause.
             raise error
         for name, reason in refused.items():
             self._refuse(name, reason)
@@ -514,12 +552,14 @@ def _warn_of_refused(sink: str, name: str, error: Exception) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """Return plain containers without NaN and infinities, which JSON does not have: they become None."""
+    """Return plain containers with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {name: _strict(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _utf8(text: str) -> str:
@@ -537,18 +577,19 @@ _BUILT_IN: dict[str, Callable[..., Sink]] = {
 
 
 def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sink:
-    """Make a sink from ``NAME`` or ``NAME:ARGUMENT``.
+    """Create a sink from ``NAME`` or ``NAME:ARGUMENT``.
 
-    With ``run_id``, several runs can have the same text: ``{run_id}`` in it is replaced. Each run gets a folder of its
-    own in ``FOLDER``. If the file ``PATH`` exists, the run writes to another one with its id in the name.
+    With ``run_id``, several runs can use the same text: ``{run_id}`` in it is replaced by the id.
+    Each run gets its own folder in ``FOLDER``. If the file ``PATH`` exists, the run writes to
+    another file with the id in its name.
 
     Args:
         text: The name is one of
 
-            * ``jsonl:PATH``, ``csv:PATH``, ``tensorboard:FOLDER``: see :class:`JSONLSink`, :class:`CSVSink` and
-              :class:`TensorBoardSink`;
-            * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see :class:`WandbSink` and
-              :class:`MLflowSink`;
+            * ``jsonl:PATH``, ``csv:PATH``, ``tensorboard:FOLDER``: see :class:`JSONLSink`,
+              :class:`CSVSink` and :class:`TensorBoardSink`;
+            * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see
+              :class:`WandbSink` and :class:`MLflowSink`;
             * the name of an entry point of the group ``mlbench.sinks``.
         run_id: Id of the run; None to use paths exactly as they are.
         resume: True to continue the file or folder of this run.
@@ -557,8 +598,8 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
         The sink, for the argument ``sinks`` of a tracker.
 
     Raises:
-        ConfigurationError: The name is unknown, the argument is missing or not expected, its file cannot be created,
-            or the code of an entry point cannot be imported.
+        ConfigurationError: The name is unknown, the argument is missing or not expected, its file
+            cannot be created, or the code of an entry point cannot be imported.
         MissingDependencyError: The sink needs a package that is not installed.
 
     Example:
@@ -566,13 +607,15 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
         JSONLSink('run.jsonl')
     """
     name, _, argument = text.partition(":")
-    # A package must not replace a sink of this one.
-    makers: dict[str, Callable[..., Sink] | EntryPoint] = {
-        **{entry.name: entry for entry in entry_points(group="mlbench.sinks")},
-        **_BUILT_IN,
-    }
+    makers: dict[str, Callable[..., Sink] | EntryPoint] = {}
+    for entry in entry_points(group="mlbench.sinks"):
+        makers[entry.name] = entry
+    # Added last, because a package must not replace a sink of this one.
+    makers.update(_BUILT_IN)
     if name not in makers:
-        raise ConfigurationError(f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}")
+        raise ConfigurationError(
+            f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}"
+        )
     maker = makers[name]
     if isinstance(maker, EntryPoint):
         entry_point = maker
@@ -580,12 +623,16 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
             maker = entry_point.load()
         # All errors, because the code of another package may raise any while it is imported.
         except Exception as error:
-            raise ConfigurationError(f"sink {name!r} ({entry_point.value}) cannot be imported: {error}") from error
+            raise ConfigurationError(
+                f"sink {name!r} ({entry_point.value}) cannot be imported: {error}"
+            ) from error
     arguments = [argument] if argument else []
     try:
         inspect.signature(maker).bind(*arguments)
     except TypeError as error:
-        raise ConfigurationError(f"sink must be {name!r} with the right argument, not {text!r}: {error}") from error
+        raise ConfigurationError(
+            f"sink must be {name!r} with the right argument, not {text!r}: {error}"
+        ) from error
     if argument and run_id is not None:
         if maker in (CSVSink, JSONLSink, TensorBoardSink):
             arguments = [_own_path(argument, run_id, resume, is_folder=maker is TensorBoardSink)]
@@ -597,18 +644,23 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
 def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
     """Create the file or folder to which only this run writes, and return its path.
 
-    The candidates are PATH, PATH with the id, and PATH with the id and a number; in a folder for several runs the id,
-    and the id with a number. A new run takes the first that it can create. A resumed run takes its last one.
+    The candidates are PATH, PATH with the id, and PATH with the id and a number. In a folder for
+    several runs, they are the id, and the id with a number. A new run takes the first candidate
+    that it can create. A resumed run takes the last one that exists.
     """
     path = Path(argument.replace("{run_id}", run_id))
-    in_shared_folder = is_folder and "{run_id}" not in argument
-    # A terminal or a pipe.
+    # A terminal or a pipe is used as it is.
     if not is_folder and path.exists() and not path.is_file():
         return str(path)
-    first = path / run_id if in_shared_folder else path
-    stem, suffix = (first.name, "") if in_shared_folder else (f"{path.stem}-{run_id}", path.suffix)
+    if is_folder and "{run_id}" not in argument:
+        # Several runs share the folder.
+        first = path / run_id
+        stem, suffix, candidates = first.name, "", [first]
+    else:
+        first = path
+        stem, suffix = f"{path.stem}-{run_id}", path.suffix
+        candidates = [first, first.with_name(stem + suffix)]
     others = (first.with_name(f"{stem}-{number}{suffix}") for number in itertools.count(2))
-    candidates = [first] if in_shared_folder else [first, first.with_name(stem + suffix)]
     last: Path | None = None
     try:
         first.parent.mkdir(parents=True, exist_ok=True)
@@ -616,17 +668,23 @@ def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
             if resume and candidate.exists():
                 last = candidate
                 continue
-            if last is None:
-                # At most one of several runs that start at once can create it.
-                try:
-                    candidate.mkdir() if is_folder else candidate.touch(exist_ok=False)
-                except FileExistsError:
-                    continue
+            if last is not None:
+                break
+            # If several runs start at once, only one of them can create it.
+            try:
+                if is_folder:
+                    candidate.mkdir()
+                else:
+                    candidate.touch(exist_ok=False)
+            except FileExistsError:
+                continue
             break
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigurationError(f"sink must have a path that can be written, not {argument!r}: {reason}") from error
-    found = last or candidate
-    if found != first:
-        logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, found)
-    return str(found)
+        raise ConfigurationError(
+            f"sink must have a path that can be written, not {argument!r}: {reason}"
+        ) from error
+    chosen = last or candidate
+    if chosen != first:
+        logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, chosen)
+    return str(chosen)

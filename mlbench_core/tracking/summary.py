@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlbench_core.run_terms import TRACKER_PHASES
+
 __all__ = ["Counters", "Totals", "TrackerSummary"]
 
 
@@ -63,20 +65,24 @@ class TrackerSummary:
         steps_s: Seconds of every step.
         samples: Training samples counted.
         tokens: Training tokens counted.
-        batch_p50_s: Median seconds of a batch, with an error of at most 1 %, or None before any batch.
+        batch_p50_s: Median seconds of a batch, with an error of at most 1 %, or None before any
+            batch.
         batch_p90_s: 90th percentile of the seconds of a batch, likewise.
         batch_p99_s: 99th percentile of the seconds of a batch, likewise.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
-        communication_cpu_s: Seconds of processor time that this worker's thread used while training waited for
-            communication: packing, compressing, summing. None if it was not measured, as on a GPU.
-        communication_size_bytes: Bytes that this worker handed to collectives, as optimizers reported it.
+        communication_cpu_s: Seconds of processor time that this worker's thread used while training
+            waited for communication: packing, compressing, summing. None if it was not measured, as
+            on a GPU.
+        communication_size_bytes: Bytes that this worker handed to collectives, as optimizers
+            reported it.
         communication_wire_bytes: Bytes that this worker put on the wire, see
             :func:`~mlbench_core.wire_bytes.wire_bytes`; None if unknown.
-        exchanges: Exchanges of gradients or weights in which this worker took part: one for each batch in which it
-            sent something, and one for each average that a validation needed. None if unknown.
-        communication_measured: True if an optimizer reported its communication. Otherwise, the numbers of communication
-            are 0 because nothing was measured.
+        exchanges: Exchanges of gradients or weights in which this worker took part: one for each
+            batch in which it sent something, and one for each average that a validation needed.
+            None if unknown.
+        communication_measured: True if an optimizer reported its communication. Otherwise, the
+            numbers of communication are 0 because nothing was measured.
         memory_peak_bytes: Peak of the GPU memory in bytes, or None without a GPU.
         energy_j: Joules used by the GPU, or None if NVML does not count them.
         best_metric_value: Best value of the primary metric, or None.
@@ -120,12 +126,16 @@ class TrackerSummary:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the shares of ``train_s`` by phase, with ``"other"`` for the rest; empty before any training."""
+        """Return the shares of ``train_s`` by phase, with ``"other"`` for the rest.
+
+        Before any training they are empty.
+        """
         if self.train_s <= 0:
             return {}
-        phases = ("compute", "communication", "metrics", "preprocess")
+        phases = TRACKER_PHASES.values()
         shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
-        # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is never negative.
+        # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is
+        # never negative.
         return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
 
     @property
@@ -135,11 +145,11 @@ class TrackerSummary:
 
     @property
     def outside_s(self) -> float:
-        """Return the seconds of ``wall_s`` outside batches and validation, for example of checkpoints."""
+        """Return the seconds of ``wall_s`` outside batches and validation, as for checkpoints."""
         return self.wall_s - self.train_s - self.validation_s
 
     def gaps(self, tolerance: float = 0.01) -> list[str]:
-        """Compare the sum of the steps with the time inside batches, and training and validation with the wall clock.
+        """Compare the steps with the batches, and training and validation with the wall clock.
 
         Args:
             tolerance: The largest difference that is not named, as a share of the longer time.
@@ -147,69 +157,87 @@ class TrackerSummary:
         Returns:
             A sentence with the numbers for each difference that is larger.
         """
-        found = []
+        sentences = []
         if abs(self.other_s) > tolerance * self.train_s:
-            found.append(
-                f"the steps take {self.train_s - self.other_s:.3f} s of {self.train_s:.3f} s inside batches, so "
-                f"{self.other_s:.3f} s belong to no step: call record_batch_step(NAME) after each part of a batch"
+            sentences.append(
+                f"the steps take {self.train_s - self.other_s:.3f} s of {self.train_s:.3f} s "
+                f"inside batches, so {self.other_s:.3f} s belong to no step: call "
+                "record_batch_step(NAME) after each part of a batch"
             )
         if abs(self.outside_s) > tolerance * self.wall_s:
-            found.append(
+            sentences.append(
                 f"training ({self.train_s:.3f} s) and validation ({self.validation_s:.3f} s) take "
-                f"{self.wall_s - self.outside_s:.3f} s of {self.wall_s:.3f} s of wall time, so {self.outside_s:.3f} s "
-                "are outside batches and validation"
+                f"{self.wall_s - self.outside_s:.3f} s of {self.wall_s:.3f} s of wall time, so "
+                f"{self.outside_s:.3f} s are outside batches and validation"
             )
-        return found
+        return sentences
 
     @property
     def samples_per_s(self) -> float | None:
         """Return ``samples / train_s``, or None if no samples were counted."""
-        return self.samples / self.train_s if self.samples and self.train_s > 0 else None
+        return self._rate(self.samples)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Return ``tokens / train_s``, or None if no tokens were counted."""
-        return self.tokens / self.train_s if self.tokens and self.train_s > 0 else None
+        return self._rate(self.tokens)
+
+    def _rate(self, count: int, world_size: int = 1) -> float | None:
+        """Return the throughput of the workers, or None if nothing was counted."""
+        if not count or self.train_s <= 0:
+            return None
+        return count / self.train_s * world_size
 
     def report(self, world_size: int) -> dict[str, Any]:
-        """Return the numbers of a whole run, as :meth:`Tracker.publish_summary` sends them in the metric ``summary``.
+        """Return the numbers of a whole run.
+
+        :meth:`Tracker.publish_summary` sends them in the metric ``summary``.
 
         Args:
-            world_size: Number of workers. All have parts of equal size and wait for one another in every step, so the
-                throughput of the run is this worker's throughput times this number.
+            world_size: Number of workers. All have parts of equal size and wait for one another in
+                every step, so the throughput of the run is this worker's throughput times this
+                number.
 
         Returns:
             Plain containers that can be written as JSON. Times are in seconds.
         """
-        rate = self.samples_per_s
-        # One worker sends nothing. Of several, zeros that nobody measured would look like free communication.
-        is_known = self.communication_measured or world_size == 1
-        return {
+        total_s: dict[str, float | None] = {
+            "train": self.train_s,
+            "compute": self.compute_s,
+            "communication": self.communication_s,
+            "exposed_communication": self.communication_exposed_s,
+            "metrics": self.metrics_s,
+            "preprocess": self.preprocess_s,
+            "validation": self.validation_s,
+        }
+        numbers: dict[str, Any] = {
             "workers": world_size,
             "goal_reached": self.goal_reached,
             "time_to_goal_s": self.time_to_goal_s,
-            "total_s": {
-                "train": self.train_s,
-                "compute": self.compute_s,
-                "communication": self.communication_s if is_known or self.communication_s else None,
-                "exposed_communication": self.communication_exposed_s if is_known else None,
-                "metrics": self.metrics_s,
-                "preprocess": self.preprocess_s,
-                "validation": self.validation_s,
-            },
+            "total_s": total_s,
             "other_s": self.other_s,
             "outside_s": self.outside_s,
-            "samples_per_s": None if rate is None else rate * world_size,
-            "tokens_per_s": None if self.tokens_per_s is None else self.tokens_per_s * world_size,
+            "samples_per_s": self._rate(self.samples, world_size),
+            "tokens_per_s": self._rate(self.tokens, world_size),
             "memory_peak_bytes": self.memory_peak_bytes,
             "epochs": self.epochs,
             "best": self.best_metric_value,
-            "bytes_sent": self.communication_size_bytes if is_known else None,
-            "bytes_on_wire": self.communication_wire_bytes if is_known else None,
-            "exchanges": self.exchanges if is_known else None,
+            "bytes_sent": self.communication_size_bytes,
+            "bytes_on_wire": self.communication_wire_bytes,
+            "exchanges": self.exchanges,
         }
+        # One worker sends nothing. With several workers, zeros that nobody measured would look like
+        # free communication.
+        if not self.communication_measured and world_size != 1:
+            numbers.update(dict.fromkeys(("bytes_sent", "bytes_on_wire", "exchanges")))
+            total_s["exposed_communication"] = None
+            if not self.communication_s:
+                total_s["communication"] = None
+        return numbers
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the properties as plain containers that can be written as JSON."""
-        derived = ("shares", "samples_per_s", "tokens_per_s", "other_s", "outside_s")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        numbers = asdict(self)
+        for name in ("shares", "samples_per_s", "tokens_per_s", "other_s", "outside_s"):
+            numbers[name] = getattr(self, name)
+        return numbers

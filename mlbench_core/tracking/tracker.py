@@ -14,19 +14,12 @@ from typing import Any
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter
-from mlbench_core.tracking.goal import (
-    Goal,
-    as_goal,
-    describe_goal,
-    end_at_exit,
-    finite,
-    goal_metric,
-    send_at_exit,
-)
+from mlbench_core.tracking.goal import Goal, as_goal, end_at_exit, finite, goal_metric, send_at_exit
 from mlbench_core.tracking.memory import memory_peak_bytes
 from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.process_end import state_after, uncaught_error
@@ -65,8 +58,9 @@ _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "prepro
 class _Validation:
     """The primary metric in one validation: the mean of the values that ``record_metric`` receives.
 
-    A batch may lower this mean. So the best value from before the validation is kept, to compare each new mean with it.
-    ``best_before`` is that value with its epoch, and True if it was the latest value.
+    A batch may lower this mean. So the best value from before the validation is kept, to compare
+    each new mean with it. ``best_before`` is that value with its epoch, and True if it was the
+    latest value.
     """
 
     mean: AverageMeter = field(default_factory=AverageMeter)
@@ -75,10 +69,10 @@ class _Validation:
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
-    """Return a method that does the same as ``record_batch_step(name)``, in the usual case without calling it."""
+    """Return a method that does the same as ``record_batch_step(name)``."""
 
-    # These methods run several times per batch. The usual case (host clock, known step) is written out here, because
-    # a delegated call would add to the time that is measured.
+    # These methods run several times per batch. The usual case (host clock, known step) is written
+    # out here, because a delegated call would add to the time that is measured.
     def record(self: Tracker) -> None:
         mark = self._mark
         if mark is not None and self._device is None and name in self._step_s:
@@ -94,66 +88,76 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
 class Tracker(PhaseTimes):
     """A tracker of times, statistics and metrics of one worker.
 
-    A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...`` call sets a mark:
-    the end of a step. The time of a step runs from the previous mark to its own. Marks outside a batch are ignored.
-    Training time is the time inside batches, without validation that ran inside one.
+    A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...``
+    call sets a mark: the end of a step. The time of a step runs from the previous mark to its own.
+    Marks outside a batch are ignored. Training time is the time inside batches, without validation
+    that ran inside one.
 
-    The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read after the device has
-    passed them, so the host never waits for the device. Memory does not grow with the number of batches.
+    The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read
+    after the device has passed them, so the host does not wait for the device; only
+    :meth:`state_dict` and :meth:`close` do. Memory does not grow with the number of batches.
 
-    Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it is reached.
-    Numbers for the master go through ``LogMetrics.log``, which adds the rank to the name.
+    Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it
+    is reached. Numbers for the master go through ``LogMetrics.log``, which adds the rank to the
+    name.
 
     A tracker is not thread-safe.
 
     Args:
-        metrics: The metrics of the run: objects with a ``name``. The first one is the primary metric, which decides
-            the best epoch. May be empty.
+        metrics: The metrics of the run: objects with a ``name``. The first one is the primary
+            metric, which decides the best epoch. May be empty.
         run_id: Id of the run, as the master assigned it.
         rank: Rank of this worker.
-        goal: Called ``(metric_name, value, tracker)``. It returns None until the goal is reached, and then the text of
-            the result. A function without required arguments is called once to create the goal.
+        goal: Called ``(metric_name, value, tracker)``. It returns None until the goal is reached,
+            and then the text of the result. A function without required arguments is called once to
+            create the goal.
         communication_steps: Names of the steps that count as communication. Default ``["agg"]``.
-        compute_steps: Names of the steps that count as computation. Default ``["fwd_pass", "comp_loss", "backprop",
-            "opt_step"]``.
-        metrics_steps: Names of the steps that count as computing metrics. Default ``["comp_metrics"]``.
+        compute_steps: Names of the steps that count as computation. Default ``["fwd_pass",
+            "comp_loss", "backprop", "opt_step"]``.
+        metrics_steps: Names of the steps that count as computing metrics. Default
+            ``["comp_metrics"]``.
         preprocess_steps: Names of the steps that count as loading data. Default ``["batch_load"]``.
         minimize: True if smaller values of the primary metric are better.
-        sinks: Additional receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
-        progress: True to draw a progress bar. None draws one on rank 0 if standard error is a terminal.
-        use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
-        history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
-            ``records``.
-        check_times: True to compare times at the end of the run: the sum of the steps with the time inside batches,
-            and training and validation with the wall clock. A difference of more than 1 % is logged as a warning. The
-            summary has both differences in any case, as ``other_s`` and ``outside_s``.
+        sinks: Additional receivers of every recorded number, see
+            :mod:`mlbench_core.tracking.sinks`.
+        progress: True to draw a progress bar. None draws one on rank 0 if standard error is a
+            terminal.
+        use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first
+            batch.
+        history_size: Number of recent batches and statistics in ``history``, and of epochs in each
+            entry of ``records``.
+        check_times: True to compare times at the end of the run: the sum of the steps with the time
+            inside batches, and training and validation with the wall clock. A difference of more
+            than 1 % is logged as a warning. The summary has both differences in any case, as
+            ``other_s`` and ``outside_s``.
 
     Attributes:
         current_epoch: Current epoch, from 0.
         best_epoch: Epoch of the best value of the primary metric.
-        best_metric_value: Best value of the primary metric. Before the first value it is the worst possible one: -inf,
-            or inf with ``minimize``.
-        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are not taken from it.
+        best_metric_value: Best value of the primary metric. Before the first value it is the worst
+            possible one: -inf, or inf with ``minimize``.
+        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are
+            not taken from it.
         train_prefix: Prefix of the names of training statistics, ``"train_"``.
         val_prefix: Prefix of the names of validation statistics, ``"val_"``.
         primary_metric: The first metric, or None.
         goal_reached: True after the goal was reached.
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
-        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached it, and the position
-            and the :meth:`totals` at that moment. None before, and if a checkpoint that lacks it resumes a run after
-            its goal.
-        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
-            metrics exist before the first value.
+        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached
+            it, and the position and the :meth:`totals` at that moment. None before, and if a
+            checkpoint that lacks it resumes a run after its goal.
+        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the
+            loss and the metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
         records: Prefixed name to {epoch: mean of the epoch}.
-        history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each statistic, and one with
-            the name ``"batch_time_s"`` for each batch. ``batch`` is the number of batches finished by then, ``time_s``
-            the seconds since :meth:`start`.
-        learning_rate: Learning rate at the start of the latest training round, or None. The rounds of
-            :mod:`mlbench_core.controlflow.pytorch` set it.
-        batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before the first epoch.
-            The end of each epoch sets it to the number of batches in that epoch.
+        history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each
+            statistic, and one with the name ``"batch_time_s"`` for each batch. ``batch`` is the
+            number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
+        learning_rate: Learning rate at the start of the latest training round, or None. The rounds
+            of :mod:`mlbench_core.controlflow.pytorch` set it.
+        batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before
+            the first epoch. The end of each epoch sets it to the number of batches in that epoch.
 
     Raises:
         TypeError: ``goal``, the name of a step or a sink has the wrong type.
@@ -197,7 +201,9 @@ class Tracker(PhaseTimes):
         self.rank = rank
         self.goal = goal
         self.communication_steps = _steps("communication_steps", communication_steps, ["agg"])
-        self.compute_steps = _steps("compute_steps", compute_steps, ["fwd_pass", "comp_loss", "backprop", "opt_step"])
+        self.compute_steps = _steps(
+            "compute_steps", compute_steps, ["fwd_pass", "comp_loss", "backprop", "opt_step"]
+        )
         self.metrics_steps = _steps("metrics_steps", metrics_steps, ["comp_metrics"])
         self.preprocess_steps = _steps("preprocess_steps", preprocess_steps, ["batch_load"])
         self.minimize = minimize
@@ -205,7 +211,7 @@ class Tracker(PhaseTimes):
         self._sinks = SinkList(sinks)
         self.current_epoch = 0
         self.best_epoch = 0
-        self.best_metric_value = self._worst
+        self.best_metric_value = _worst_value(minimize)
         self._is_latest_best = False
         self.goal_reached = False
         self.goal_text: str | None = None
@@ -226,13 +232,14 @@ class Tracker(PhaseTimes):
 
         self._validation = _Validation()
 
-        # The start of each interval that is open now, on time.perf_counter(); None if the interval is closed.
+        # The start of each interval that is open now, on time.perf_counter(); None if the interval
+        # is closed.
         self._start_s: float | None = None
         self._batch_start: float | None = None
         self._mark: float | None = None
         self._validation_start: float | None = None
-        # Wall time of the runs that this one resumes. It is kept as a duration, because perf_counter() of another
-        # process has another zero.
+        # Wall time of the runs that this one resumes. It is kept as a duration, because
+        # perf_counter() of another process has another zero.
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
@@ -263,7 +270,10 @@ class Tracker(PhaseTimes):
 
     @property
     def goal(self) -> Goal | None:
-        """Return the goal, which is called ``(metric_name, value, tracker)``. It may be set at any time."""
+        """Return the goal, which is called ``(metric_name, value, tracker)``.
+
+        It may be set at any time.
+        """
         return self._goal
 
     @goal.setter
@@ -273,8 +283,9 @@ class Tracker(PhaseTimes):
     def goal_watches_training(self) -> bool:
         """Return True if a training statistic may reach the goal.
 
-        It is False without a goal, after it was reached, and for a goal whose attribute ``metric`` names a validation
-        statistic, as that of each goal of the tasks does. Of another function it is not known, so it is True.
+        It is False without a goal, after it was reached, and for a goal whose attribute ``metric``
+        names a validation statistic, as that of each goal of the tasks does. For another function
+        it is True, because its statistics are not known.
         """
         if self._goal is None or self.goal_reached:
             return False
@@ -287,7 +298,9 @@ class Tracker(PhaseTimes):
             RuntimeError: The clock was started before.
         """
         if self._start_s is not None:
-            raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
+            raise RuntimeError(
+                "the tracker was started before; start() is called once, before the first epoch"
+            )
         self._begin()
         self.start_time = time.time()
 
@@ -297,6 +310,7 @@ class Tracker(PhaseTimes):
 
     def validation(self) -> None:
         """Record the following statistics as ``val_...``."""
+        # Only at the change: a second call in the same validation must not discard its mean.
         if self.is_training:
             self._validation = _Validation()
         self.is_training = False
@@ -317,7 +331,8 @@ class Tracker(PhaseTimes):
         self._validation_start = None
         self._counters.validation_s += elapsed_s
         if self._batch_start is not None and self._mark is not None:
-            # Both marks move forward by the validation's time, so neither the batch nor the open step includes it.
+            # Both marks move forward by the validation's time, so neither the batch nor the open
+            # step includes it.
             self._batch_start += elapsed_s
             self._mark += elapsed_s
             if self._device is not None:
@@ -326,20 +341,25 @@ class Tracker(PhaseTimes):
     def epoch_end(self) -> None:
         """End the epoch: send the times of the steps and start new means.
 
-        Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
-        ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and ``cum_hidden_communication`` (that
-        ran while training went on). Rank 0 also sends ``samples_per_s``, ``tokens_per_s`` (both of this worker in this
-        epoch) and ``lr`` if they are known. Nothing is sent after an epoch without batches.
+        Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of
+        the epoch, and ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and
+        ``cum_hidden_communication`` (that ran while training went on). Rank 0 also sends
+        ``samples_per_s``, ``tokens_per_s`` (both of this worker in this epoch) and ``lr`` if they
+        are known. Nothing is sent after an epoch without batches.
 
-        After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of epochs.
+        After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of
+        epochs.
         """
-        # Times are kept only as totals since the start, so the times of one epoch are the difference of two totals.
-        before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
+        # Times are kept only as totals since the start, so the times of one epoch are the
+        # difference of two totals.
+        before = self._epoch_ends[-1] if self._epoch_ends else Totals()
+        now = self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
-            numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            for name, total in now.steps_s.items():
+                numbers[f"cum_{name}"] = total
             numbers.update(self._other_numbers(before, now))
             for name, value in numbers.items():
                 self._send(name, value)
@@ -348,6 +368,8 @@ class Tracker(PhaseTimes):
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
+        # Before the means are reset and the number moves on: the event is about the epoch that
+        # ends.
         self._sinks.event("epoch", self._moment)
         self._sinks.call("flush")
         self.reset_epoch_stats()
@@ -357,9 +379,10 @@ class Tracker(PhaseTimes):
         self._send_plan()
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
-        """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
+        """Yield the epochs to train, until the goal is reached or the budget is spent.
 
-        A run that continues from a checkpoint yields only the remaining epochs, and none after its goal.
+        A run that continues from a checkpoint yields only the remaining epochs, and none after its
+        goal.
 
         Args:
             most: The budget in epochs.
@@ -388,17 +411,24 @@ class Tracker(PhaseTimes):
 
     def _empty_meters(self, metrics: Iterable[Any]) -> dict[str, AverageMeter]:
         names = ["loss", *(metric.name for metric in metrics)]
-        prefixes = (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_")
-        return {f"{prefix}{name}": AverageMeter() for prefix in prefixes for name in names}
+        meters: dict[str, AverageMeter] = {}
+        for prefix in (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_"):
+            for name in names:
+                meters[prefix + name] = AverageMeter()
+        return meters
 
     # ------------------------------------------------------------------ batches and their steps
 
     def batch_start(self) -> None:
-        """Start a batch. If another batch is still open, its time up to its last mark counts as training time."""
+        """Start a batch.
+
+        If another batch is still open, its time up to its last mark counts as training time.
+        """
         if self._batch_start is not None or not self._prepared:
             self._before_batch()
         if self._device is not None:
             self._device.batch_start()
+        # Read last, so that the preparation above is not a part of the batch.
         self._batch_start = self._mark = time.perf_counter()
 
     def batch_end(self, samples: int = 0, tokens: int = 0) -> None:
@@ -413,6 +443,8 @@ class Tracker(PhaseTimes):
             return
         now = time.perf_counter()
         self._batch_start = self._mark = None
+        # The clock was read above, so neither this bookkeeping nor the progress bar is a part of
+        # the batch.
         self._counters.batches += 1
         self._batches_in_epoch += 1
         if self._device is not None:
@@ -422,10 +454,14 @@ class Tracker(PhaseTimes):
         if samples or tokens:
             self.count(samples, tokens)
         if self._progress is not None and self._progress.due():
-            self._progress.draw(self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self))
+            self._progress.draw(
+                self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self)
+            )
 
     def record_batch_step(self, name: str) -> None:
-        """Mark the end of a step. Its time runs from the previous mark. Outside a batch, do nothing.
+        """Mark the end of a step, whose time runs from the previous mark.
+
+        Outside a batch, it does nothing.
 
         Args:
             name: Any name of a step, including names that are not in the constructor's lists.
@@ -446,8 +482,8 @@ class Tracker(PhaseTimes):
             steps[name] += now - mark
         else:
             self._device.mark(name)
-        # The clock was read before the bookkeeping above. So the bookkeeping counts towards the next step, and the
-        # times of the steps add up to the time of the batch.
+        # The clock was read before the bookkeeping above. So the bookkeeping counts towards the
+        # next step, and the times of the steps add up to the time of the batch.
         self._mark = now
 
     record_batch_init = _step_method("init")
@@ -466,16 +502,19 @@ class Tracker(PhaseTimes):
 
         Args:
             total_s: Seconds during which communication ran.
-            exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
-            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch counts as an exchange.
-            cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited to it; None if
-                they were not measured. Those of the whole run are then unknown.
+            exposed_s: Seconds of exposed communication, for which training waited; limited to
+                ``total_s``.
+            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch
+                counts as an exchange.
+            cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited
+                to it; None if they were not measured. Those of the whole run are then unknown.
 
         Raises:
             ValueError: An argument is negative or not a number.
         """
-        for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
-            check_at_least(name, value, 0)
+        check_at_least("total_s", total_s, 0)
+        check_at_least("exposed_s", exposed_s, 0)
+        check_at_least("size_bytes", size_bytes, 0)
         if cpu_s is not None:
             check_at_least("cpu_s", cpu_s, 0)
         self._counters.communication_total_s += float(total_s)
@@ -487,11 +526,14 @@ class Tracker(PhaseTimes):
             self._last_exchange = self._counters.batches
             self._count_exchange()
 
-    def charge_validation_average(self, seconds: float, size_bytes: int, *, cpu_s: float | None = None) -> None:
-        """Add an average of weights that a validation needed to the training time, as exposed communication.
+    def charge_validation_average(
+        self, seconds: float, size_bytes: int, *, cpu_s: float | None = None
+    ) -> None:
+        """Add the average of weights for a validation to the training time.
 
-        Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
-        Call it outside of a batch and of a validation.
+        It counts as exposed communication. Otherwise a method whose workers differ would get the
+        average at no cost, just before its goal is checked. Call it outside of a batch and of a
+        validation.
 
         Args:
             seconds: Seconds that the average took.
@@ -518,24 +560,32 @@ class Tracker(PhaseTimes):
     def _add_exposed(self, exposed_s: float, cpu_s: float | None) -> None:
         """Add exposed communication. Its processor time is known only if that of every part is."""
         counters = self._counters
-        known_s = counters.communication_cpu_s if counters.communication_exposed_s > 0 else 0.0
-        if cpu_s is None or known_s is None:
-            # A part that took no time changes nothing.
-            if exposed_s > 0:
-                counters.communication_cpu_s = None
-        else:
-            counters.communication_cpu_s = known_s + float(min(cpu_s, exposed_s))
+        earlier_cpu_s = counters.communication_cpu_s
+        # Before the first exposed part, None means "none yet". After it, None means "not known",
+        # and a sum with an unmeasured part stays unknown.
+        if counters.communication_exposed_s <= 0:
+            earlier_cpu_s = 0.0
+        if cpu_s is not None and earlier_cpu_s is not None:
+            counters.communication_cpu_s = earlier_cpu_s + float(min(cpu_s, exposed_s))
+        # A part that took no time changes nothing.
+        elif exposed_s > 0:
+            counters.communication_cpu_s = None
         counters.communication_exposed_s += exposed_s
 
     def _count_exchange(self) -> None:
         if self._counters.exchanges is not None:
             self._counters.exchanges += 1
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
-        """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
+        """Count collectives of training, to predict times on other networks.
+
+        The predictions are those of :mod:`mlbench_core.prediction`.
 
         Args:
-            op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all neighbors at once.
+            op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
+                neighbors at once.
             group: Number of workers that take part, this one included.
             size_bytes: Payload of this worker in one call.
             calls: Number of calls.
@@ -549,8 +599,8 @@ class Tracker(PhaseTimes):
         """Move exposed communication time from another step to the first communication step.
 
         Args:
-            step: The step in which training waited, for example ``"backprop"`` if gradients are averaged during the
-                backward pass.
+            step: The step in which training waited, for example ``"backprop"`` if gradients are
+                averaged during the backward pass.
             seconds: Seconds that training waited. At most the recorded time of the step is moved.
 
         Raises:
@@ -590,12 +640,15 @@ class Tracker(PhaseTimes):
         """
         self.record_stat("loss", value, n, log_to_api)
 
-    def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
+    def record_metric(
+        self, metric: Any, value: float, n: float = 1, log_to_api: bool = False
+    ) -> None:
         """Record the value of a metric, see :meth:`record_stat`.
 
-        In validation, the weighted mean of the primary metric may become the best value, see :meth:`is_best`. The mean
-        starts at :meth:`validation_start`, or when :meth:`validation` ends training. A value that
-        :meth:`update_primary_metric` receives in the same validation replaces this mean.
+        In validation, the weighted mean of the primary metric may become the best value, see
+        :meth:`is_best`. The mean starts at :meth:`validation_start`, or when :meth:`validation`
+        ends training. A value that :meth:`update_primary_metric` receives in the same validation
+        replaces this mean.
 
         Args:
             metric: The metric, or its name.
@@ -606,12 +659,13 @@ class Tracker(PhaseTimes):
         name = metric if isinstance(metric, str) else metric.name
         value = _number(self._prefix + name, value)
         # The best value is updated before the statistic is recorded, because a goal may read it.
-        if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
+        primary = self.primary_metric
+        if not self.is_training and primary is not None and name == primary.name:
             self._add_to_validation(value, n)
         self.record_stat(name, value, n, log_to_api)
 
     def position(self) -> tuple[int, float]:
-        """Return the number of batches finished so far and the seconds since :meth:`start`, as ``history`` has them."""
+        """Return the number of finished batches and the seconds since :meth:`start`."""
         return self._counters.batches, self._wall_s()
 
     def record_stat(
@@ -626,12 +680,13 @@ class Tracker(PhaseTimes):
         """Record a statistic and pass it to the goal.
 
         Args:
-            name: Its name, to which the prefix ``train_`` or ``val_`` is added. A statistic of all workers is named
-                ``global_<name>``.
+            name: Its name, to which the prefix ``train_`` or ``val_`` is added. A statistic of all
+                workers is named ``global_<name>``.
             value: A number, or a tensor of one element: the mean over ``n`` samples.
             n: Number of samples, the weight in the mean of the epoch.
             log_to_api: True to send it to the master.
-            at: The :meth:`position` that the value belongs to, if it was read from the device later; None for now.
+            at: The :meth:`position` that the value belongs to, if it was read from the device
+                later; None for now.
 
         Raises:
             TypeError: ``value`` is not a number.
@@ -655,21 +710,23 @@ class Tracker(PhaseTimes):
         if self._sinks:
             self._sinks.record(name, value, self.current_epoch, batch, time_s)
         if self._goal is not None and not self.goal_reached:
+            # Last, because a goal may read the mean, the records and the history with this value.
             self._check_goal(name, value)
 
     def update_primary_metric(self, new_metric_value: float) -> None:
         """Set the value of the primary metric after a validation.
 
-        The first value is always the best so far. A later value must be strictly better than the best. A value that
-        is not a number (nan) is never the best.
+        The first value is always the best so far. A later value must be strictly better than the
+        best. A value that is not a number (nan) is never the best.
 
         Args:
             new_metric_value: A number, or a tensor of one element.
         """
         value = _number("the primary metric", new_metric_value)
         # Discard the mean of the values that record_metric received in this validation.
-        if self._validation.best_before is not None:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
+        best_before = self._validation.best_before
+        if best_before is not None:
+            self.best_metric_value, self.best_epoch, self._is_latest_best = best_before
             self._validation.best_before = None
         self._validation.has_final_value = True
         self._compare_with_best(value)
@@ -684,21 +741,23 @@ class Tracker(PhaseTimes):
             self.best_epoch = self.current_epoch
 
     def _add_to_validation(self, value: float, n: float) -> None:
-        """Add a recorded value to the mean of this validation, and compare the mean with the best value before it."""
+        """Add a value to the mean of this validation, and compare the mean with the best before."""
         mean = self._validation.mean
         is_first = mean.count == 0
         mean.update(value, n)
         if self._validation.has_final_value or mean.count == 0:
             return
-        if self._validation.best_before is None:
-            self._validation.best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
-        else:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
-        # The first value is compared directly: a mean of one value (v * n / n) may differ from it by rounding.
+        best_before = self._validation.best_before
+        if best_before is None:
+            best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+            self._validation.best_before = best_before
+        self.best_metric_value, self.best_epoch, self._is_latest_best = best_before
+        # The first value is compared directly: a mean of one value (v * n / n) may differ from it
+        # by rounding.
         self._compare_with_best(value if is_first else mean.avg)
 
     def is_best(self) -> bool:
-        """Return True if the latest value of the primary metric belongs to this epoch and is the best so far."""
+        """Return True if the latest value of the primary metric is of this epoch and the best."""
         return self._is_latest_best and self.best_epoch == self.current_epoch
 
     # ------------------------------------------------------------------ totals
@@ -719,16 +778,22 @@ class Tracker(PhaseTimes):
         return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
     def totals(self) -> dict[str, Any]:
-        """Return seconds and counts since the start of the run; on CUDA without the batches that are not finished.
+        """Return seconds and counts since the start of the run.
+
+        On CUDA they lack the batches that the device has not finished.
 
         Returns:
-            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
-            ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
-            ``communication_exposed_s``, ``communication_cpu_s``, ``communication_size_bytes``,
-            ``communication_wire_bytes``, ``exchanges`` and ``communication_measured``, see
+            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``,
+            ``metrics_s``, ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``,
+            ``tokens``, ``communication_total_s``, ``communication_exposed_s``,
+            ``communication_cpu_s``, ``communication_size_bytes``, ``communication_wire_bytes``,
+            ``exchanges`` and ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
-        now, counts = self._totals(), self._collectives
+        now = self._totals()
+        wire_bytes = None
+        if self._collectives is not None:
+            wire_bytes = total_wire_bytes(self._collectives.as_list())
         return {
             "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
@@ -737,12 +802,18 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
-            "communication_wire_bytes": None if counts is None else total_wire_bytes(counts.as_list()),
+            "communication_wire_bytes": wire_bytes,
         }
 
     def summary(self) -> TrackerSummary:
-        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
-        has_best = self._has_best
+        """Return the totals of the run so far.
+
+        On CUDA they lack the batches that the device has not finished.
+        """
+        best_value: float | None = None
+        best_epoch: int | None = None
+        if self._has_best:
+            best_value, best_epoch = self.best_metric_value, self.best_epoch
         return TrackerSummary(
             run_id=str(self.run_id),
             rank=self.rank,
@@ -753,38 +824,42 @@ class Tracker(PhaseTimes):
             batch_p99_s=self._batch_times.quantile(0.99),
             memory_peak_bytes=self._memory_peak_bytes(),
             energy_j=self._energy_j(),
-            best_metric_value=self.best_metric_value if has_best else None,
-            best_epoch=self.best_epoch if has_best else None,
+            best_metric_value=best_value,
+            best_epoch=best_epoch,
             goal_reached=self.goal_reached,
             goal_text=self.goal_text,
             time_to_goal_s=self.time_to_goal_s,
         )
 
     def publish_summary(self, world_size: int = 1) -> None:
-        """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
+        """Send the totals of the run to the master as one metric ``summary``, a JSON text.
 
-        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
-        again, see :meth:`close`.
+        Only rank 0 sends. ``mlbench run --wait`` and ``mlbench charts`` draw their tables and
+        charts from it. The metric ``goal`` is sent again, see :meth:`close`.
 
         Args:
-            world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
-                since all workers have parts of equal size and wait for one another in every step.
+            world_size: Number of workers. The throughput of the run is this worker's throughput
+                times this number, since all workers have parts of equal size and wait for one
+                another in every step.
         """
         if self.rank == 0:
             self._send("summary", json.dumps(self.summary().report(world_size)))
         self._report_goal()
         send_at_exit(self._exit_key, None)
+        # close() compares this number: it sends the goal again only if batches were trained since.
         self._published = self._counters.batches
 
     def __str__(self) -> str:
-        """Return one line: the epoch, the means of its statistics, the best value and the training time.
+        """Return one line: epoch, means of its statistics, best value and training time.
 
-        Epochs count from 0, as in the log. Between two epochs, the line has the number of finished epochs instead.
+        Epochs count from 0, as in the log. Between two epochs, the line has the number of finished
+        epochs instead.
         """
         count, meters = self.current_epoch, self.epoch_stats.values()
         has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
-        is_between = count > 0 and not has_begun
-        parts = [f"{count} epoch{'' if count == 1 else 's'} done" if is_between else f"Epoch {count}"]
+        parts = [f"Epoch {count}"]
+        if count > 0 and not has_begun:
+            parts = [f"{count} epochs done" if count > 1 else "1 epoch done"]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.
@@ -802,11 +877,11 @@ class Tracker(PhaseTimes):
     # ------------------------------------------------------------------ end, and state
 
     def close(self) -> None:
-        """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
+        """End the run: flush and close the sinks, and send the remaining numbers to the master.
 
-        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the device, and at most
-        5 seconds for the master. A second call does nothing. A tracker that is not closed is ended when the interpreter
-        exits.
+        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the
+        device, and at most 5 seconds for the master. A second call does nothing. A tracker that is
+        not closed is ended when the interpreter exits.
         """
         self.end()
 
@@ -814,26 +889,35 @@ class Tracker(PhaseTimes):
         """Do the work of :meth:`close`.
 
         Args:
-            at_exit: True to wait neither for the device nor for the master. A device that has failed may never finish
-                its last batch, and the client of the master delivers its numbers at the exit itself.
+            at_exit: True to wait neither for the device nor for the master. A device that has
+                failed may never finish its last batch, and the client of the master delivers its
+                numbers at the exit itself.
             error: The exception that ended the run, for the sinks.
         """
         if self._closed:
             return
+        # Set first: after an error below, the handler at the exit must not end the tracker again.
         self._closed = True
         if self._progress is not None:
             self._progress.clear()
             self._progress = None
         if self._device is not None:
+            # Before the totals are read, which would lack the batches that the device has yet to
+            # finish.
             self._device.drain(wait=not at_exit)
-        for gap in self.summary().gaps() if self._check_times else ():
-            logger.warning("run %s: %s", self.run_id, gap)
-        # A tracker that only validates a checkpoint says nothing about the goal of a run.
+        if self._check_times:
+            for gap in self.summary().gaps():
+                logger.warning("run %s: %s", self.run_id, gap)
+        # A tracker that only validates a checkpoint does not report the goal of the run.
         if self._has_started and self._published != self._counters.batches:
             self._report_goal()
         send_at_exit(self._exit_key, None)
         if self._sinks:
-            state = state_after(uncaught_error() if at_exit else error)
+            if at_exit:
+                # Nobody passes an exception at the exit, but the interpreter keeps the one that
+                # ended it.
+                error = uncaught_error()
+            state = state_after(error)
             self._sinks.event("end", lambda: {"state": state, **self._end_event()})
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
@@ -845,23 +929,30 @@ class Tracker(PhaseTimes):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end(error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain containers.
 
-        It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include an open batch,
-        the sinks, the goal and the progress bar.
+        It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include
+        an open batch, the sinks, the goal and the progress bar. On CUDA, the call waits until the
+        device has finished the batches that the state counts.
         """
-        self._drain()
+        if self._device is not None:
+            self._device.drain(wait=True)
         state: dict[str, Any] = {"version": _STATE_VERSION}
-        state.update({name.lstrip("_"): getattr(self, name) for name in _STATE_ATTRIBUTES})
+        for name in _STATE_ATTRIBUTES:
+            state[name.lstrip("_")] = getattr(self, name)
         state.update(asdict(self._counters))
-        state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
+        for group in _STEP_GROUPS:
+            state[group] = list(getattr(self, group))
         state["metrics"] = [str(metric.name) for metric in self.metrics]
-        # JSON has no infinities, so None stands for "no value yet".
+        # JSON has no infinities, so None means "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
         state["goal_result"] = self.goal_result
         state["steps_s"] = dict(self._step_s)
@@ -869,25 +960,34 @@ class Tracker(PhaseTimes):
         state["energy_j"] = self._energy_j()
         state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
-        state["collectives"] = None if self._collectives is None else self._collectives.as_list(merged_if_many=False)
-        state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
-        state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
-        state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
-        state["history"] = [list(entry) for entry in self.history]
+        state["collectives"] = None
+        if self._collectives is not None:
+            state["collectives"] = self._collectives.as_list(merged_if_many=False)
+        state["epoch_stats"] = {}
+        for name, meter in self.epoch_stats.items():
+            if meter.count:
+                state["epoch_stats"][name] = [meter.val, meter.sum, meter.count]
+        state["epoch_ends"] = list(map(asdict, self._epoch_ends))
+        state["records"] = {}
+        for name, by_epoch in self.records.items():
+            # Pairs, because JSON turns the keys of a dictionary into text.
+            state["records"][name] = list(map(list, by_epoch.items()))
+        state["history"] = list(map(list, self.history))
         state["latest"] = dict(self._sinks.latest)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state_dict` of another tracker. Times continue to accumulate.
 
-        Step lists and ``minimize`` are restored. Metrics are restored only if this tracker was made without any; only
-        their names are then known.
+        Step lists and ``minimize`` are restored. Metrics are restored only if this tracker was made
+        without any; only their names are then known.
 
         Args:
             state: The result of :meth:`state_dict`, also after a round trip through JSON.
 
         Raises:
-            CheckpointError: ``state`` is not the state of a tracker. This tracker is then unchanged.
+            CheckpointError: ``state`` is not the state of a tracker. This tracker is then
+                unchanged.
         """
         # All attributes are computed before the first is set, so a damaged state changes nothing.
         try:
@@ -895,14 +995,20 @@ class Tracker(PhaseTimes):
             latest = {str(name): list(entry) for name, entry in state.get("latest", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"state must be that of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
-                "pass the result of Tracker.state_dict()"
+                f"state must be that of a tracker (version {_STATE_VERSION}), but "
+                f"{type(error).__name__}: {error}: pass the result of Tracker.state_dict()"
             ) from error
         for name, value in attributes.items():
             setattr(self, name, value)
+        # Open intervals, and events that the device has not passed, belong to the times that were
+        # just replaced. The next batch creates the clock of the device again.
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        # The same holds for the energy, the mean of a validation and the place of an exchange.
+        self._joules = None
+        self._validation = _Validation()
+        self._last_exchange = None
         self._is_resumed = True
         self._sinks.resume(self._counters.batches, latest)
         # The restored wall time covers everything before now.
@@ -914,19 +1020,25 @@ class Tracker(PhaseTimes):
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
-        # Checkpoints of an earlier version lack these.
-        later = {
+        counts = {
+            # Checkpoints of an earlier version lack these three.
             "exchanges": None,
             "communication_cpu_s": None,
             "communication_measured": bool(state["communication_size_bytes"]),
+            **state,
         }
-        new["_counters"] = Counters(**{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))})
+        new["_counters"] = Counters(
+            **{entry.name: counts[entry.name] for entry in fields(Counters)}
+        )
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
-        collectives = state.get("collectives")
-        new["_collectives"] = None if collectives is None else CollectiveCounts.from_list(collectives)
-        new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
-        best = state["best_metric_value"]
-        new["best_metric_value"] = best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
+        new["_collectives"] = state.get("collectives")
+        if new["_collectives"] is not None:
+            new["_collectives"] = CollectiveCounts.from_list(new["_collectives"])
+        for group in _STEP_GROUPS:
+            new[group] = _steps(group, state[group], [])
+        new["best_metric_value"] = state["best_metric_value"]
+        if new["best_metric_value"] is None:
+            new["best_metric_value"] = _worst_value(new["minimize"])
         if not self.metrics and state["metrics"]:
             new["metrics"] = [SimpleNamespace(name=name) for name in state["metrics"]]
             new["primary_metric"] = new["metrics"][0]
@@ -936,14 +1048,15 @@ class Tracker(PhaseTimes):
             meter.val, meter.sum, meter.count = val, total, count
             meter.avg = total / count if count else 0
         new["epoch_stats"] = meters
-        new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
+        new["records"] = {}
+        for name, pairs in state["records"].items():
+            new["records"][name] = {int(epoch): value for epoch, value in pairs}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
         # Checkpoints that were written before these entries existed lack them.
         new["goal_result"] = state.get("goal_result")
         new["_earlier_memory_peak_bytes"] = state.get("memory_peak_bytes")
-        new["_epoch_ends"] = deque(
-            (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
-        )
+        ends = [Totals(**totals) for totals in state.get("epoch_ends", ())]
+        new["_epoch_ends"] = deque(ends, maxlen=self._epoch_ends.maxlen)
         new["_batch_times"] = sketch = QuantileSketch()
         sketch.load(state["batch_times"])
         new["_step_s"] = {str(name): float(seconds) for name, seconds in state["steps_s"].items()}
@@ -958,23 +1071,20 @@ class Tracker(PhaseTimes):
         return self.train_prefix if self.is_training else self.val_prefix
 
     @property
-    def _worst(self) -> float:
-        return float("inf") if self.minimize else float("-inf")
-
-    @property
     def _has_best(self) -> bool:
-        return self.best_metric_value != self._worst
+        return self.best_metric_value != _worst_value(self.minimize)
 
     def _before_batch(self) -> None:
-        """Finish a batch that was left open, and prepare the clocks and the progress bar before the first batch."""
+        """Finish a batch that was left open; before the first, prepare clocks and progress bar."""
         if self._batch_start is not None and self._mark is not None and self._device is None:
             self._counters.train_s += self._mark - self._batch_start
         if self._prepared:
             return
         self._prepared = True
         self._begin()
-        # Checked here and not in the constructor, because a script may initialize CUDA after it creates the tracker.
-        if cuda_in_use() if self._use_cuda is None else self._use_cuda:
+        # Checked here and not in the constructor, because a script may initialize CUDA after it
+        # creates the tracker.
+        if self._use_cuda or (self._use_cuda is None and cuda_in_use()):
             self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()
         if self._progress is None and wants_progress(self._wanted_progress, self.rank):
@@ -986,7 +1096,9 @@ class Tracker(PhaseTimes):
     def _book_batch(self, seconds: float) -> None:
         self._counters.train_s += seconds
         self._batch_times.add(seconds)
-        self.history.append((self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s()))
+        self.history.append(
+            (self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s())
+        )
 
     def _drain(self) -> None:
         if self._device is not None:
@@ -1019,7 +1131,9 @@ class Tracker(PhaseTimes):
         return numbers
 
     def _wall_s(self) -> float:
-        return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
+        if self._start_s is None:
+            return self._earlier_wall_s
+        return self._earlier_wall_s + (time.perf_counter() - self._start_s)
 
     def _energy_j(self) -> float | None:
         if self._joules is None:
@@ -1027,56 +1141,80 @@ class Tracker(PhaseTimes):
         return (self._earlier_energy_j or 0.0) + self._joules()
 
     def _begin(self) -> None:
-        """Start the wall clock, and tell the sinks about the start; a second call does nothing."""
+        """Start the wall clock, and notify the sinks; a second call does nothing."""
         is_first, self._has_started = not self._has_started, True
         if is_first:
             end_at_exit(self)
         if self._start_s is None:
             self._start_s = time.perf_counter()
         if is_first:
-            batches = self._counters.batches
-            start: dict[str, Any] = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            start: dict[str, Any] = {
+                "resumed": self._is_resumed,
+                "epoch": self.current_epoch,
+                "step": self._counters.batches,
+            }
             if self._is_resumed:
                 start["latest"] = dict(self._sinks.latest)
             self._sinks.event("start", lambda: start)
 
     def _moment(self) -> dict[str, Any]:
         totals = self.totals()
-        return {"epoch": self.current_epoch, "step": totals["batches"], "time_s": totals["wall_s"], "totals": totals}
+        return {
+            "epoch": self.current_epoch,
+            "step": totals["batches"],
+            "time_s": totals["wall_s"],
+            "totals": totals,
+        }
 
     def _end_event(self) -> dict[str, Any]:
         """Return the content of the event ``"end"``."""
         totals, summary = self.totals(), self.summary()
-        names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
-        numbers = {name: getattr(summary, name) for name in names}
-        times = {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state()}
-        counts = self._collectives
-        return {**times, **numbers, "collectives": None if counts is None else counts.as_list()}
+        event: dict[str, Any] = {
+            "time_s": totals["wall_s"],
+            "totals": totals,
+            "batch_times": self._batch_times.state(),
+        }
+        for name in ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j"):
+            event[name] = getattr(summary, name)
+        event["collectives"] = None
+        if self._collectives is not None:
+            event["collectives"] = self._collectives.as_list()
+        return event
 
     def _memory_peak_bytes(self) -> int | None:
-        peaks = [peak for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes()) if peak is not None]
-        return max(peaks, default=None)
+        peaks = (self._earlier_memory_peak_bytes, memory_peak_bytes())
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
-        text = self._goal(name, value, self) if self._goal is not None else None
+        assert self._goal is not None
+        text = self._goal(name, value, self)
         if text is None:
             return
         self.goal_reached = True
         self.goal_text = str(text)
+        # Training time and not wall time: neither validation nor checkpoints count.
         self.time_to_goal_s = self.get_total_train_time()
         # The goal of a fixed training time has the best value so far as its result.
         best_value = getattr(self._goal, "best_value", None)
-        value = value if best_value is None else best_value(value, self)
-        others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
-        self.goal_result = {**self._moment(), **describe_goal(self._goal), **others}
+        if best_value is not None:
+            value = best_value(value, self)
+        self.goal_result = {
+            **self._moment(),
+            **GoalAim.of(self._goal).to_dict(),
+            "value": finite(value),
+            "text": self.goal_text,
+            "time_to_goal_s": self.time_to_goal_s,
+        }
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
             "TotalCumulativeTrainTime": self.time_to_goal_s,
         }
-        known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
-        result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
+        groups = (self.preprocess_steps, self.compute_steps, self.communication_steps)
+        for steps in (*groups, self.metrics_steps, self._step_s):
+            for step in steps:
+                result[f"global_cum_{step}"] = self._step_s.get(step, 0.0)
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
@@ -1085,12 +1223,16 @@ class Tracker(PhaseTimes):
         self._sinks.event("goal", lambda: self.goal_result or {})
 
     def _report_goal(self, sends: bool = True) -> None:
-        """Send the metric ``goal``, and keep it for the end of the process in case this tracker is deleted before.
+        """Send the metric ``goal``, and keep it for the end of the process.
+
+        It is then sent again, also if this tracker has been deleted before.
 
         Args:
             sends: False to keep it only.
         """
-        metric = goal_metric(self) if self.rank == 0 else None
+        if self.rank != 0:
+            return
+        metric = goal_metric(self)
         if metric is None:
             return
         text = json.dumps(metric)
@@ -1099,14 +1241,21 @@ class Tracker(PhaseTimes):
         send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
 
     def _send_plan(self) -> None:
-        """Send the goal and the budget of epochs once, so that the master can show how far the run is."""
-        if self.rank != 0 or self._has_sent_plan or (self._goal is None and self._most_epochs is None):
+        """Send the goal and the budget of epochs once, for the progress that the master shows."""
+        has_plan = self._goal is not None or self._most_epochs is not None
+        if self.rank != 0 or self._has_sent_plan or not has_plan:
             return
         self._has_sent_plan = True
-        self._send("plan", json.dumps({**describe_goal(self._goal), "max_epochs": self._most_epochs}))
+        plan = {**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}
+        self._send("plan", json.dumps(plan))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
+
+
+def _worst_value(minimize: bool) -> float:
+    """Return the best value of a metric before its first value."""
+    return float("inf") if minimize else float("-inf")
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
@@ -1121,8 +1270,13 @@ def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str])
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a plain number. Tensors of one element are converted, so that no autograd graph is kept alive."""
+    """Return a plain number."""
+    if type(value) in (int, float):
+        return value
+    # A tensor is converted, because it would keep its autograd graph alive.
     try:
-        return value if type(value) in (int, float) else float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number or a tensor of one element, not {value!r}") from error
+        raise TypeError(
+            f"{name} must be a number or a tensor of one element, not {value!r}"
+        ) from error

@@ -5,4 +5,5 @@ import sys
 from mlbench_core.client import log_metrics
 from mlbench_core.client.log_metrics import *  # noqa: F403
 
-sys.modules[__name__] = log_metrics  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = log_metrics

@@ -5,4 +5,5 @@ import sys
 from mlbench_core.controlflow import task_arguments
 from mlbench_core.controlflow.task_arguments import *  # noqa: F403
 
-sys.modules[__name__] = task_arguments  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = task_arguments

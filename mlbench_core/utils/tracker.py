@@ -5,4 +5,5 @@ import sys
 from mlbench_core.tracking import tracker
 from mlbench_core.tracking.tracker import *  # noqa: F403
 
-sys.modules[__name__] = tracker  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = tracker

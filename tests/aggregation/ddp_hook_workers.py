@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +21,7 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation import pytorch as aggregations
 from mlbench_core.aggregation.pytorch import Aggregation, AllReduceAggregation, as_ddp_hook
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import GenericCentralizedOptimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "ddp_hooks.md"
@@ -57,7 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Network(nn.Module):
-    """Two paths, the second of which an input may leave out. Gradients arrive in another order than registration's."""
+    """Two paths, the second of which an input may leave out. Gradients arrive in another order than
+    registration's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +78,9 @@ def make_network() -> Network:
     return Network()
 
 
-def backward(model: nn.Module, rank: int, step: int, part: int = 0, takes_both: bool = True) -> None:
+def backward(
+    model: nn.Module, rank: int, step: int, part: int = 0, takes_both: bool = True
+) -> None:
     generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
     inputs, targets = torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
     nn.functional.mse_loss(model(inputs, takes_both), targets).backward()
@@ -86,13 +91,24 @@ def takes_both(rank: int, step: int) -> bool:
     return step not in (2, 4) or (step == 2 and rank == 0)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range, *, skips: bool = False, accumulates: bool = False) -> None:
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    *,
+    skips: bool = False,
+    accumulates: bool = False,
+) -> None:
     """Train a DDP model, or a plain one with an optimizer that communicates."""
     rank = dist.get_rank()
     for step in steps:
         if accumulates:
             # Without overlap, the library's optimizer sends in step() and needs no such block.
-            with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            with (
+                model.no_sync()
+                if isinstance(model, DistributedDataParallel)
+                else contextlib.nullcontext()
+            ):
                 backward(model, rank, step, part=1)
         backward(model, rank, step, takes_both=not skips or takes_both(rank, step))
         optimizer.step()
@@ -126,10 +142,16 @@ def ours(kind: str, **ways: bool) -> dict[str, Any]:
     network = make_network()
     aggregation = KINDS[kind](network)
     aggregation.overlap = False
-    optimizer = GenericCentralizedOptimizer(None, network, optimizer=MAKE_SGD, aggregation=aggregation)
+    optimizer = GenericCentralizedOptimizer(
+        None, network, optimizer=MAKE_SGD, aggregation=aggregation
+    )
     train(network, optimizer, range(STEPS), **ways)
     weights = [parameter.detach().clone() for parameter in network.parameters()]
-    return {"weights": weights, "state": copy.deepcopy(aggregation.state_dict()), "bytes": aggregation.bytes_sent}
+    return {
+        "weights": weights,
+        "state": copy.deepcopy(aggregation.state_dict()),
+        "bytes": aggregation.bytes_sent,
+    }
 
 
 def hooked(kind: str, options: dict[str, Any], **ways: bool) -> dict[str, Any]:
@@ -140,11 +162,14 @@ def hooked(kind: str, options: dict[str, Any], **ways: bool) -> dict[str, Any]:
 
 
 def resumed(kind: str) -> dict[str, Any]:
-    """Train without interruption, and resume in the middle, when the buckets have long been rebuilt."""
+    """Train without interruption, and resume in the middle, when the buckets have long been
+    rebuilt."""
     options = LAYOUTS["several buckets"]
     run = Hooked(kind, make_network(), **options)
     train(run.model, run.optimizer, range(3))
-    saved = copy.deepcopy([run.model.module.state_dict(), run.optimizer.state_dict(), run.state.state_dict()])
+    saved = copy.deepcopy(
+        [run.model.module.state_dict(), run.optimizer.state_dict(), run.state.state_dict()]
+    )
     train(run.model, run.optimizer, range(3, STEPS))
     network = make_network()
     network.load_state_dict(saved[0])
@@ -152,7 +177,11 @@ def resumed(kind: str) -> dict[str, Any]:
     again.optimizer.load_state_dict(saved[1])
     again.state.load_state_dict(saved[2])
     train(again.model, again.optimizer, range(3, STEPS))
-    return {"whole": run.values(), "resumed": again.values(), "buckets": (run.buckets[3], again.buckets[0])}
+    return {
+        "whole": run.values(),
+        "resumed": again.values(),
+        "buckets": (run.buckets[3], again.buckets[0]),
+    }
 
 
 def errors() -> dict[str, str]:
@@ -207,12 +236,20 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
     views = {**LAYOUTS["views"], "find_unused_parameters": True}
     return {
         "ours": {kind: ours(kind) for kind in KINDS},
-        "hooked": {(kind, name): hooked(kind, options) for kind in KINDS for name, options in LAYOUTS.items()},
+        "hooked": {
+            (kind, name): hooked(kind, options)
+            for kind in KINDS
+            for name, options in LAYOUTS.items()
+        },
         "ours with gaps": {kind: ours(kind, skips=True, accumulates=False) for kind in KINDS},
-        "gaps": {kind: [hooked(kind, options, skips=True) for options in (unused, views)] for kind in KINDS},
+        "gaps": {
+            kind: [hooked(kind, options, skips=True) for options in (unused, views)]
+            for kind in KINDS
+        },
         "ours accumulated": {kind: ours(kind, accumulates=True) for kind in ("overlap", "EF-sign")},
         "accumulated": {
-            kind: hooked(kind, LAYOUTS["several buckets"], accumulates=True) for kind in ("overlap", "EF-sign")
+            kind: hooked(kind, LAYOUTS["several buckets"], accumulates=True)
+            for kind in ("overlap", "EF-sign")
         },
         "resumed": {kind: resumed(kind) for kind in KINDS},
         "errors": errors(),

@@ -1,4 +1,5 @@
-"""Functions that the tests of FSDP2's hooks run in four workers: two replicas of two shards each."""
+"""Functions that the tests of FSDP2's hooks run in four workers: two replicas of two shards
+each."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ KINDS: dict[str, Callable[[Any], Aggregation]] = {
     "sign": lambda group: aggregations.SignAggregation(process_group=group),
     "EF-sign": lambda group: aggregations.EFSignAggregation(process_group=group),
     "top-k": lambda group: aggregations.SparsifiedAggregation(None, size=3, process_group=group),
-    "random-k": lambda group: aggregations.SparsifiedAggregation(None, size=3, random=True, process_group=group),
+    "random-k": lambda group: aggregations.SparsifiedAggregation(
+        None, size=3, random=True, process_group=group
+    ),
     "QSGD": lambda group: aggregations.QSGDAggregation(process_group=group),
 }
 
 
 def make_network() -> nn.Sequential:
-    """Return the same network on every worker; the rows of its matrices can be divided by the number of shards."""
+    """Return the same network on every worker; the rows of its matrices can be divided by the
+    number of shards."""
     torch.manual_seed(1)
     layers = nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)
     return nn.Sequential(*layers).double()
@@ -74,7 +78,8 @@ class Sharded:
 
 
 def trained(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """Train without interruption, and resume in the middle from the weights and the state of this worker."""
+    """Train without interruption, and resume in the middle from the weights and the state of this
+    worker."""
     run = Sharded(kind, mesh, make_network())
     run.train(range(2))
     network, state = make_network(), copy.deepcopy(run.state.state_dict())
@@ -84,7 +89,11 @@ def trained(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
     again = Sharded(kind, mesh, network)
     again.state.load_state_dict(state)
     again.train(range(2, STEPS))
-    return {"weights": run.weights(), "resumed": again.weights(), "bytes": run.state.aggregation.bytes_sent}
+    return {
+        "weights": run.weights(),
+        "resumed": again.weights(),
+        "bytes": run.state.aggregation.bytes_sent,
+    }
 
 
 def joined() -> list[Tensor]:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +24,8 @@ BUCKET_SIZES = (0, 300, 1 << 20)
 
 
 class Net(nn.Module):
-    """A frozen layer, one used twice, one on one worker only, one never, channels-last images, two dtypes."""
+    """A frozen layer, one used twice, one on one worker only, one never, channels-last images, two
+    dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,9 @@ class Net(nn.Module):
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(4, 3, 4, 4, generator=generator), torch.randn(4, 2, generator=generator, dtype=torch.float64)
+    return torch.randn(4, 3, 4, 4, generator=generator), torch.randn(
+        4, 2, generator=generator, dtype=torch.float64
+    )
 
 
 def backward(model: nn.Module, rank: int, step: int, **kwargs: Any) -> None:
@@ -70,7 +75,8 @@ def make(world_size: int, fused: bool | None = None, **exchange: Any) -> tuple[N
     return model, CentralizedSGD(world_size, model, lr=0.1, aggregation=aggregation, **options)
 
 
-# -- ways to get to a step: (model, optimizer, rank, step) -> None -----------------------------------------------
+# -- ways to get to a step: (model, optimizer, rank, step) -> None
+# -----------------------------------------------
 
 
 def plainly(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -130,7 +136,9 @@ def never_clearing(model: nn.Module, optimizer: Any, rank: int, step: int) -> No
 
 def by_hand(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     for i, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, rank + i + step) if parameter.requires_grad else None
+        parameter.grad = (
+            torch.full_like(parameter, rank + i + step) if parameter.requires_grad else None
+        )
     optimizer.step()
 
 
@@ -184,7 +192,9 @@ WAYS: dict[str, Callable[[nn.Module, Any, int, int], None]] = {
 }
 
 
-def train(way: str, rank: int, world_size: int, **options: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def train(
+    way: str, rank: int, world_size: int, **options: Any
+) -> tuple[list[Tensor], list[Tensor | None]]:
     model, optimizer = make(world_size, **options)
     for step in range(STEPS):
         WAYS[way](model, optimizer, rank, step)
@@ -196,7 +206,11 @@ def fused_ways(rank: int, world_size: int) -> dict[str, Any]:
     return {
         way: [
             train(way, rank, world_size, **options)
-            for options in ({"fused": True}, {"overlap": True}, {"overlap": True, "bucket_size_bytes": 300})
+            for options in (
+                {"fused": True},
+                {"overlap": True},
+                {"overlap": True, "bucket_size_bytes": 300},
+            )
         ]
         for way in WAYS
     }
@@ -208,7 +222,9 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
         way: {
             "plain": train(way, rank, world_size),
             **{
-                size: train(way, rank, world_size, overlap=True, bucket_size_bytes=size, fused=False)
+                size: train(
+                    way, rank, world_size, overlap=True, bucket_size_bytes=size, fused=False
+                )
                 for size in BUCKET_SIZES
             },
         }
@@ -226,12 +242,16 @@ SHARED = {
 def shared_ways(rank: int, world_size: int) -> dict[str, Any]:
     """Weights and gradients at the end, of sums through shared memory."""
     return {
-        way: {name: train(way, rank, world_size, shared_memory=True, **options) for name, options in SHARED.items()}
+        way: {
+            name: train(way, rank, world_size, shared_memory=True, **options)
+            for name, options in SHARED.items()
+        }
         for way in WAYS
     }
 
 
-# -- single claims -------------------------------------------------------------------------------------------------
+# -- single claims
+# -------------------------------------------------------------------------------------------------
 
 
 def gradients_after_backward(rank: int, world_size: int) -> dict[str, Any]:
@@ -241,7 +261,9 @@ def gradients_after_backward(rank: int, world_size: int) -> dict[str, Any]:
     for step in range(2):
         optimizer.zero_grad()
         backward(model, rank, step, with_extra=rank == 0)
-        memory.append([p.grad.data_ptr() for p in (model.conv.bias, model.fine.weight, model.norm.weight)])
+        memory.append(
+            [p.grad.data_ptr() for p in (model.conv.bias, model.fine.weight, model.norm.weight)]
+        )
         averages.append(gradients(model))
         optimizer.step()
     local, expected = Net(), []
@@ -320,7 +342,9 @@ def denominators(rank: int, world_size: int) -> dict[tuple[Any, bool], list[floa
         model = nn.Linear(1, 1, bias=False)
         inside = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
         exchange = AllReduceAggregation(overlap=overlap)
-        optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, aggregation=exchange)
+        optimizer = CustomCentralizedOptimizer(
+            model, world_size, inside, average_custom=True, aggregation=exchange
+        )
         values = []
         for denom in (4.0, torch.tensor([8.0])):
             optimizer.zero_grad()
@@ -348,14 +372,24 @@ def clipping(rank: int, world_size: int) -> list[list[Tensor]]:
 
 def like_the_reference(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     """Weights of f_i(w) = |w - b_i(t)|^2 / 2 by the library and by the plain version."""
-    target = [[torch.linspace(i, t, 40, dtype=torch.float64) for i in range(world_size)] for t in range(6)]
-    expected = synchronous_sgd(lambda w, t, i: w - target[t][i], target[0][0], world_size, 6, 0.2, 0.9, 0.01)
+    target = [
+        [torch.linspace(i, t, 40, dtype=torch.float64) for i in range(world_size)] for t in range(6)
+    ]
+    expected = synchronous_sgd(
+        lambda w, t, i: w - target[t][i], target[0][0], world_size, 6, 0.2, 0.9, 0.01
+    )
     result = []
     for overlap, fused in ((False, None), (True, None), (True, False)):
         model = nn.ParameterList(part.clone() for part in target[0][0].split([3, 30, 7]))
         exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=100)
         optimizer = CentralizedSGD(
-            world_size, model, lr=0.2, momentum=0.9, weight_decay=0.01, aggregation=exchange, fused=fused
+            world_size,
+            model,
+            lr=0.2,
+            momentum=0.9,
+            weight_decay=0.01,
+            aggregation=exchange,
+            fused=fused,
         )
         for t in range(6):
             optimizer.zero_grad()
@@ -375,8 +409,14 @@ class Checkpointed(nn.Module):
         def body(x: Tensor) -> Tensor:
             return self.inner(x).tanh()
 
-        for _ in range(2):  # the inner layer gets its gradient in two backward passes inside the outer one
-            x = body(x) if reentrant is None else checkpoint(body, self.outer(x), use_reentrant=reentrant)
+        for _ in range(
+            2
+        ):  # the inner layer gets its gradient in two backward passes inside the outer one
+            x = (
+                body(x)
+                if reentrant is None
+                else checkpoint(body, self.outer(x), use_reentrant=reentrant)
+            )
         return self.outer(x)
 
 
@@ -464,7 +504,10 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
 
 def copies(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     result = {}
-    for name, copying in {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}.items():
+    for name, copying in {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    }.items():
         model, optimizer = make(world_size, overlap=True, shared_memory=name == "pickle")
         plainly(model, optimizer, rank, 0)
         twin, twins_optimizer = copying((model, optimizer))
@@ -479,7 +522,9 @@ def copies(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
 def dropped_optimizer(rank: int, world_size: int) -> tuple[int, int]:
     """An optimizer that is gone sends nothing any more."""
     model, optimizer = make(world_size, overlap=True)
-    hooks = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad]
+    hooks = [
+        len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad
+    ]
     del optimizer
     return min(hooks), max(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
@@ -507,7 +552,9 @@ def reports(rank: int, world_size: int) -> list[tuple[list[tuple[float, float, i
     return [report(rank, world_size, shared_memory) for shared_memory in (False, True)]
 
 
-def report(rank: int, world_size: int, shared_memory: bool) -> tuple[list[tuple[float, float, int]], int, int]:
+def report(
+    rank: int, world_size: int, shared_memory: bool
+) -> tuple[list[tuple[float, float, int]], int, int]:
     model, optimizer = make(world_size, overlap=True, shared_memory=shared_memory)
     tracker = Recorder()
     for step in range(3):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import BackendError
 
@@ -33,7 +33,9 @@ def values(rank: int, number: int, size: int, dtype: torch.dtype = torch.float32
     return torch.randn(size, generator=generator).mul(8).to(dtype)
 
 
-def sums(rank: int, world_size: int) -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]]:
+def sums(
+    rank: int, world_size: int
+) -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]]:
     """By size and dtype: the sum, Gloo's, and that of all workers' values in float64."""
     shared, result = SharedMemorySum(), {}
     for number, (size, dtype) in enumerate((size, dtype) for size in SIZES for dtype in DTYPES):
@@ -47,7 +49,8 @@ def sums(rank: int, world_size: int) -> dict[tuple[int, torch.dtype], tuple[Tens
 
 
 def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Worker 0 starts everything before the others start anything: more signs than a socket takes."""
+    """Worker 0 starts everything before the others start anything: more signs than a socket
+    takes."""
     shared = SharedMemorySum()
     if rank != 0:
         dist.barrier()
@@ -59,13 +62,16 @@ def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
     for exchange in reversed(exchanges):
         exchange.wait()
     expected = [sum(values(i, number, 7) for i in range(world_size)) for number in range(MANY)]
-    are_right = all(torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True))
+    are_right = all(
+        torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True)
+    )
     dist.barrier()
     return were_kept_back, are_right
 
 
 def memory_is_used_again(rank: int, world_size: int) -> int:
-    """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a time."""
+    """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a
+    time."""
     shared = SharedMemorySum()
     shared._timeout_s = 1e9  # more than a system call takes
     for _ in range(100):
@@ -75,7 +81,8 @@ def memory_is_used_again(rank: int, world_size: int) -> int:
 
 
 def one_is_slow_to_collect(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Worker 0 starts a second message when the others have summed up the first, and not collected it."""
+    """Worker 0 starts a second message when the others have summed up the first, and not collected
+    it."""
     shared = SharedMemorySum()
     first, second = (torch.full((6,), float(factor * (rank + 1))) for factor in (1, 10))
     if rank == 0:
@@ -129,7 +136,8 @@ def weights_and_layers(rank: int, world_size: int) -> list[Tensor]:
 
 
 def small_sockets(rank: int, world_size: int) -> int:
-    """Sockets have room for a few signs only, and after the last message nobody looks at shared memory again."""
+    """Sockets have room for a few signs only, and after the last message nobody looks at shared
+    memory again."""
     shared, late = SharedMemorySum(), 0
     for peer in shared._peers:
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2304)
@@ -263,7 +271,10 @@ def files_stay_open(rank: int, world_size: int) -> int:
     before = len(os.listdir("/proc/self/fd"))
     shared = SharedMemorySum()
     shared.start(torch.ones(10)).wait()
-    assert not any(os.get_inheritable(arena.descriptor) for arena in (shared._arena, *(p.arena for p in shared._peers)))
+    assert not any(
+        os.get_inheritable(arena.descriptor)
+        for arena in (shared._arena, *(p.arena for p in shared._peers))
+    )
     dist.barrier()
     del shared
     gc.collect()
@@ -285,7 +296,8 @@ def other_machine(rank: int, world_size: int) -> str:
 
 
 def other_network(rank: int, world_size: int) -> str:
-    """Worker 1 has moved into a network namespace of its own, as an emulated host has, and stays there."""
+    """Worker 1 has moved into a network namespace of its own, as an emulated host has, and stays
+    there."""
     if rank == 1 and ctypes.CDLL(None).unshare(CLONE_NEWNET) != 0:
         raise PermissionError("only root may")
     try:
@@ -315,7 +327,9 @@ SCENARIOS = (
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+    result: dict[str, Any] = {
+        scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS
+    }
     result["second_group"] = second_group(rank, world_size)
     if os.geteuid() == 0:
         result["other_network"] = other_network(rank, world_size)

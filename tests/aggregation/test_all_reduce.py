@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.aggregation.pytorch import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    Aggregation,
+    AllReduceAggregation,
+    all_reduce,
+)
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 
@@ -38,7 +44,9 @@ def test_one_worker_keeps_its_bits(by_layer: bool) -> None:
 
 
 @pytest.mark.parametrize("divide_before", [False, True])
-@pytest.mark.parametrize("denom", [4, 4.0, torch.tensor(4), torch.tensor([4.0]), torch.tensor([[4.0]]).double()])
+@pytest.mark.parametrize(
+    "denom", [4, 4.0, torch.tensor(4), torch.tensor([4.0]), torch.tensor([[4.0]]).double()]
+)
 def test_a_custom_denominator_divides_in_place(denom: Any, divide_before: bool) -> None:
     model = model_with_gradients()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -85,7 +93,9 @@ def test_weights_and_statistics_keep_their_memory_and_counters_their_value() -> 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     model(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"gradient of '0\.weight' has layout torch\.sparse_coo; only dense"):
+    with pytest.raises(
+        ValueError, match=r"gradient of '0\.weight' has layout torch\.sparse_coo; only dense"
+    ):
         AllReduceAggregation(1).agg_grad()(model, AVG_WORLD)
 
 
@@ -97,7 +107,9 @@ def test_the_base_class_is_abstract() -> None:
 @pytest.mark.parametrize("copying", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_functions_can_be_copied(copying: Any) -> None:
     model = model_with_gradients()
-    copying(AllReduceAggregation(1, divide_before=True).agg_grad(by_layer=True))(model, AVG_CUSTOM, 2)
+    copying(AllReduceAggregation(1, divide_before=True).agg_grad(by_layer=True))(
+        model, AVG_CUSTOM, 2
+    )
     assert model[0].weight.grad.unique().item() == 3
 
 
@@ -129,19 +141,24 @@ def rotate_unused(rank: int, world_size: int, dtype: torch.dtype) -> list[list[A
                 if (turn + i) % 4 == rank:
                     part.grad = torch.full_like(part, 4.0)
             aggregate(model, AVG_WORLD)
-            results.append([None if part.grad is None else part.grad.tolist() for part in model.parts])
+            results.append(
+                [None if part.grad is None else part.grad.tolist() for part in model.parts]
+            )
     return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float16])
 def test_whoever_has_a_gradient_gives_it_to_all(dtype: torch.dtype) -> None:
     for result in run_ranks(2, rotate_unused, dtype):
-        one_round = [[[2.0, 2.0] if (turn + i) % 4 < 2 else None for i in range(3)] for turn in range(4)]
+        one_round = [
+            [[2.0, 2.0] if (turn + i) % 4 < 2 else None for i in range(3)] for turn in range(4)
+        ]
         assert result == one_round * 2
 
 
 class Large(nn.Module):
-    """Gradients that travel alone or packed: of odd strides, in one memory, of other dtypes, on one worker only."""
+    """Gradients that travel alone or packed: of odd strides, in one memory, of other dtypes, on one
+    worker only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +174,9 @@ class Large(nn.Module):
     def set_gradients(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         for parameter in self.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad = torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
         self.transposed.grad = self.transposed.grad.t().contiguous().t()
         self.right.grad = self.left.grad  # as autograd's for w.view(-1) + v.view(-1)
         self.sometimes.grad = self.sometimes.grad if rank else None
@@ -165,7 +184,8 @@ class Large(nn.Module):
 
 
 def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
-    """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB travel alone."""
+    """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB
+    travel alone."""
     results: dict[str, Any] = {}
     on_one_machine, on_several_machines = process_groups.is_on_one_machine, lambda group=None: False
     settings: dict[str, dict[str, Any]] = {
@@ -178,7 +198,9 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     for name, options in settings.items():
         aggregation = AllReduceAggregation(world_size, **options)
         # Between machines, messages go through the backend's all-reduce.
-        process_groups.is_on_one_machine = on_several_machines if name == "by the backend" else on_one_machine
+        process_groups.is_on_one_machine = (
+            on_several_machines if name == "by the backend" else on_one_machine
+        )
         for least in (1 << 10, 1 << 20):
             all_reduce.LARGE_BYTES = least
             for by_layer, denominator in ((False, None), (True, None), (False, 3)):
@@ -188,16 +210,45 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
                 op = AVG_WORLD if denominator is None else AVG_CUSTOM
                 aggregation.agg_grad(by_layer=by_layer)(model, op, denominator)
                 gradients = [p.grad for p in model.parameters()]
-                kept = addresses == [p.grad.data_ptr() for n, p in model.named_parameters() if p.grad is not None
-                                     and (rank or n != "sometimes")]  # fmt: skip
-                results[f"{name}, by layer: {by_layer}, denominator: {denominator}", least] = gradients, kept
+                kept = addresses == [
+                    p.grad.data_ptr()
+                    for n, p in model.named_parameters()
+                    if p.grad is not None and (rank or n != "sometimes")
+                ]
+                results[f"{name}, by layer: {by_layer}, denominator: {denominator}", least] = (
+                    gradients,
+                    kept,
+                )
     all_reduce.LARGE_BYTES = 1 << 20
     weights = nn.Linear(600, 600)
     memory = weights.weight.data_ptr()
     nn.init.constant_(weights.weight, rank + 1.0)
     aggregation.agg_model()(weights, AVG_WORLD)
-    results["weights"] = weights.weight.detach().unique().tolist(), memory == weights.weight.data_ptr()
+    results["weights"] = (
+        weights.weight.detach().unique().tolist(),
+        memory == weights.weight.data_ptr(),
+    )
     return results
+
+
+def unfreeze_on_worker_0(rank: int, world_size: int) -> list[Any]:
+    """All parameters are frozen at the first aggregation, and one worker trains them at the
+    second."""
+    model, aggregate = (
+        nn.Linear(2, 1).requires_grad_(False),
+        AllReduceAggregation(world_size).agg_grad(),
+    )
+    aggregate(model, AVG_WORLD)
+    if rank == 0:
+        model.requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 4.0)
+    aggregate(model, AVG_WORLD)
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+def test_a_model_that_was_wholly_frozen_travels_when_a_worker_trains_it() -> None:
+    assert run_ranks(2, unfreeze_on_worker_0) == [[[[2.0, 2.0]], [2.0]]] * 2
 
 
 class Recording(AllReduceAggregation):
@@ -235,7 +286,9 @@ def test_large_tensors_travel_in_place_with_the_same_result() -> None:
         assert result.pop("weights") == ([1.5], True)
         for (name, least), (gradients, is_kept) in result.items():
             together, _ = result[name, 1 << 20]
-            for gradient, expected, other in zip(gradients, together, ranks[1 - rank][name, least][0], strict=True):
+            for gradient, expected, other in zip(
+                gradients, together, ranks[1 - rank][name, least][0], strict=True
+            ):
                 if expected is None:
                     assert gradient is None
                 else:
@@ -244,12 +297,17 @@ def test_large_tensors_travel_in_place_with_the_same_result() -> None:
         for (name, least), (gradients, _) in result.items():
             if name.startswith("by the backend"):
                 direct, _ = result[name.replace("by the backend", "plain"), least]
-                assert all(a is b is None or torch.equal(a, b) for a, b in zip(gradients, direct, strict=True)), name
+                assert all(
+                    a is b is None or torch.equal(a, b)
+                    for a, b in zip(gradients, direct, strict=True)
+                ), name
         by_hand = []
         for worker in range(2):
             model = Large()
             model.set_gradients(worker)
-            by_hand.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            by_hand.append(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            )
         plain, _ = result["plain, by layer: False, denominator: None", 1 << 10]
         for gradient, a, b in zip(plain, *by_hand, strict=True):
             assert gradient is None or torch.equal(gradient, (a + b) / 2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights, consensus_distance
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.distributed.pytorch.process_groups import sum_over_workers
 from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
@@ -33,7 +33,9 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
         inside = values(model)
     after = values(model)
     recorded: list[Any] = []
-    CommunicationClock().report(SimpleNamespace(record_collective=lambda *collective: recorded.append(collective)))
+    CommunicationClock().report(
+        SimpleNamespace(record_collective=lambda *collective: recorded.append(collective))
+    )
     assert recorded == [], "averages outside of a training step"
     with pytest.raises(KeyError), averaged_weights(model):
         raise KeyError
@@ -44,7 +46,13 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     total = sum_over_workers(x)
     (total * torch.tensor([1.0, 10.0]) * (rank + 1)).sum().backward()
     assert x.grad is not None
-    return {"before": before, "inside": inside, "after": after, "total": total.tolist(), "grad": x.grad.tolist()}
+    return {
+        "before": before,
+        "inside": inside,
+        "after": after,
+        "total": total.tolist(),
+        "grad": x.grad.tolist(),
+    }
 
 
 class Odd(nn.Module):
@@ -68,7 +76,10 @@ class Odd(nn.Module):
 
     def values(self) -> dict[str, Any]:
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return {"calls": dict(self.calls), **{name: tensor.tolist() for name, tensor in tensors.items()}}
+        return {
+            "calls": dict(self.calls),
+            **{name: tensor.tolist() for name, tensor in tensors.items()},
+        }
 
 
 def lend_odd(rank: int, world_size: int) -> dict[str, Any]:
@@ -88,7 +99,12 @@ def lend_odd(rank: int, world_size: int) -> dict[str, Any]:
 def test_all_is_given_back() -> None:
     for result in run_ranks(2, lend_odd):
         assert result["after"] == result["before"]
-        assert result["inside"]["weight"] == result["inside"]["kept"] == result["inside"]["frozen"] == [0.5, 0.5]
+        assert (
+            result["inside"]["weight"]
+            == result["inside"]["kept"]
+            == result["inside"]["frozen"]
+            == [0.5, 0.5]
+        )
 
 
 def test_two_workers() -> None:
@@ -101,7 +117,9 @@ def test_two_workers() -> None:
     assert results[0]["before"] != results[1]["before"]
     for name, mean in results[0]["inside"].items():
         own = [torch.tensor(result["before"][name], dtype=torch.float64) for result in results]
-        torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), sum(own) / 2, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            torch.tensor(mean, dtype=torch.float64), sum(own) / 2, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_alone_nothing_changes() -> None:
@@ -126,9 +144,11 @@ def charged(rank: int, world_size: int) -> dict[str, Any]:
             inside = values(average)
         totals = tracker.totals()
         found[name] = {
-            "inside": inside, "train_s": totals["train_s"], "agg": totals["steps_s"].get("agg", 0.0),
+            "inside": inside, "train_s": totals["train_s"],
+            "agg": totals["steps_s"].get("agg", 0.0),
             "exposed_s": totals["communication_exposed_s"], "exchanges": totals["exchanges"],
-            "handed_over": totals["communication_size_bytes"], "on_wire": totals["communication_wire_bytes"],
+            "handed_over": totals["communication_size_bytes"],
+            "on_wire": totals["communication_wire_bytes"],
         }  # fmt: skip
     return found
 
@@ -137,9 +157,16 @@ def test_an_average_that_a_validation_needs_is_a_part_of_training() -> None:
     found = run_ranks(3, charged)
     for worker in found:
         equal, different = worker["equal"], worker["different"]
-        assert [equal[name] for name in ("train_s", "exchanges", "handed_over", "on_wire")] == [0, 0, 0, 0]
+        assert [equal[name] for name in ("train_s", "exchanges", "handed_over", "on_wire")] == [
+            0,
+            0,
+            0,
+            0,
+        ]
         assert different["train_s"] == different["agg"] == different["exposed_s"] > 0
         # 8 parameters of the layer, 4 of batch norm, 4 statistics.
         assert (different["exchanges"], different["handed_over"]) == (1, 4 * 16)
         assert different["on_wire"] == round(4 * 16 * 2 * 2 / 3)
-        assert different["inside"] == found[0]["different"]["inside"], "the average is that without a tracker"
+        assert different["inside"] == found[0]["different"]["inside"], (
+            "the average is that without a tracker"
+        )

@@ -1,8 +1,7 @@
 """The error of a compression is never larger than its input: ||x - Q(x)|| <= ||x||, for every x.
 
-An error memory that grows in a step would come back in later ones. What is left out is measured in float64 between the
-input and the result. The error memory must be this difference.
-"""
+An error memory that grows in a step would come back in later ones. What is left out is measured in
+float64 between the input and the result. The error memory must be this difference."""
 
 from __future__ import annotations
 
@@ -55,9 +54,25 @@ COMPRESSIONS: dict[str, Callable[[], Compression]] = {
     "identity": Identity,
 }
 SHAPES = ((16, 24), (1, 40), (5, 9), (130,), (7,), (1,), ())
-KINDS = ("normal", "sparse", "heavy-tailed", "constant", "denormal", "zero", "spike", "two scales", "one sign", "mixed")
+KINDS = (
+    "normal",
+    "sparse",
+    "heavy-tailed",
+    "constant",
+    "denormal",
+    "zero",
+    "spike",
+    "two scales",
+    "one sign",
+    "mixed",
+)
 SMALLEST = {torch.float32: -149, torch.float64: -1074, torch.bfloat16: -133, torch.float16: -24}
-LARGEST = {torch.float32: 90, torch.float64: 900, torch.bfloat16: 90, torch.float16: 13}  # room for a sum of squares
+LARGEST = {
+    torch.float32: 90,
+    torch.float64: 900,
+    torch.bfloat16: 90,
+    torch.float16: 13,
+}  # room for a sum of squares
 
 
 def make(kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
@@ -120,8 +135,12 @@ def test_an_aggregation_leaves_out_no_more_than_there_was(
         if is_wide:  # in half precision the result is rounded, but not the memory
             assert_contracts(x, left_out)
         if is_wide and memory is not None:
-            tolerance = 4 * torch.finfo(dtype).eps * max(float(x.abs().max()), float(result.abs().max()))
-            assert (memory.view(shape).double() - left_out).abs().max() <= tolerance + 2.0 ** SMALLEST[dtype]
+            tolerance = (
+                4 * torch.finfo(dtype).eps * max(float(x.abs().max()), float(result.abs().max()))
+            )
+            assert (
+                memory.view(shape).double() - left_out
+            ).abs().max() <= tolerance + 2.0 ** SMALLEST[dtype]
     if memory is not None:
         assert_contracts(x, memory.view(shape))
     if kind == "zero":
@@ -155,7 +174,9 @@ def test_a_compressed_difference_leaves_out_no_more_than_there_was(
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(max_examples=200, deadline=None)
-def test_four_bits_leave_out_no_more_than_there_was(kind: str, numel: int, seed: int, dtype: torch.dtype) -> None:
+def test_four_bits_leave_out_no_more_than_there_was(
+    kind: str, numel: int, seed: int, dtype: torch.dtype
+) -> None:
     x = make(kind, (numel,), seed, dtype)
     assert_contracts(x, x.double() - from_float4(to_float4(x), numel, dtype).double())
 
@@ -172,7 +193,9 @@ def test_a_spike_is_sent_alone_and_whole(bits: int) -> None:
     assert not aggregation.memory("x").any()
 
 
-@pytest.mark.parametrize("make_one", [EFSignAggregation, lambda: OneBitAggregation(beta=0.0, warmup_steps=0)])
+@pytest.mark.parametrize(
+    "make_one", [EFSignAggregation, lambda: OneBitAggregation(beta=0.0, warmup_steps=0)]
+)
 def test_a_sum_of_large_numbers_stays_in_range(make_one: Callable[[], Any]) -> None:
     x = torch.full((1000,), -1e38)
     make_one().aggregate({"x": x}, "avg_world")

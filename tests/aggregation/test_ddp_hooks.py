@@ -1,4 +1,5 @@
-"""A DDP model with an aggregation as its hook trains like the library's optimizer with that aggregation."""
+"""A DDP model with an aggregation as its hook trains like the library's optimizer with that
+aggregation."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def assert_equal_runs(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 @KINDS
 @pytest.mark.parametrize("layout", workers.LAYOUTS)
-def test_ddp_with_a_hook_trains_like_the_optimizer(results: Results, kind: str, layout: str) -> None:
+def test_ddp_with_a_hook_trains_like_the_optimizer(
+    results: Results, kind: str, layout: str
+) -> None:
     for result in results:
         run, ours = result["hooked"][kind, layout], result["ours"][kind]
         assert_equal_runs(run, ours)
@@ -51,11 +54,14 @@ def test_ddp_with_a_hook_trains_like_the_optimizer(results: Results, kind: str, 
 
 @KINDS
 def test_messages_do_not_depend_on_the_buckets(results: Results, kind: str) -> None:
-    """Except for those of single buckets, which go without flags of missing gradients: DDP sends its own."""
+    """Except for those of single buckets, which go without flags of missing gradients: DDP sends
+    its own."""
     flags = workers.STEPS * len(results[0]["ours"][kind]["weights"]) * 4 if "overlap" in kind else 0
     flags //= 2 if "bf16" in kind else 1
     for layout in workers.LAYOUTS:
-        assert results[0]["hooked"][kind, layout]["bytes"] == results[0]["ours"][kind]["bytes"] - flags
+        assert (
+            results[0]["hooked"][kind, layout]["bytes"] == results[0]["ours"][kind]["bytes"] - flags
+        )
 
 
 @KINDS
@@ -75,7 +81,9 @@ def test_no_sync_accumulates_locally(results: Results, kind: str) -> None:
 
 
 @KINDS
-def test_a_run_resumes_exactly_although_its_buckets_start_again(results: Results, kind: str) -> None:
+def test_a_run_resumes_exactly_although_its_buckets_start_again(
+    results: Results, kind: str
+) -> None:
     for result in results:
         run = result["resumed"][kind]
         before, after = run["buckets"]
@@ -83,7 +91,9 @@ def test_a_run_resumes_exactly_although_its_buckets_start_again(results: Results
         assert_equal_runs(run["resumed"], run["whole"])
 
 
-@pytest.mark.parametrize("kind", ["periodic", "DiLoCo", "SparseLoCo", "SCAFFOLD", "gossip", "CHOCO"])
+@pytest.mark.parametrize(
+    "kind", ["periodic", "DiLoCo", "SparseLoCo", "SCAFFOLD", "gossip", "CHOCO"]
+)
 def test_aggregations_of_weights_are_refused(results: Results, kind: str) -> None:
     message = results[0]["errors"][kind]
     assert message.startswith("ValueError: aggregation must combine gradients, not weights as ")
@@ -92,13 +102,20 @@ def test_aggregations_of_weights_are_refused(results: Results, kind: str) -> Non
 
 def test_wrong_arguments_are_named(results: Results) -> None:
     errors = results[0]["errors"]
-    assert errors["no aggregation"].startswith("TypeError: aggregation must be an Aggregation, not ABCMeta: ")
-    assert errors["no DDP"].startswith("TypeError: ddp_model must be a DistributedDataParallel, not Network: ")
+    assert errors["no aggregation"].startswith(
+        "TypeError: aggregation must be an Aggregation, not ABCMeta: "
+    )
+    assert errors["no DDP"].startswith(
+        "TypeError: ddp_model must be a DistributedDataParallel, not Network: "
+    )
     assert errors["other group"].startswith(
-        "ValueError: process_group of the aggregation must have the workers [0, 1] of ddp_model, not [0]: "
+        "ValueError: process_group of the aggregation must have "
+        "the workers [0, 1] of ddp_model, not [0]: "
     )
     assert "not 'module.last.weight'" in errors["other names"]
-    assert errors["sparse"].startswith("gradients must be dense (torch.strided), not torch.sparse_coo: ")
+    assert errors["sparse"].startswith(
+        "gradients must be dense (torch.strided), not torch.sparse_coo: "
+    )
 
 
 def test_the_example_of_the_documentation_trains_equal_copies(results: Results) -> None:

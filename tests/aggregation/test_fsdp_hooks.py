@@ -1,4 +1,5 @@
-"""The replicas of a model that FSDP2 shards exchange gradients by any aggregation that works on flat tensors."""
+"""The replicas of a model that FSDP2 shards exchange gradients by any aggregation that works on
+flat tensors."""
 
 from __future__ import annotations
 
@@ -22,17 +23,25 @@ def results() -> Results:
 @pytest.mark.parametrize("kind", workers.KINDS)
 def test_all_workers_have_the_same_weights(results: Results, kind: str) -> None:
     for result in results:
-        torch.testing.assert_close(result["runs"][kind]["weights"], results[0]["runs"][kind]["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            result["runs"][kind]["weights"], results[0]["runs"][kind]["weights"], rtol=0, atol=0
+        )
 
 
-def test_an_all_reduce_gives_the_weights_of_one_worker_on_the_joined_batch(results: Results) -> None:
+def test_an_all_reduce_gives_the_weights_of_one_worker_on_the_joined_batch(
+    results: Results,
+) -> None:
     for result in results:
-        torch.testing.assert_close(result["runs"]["all-reduce"]["weights"], result["joined"], **EXACT)
+        torch.testing.assert_close(
+            result["runs"]["all-reduce"]["weights"], result["joined"], **EXACT
+        )
 
 
 def test_scaled_signs_follow_their_formulas_on_the_shards(results: Results) -> None:
     for result in results:
-        torch.testing.assert_close(result["runs"]["EF-sign"]["weights"], result["scaled signs"], **EXACT)
+        torch.testing.assert_close(
+            result["runs"]["EF-sign"]["weights"], result["scaled signs"], **EXACT
+        )
 
 
 @pytest.mark.parametrize("kind", workers.KINDS)
@@ -56,12 +65,30 @@ def test_every_module_sends_its_shard(results: Results) -> None:
     ("name", "message"),
     [
         ("no aggregation", "TypeError: aggregation must be an Aggregation, not ABCMeta"),
-        ("not sharded", "ValueError: fsdp_model must have a module sharded by FSDP2, but Sequential has none"),
+        (
+            "not sharded",
+            "ValueError: fsdp_model must have a module sharded by FSDP2, but Sequential has none",
+        ),
         ("two dimensions", "ValueError: the mesh of fsdp_model must have one dimension"),
-        ("other group", "ValueError: process_group of the aggregation must have one worker of each replica"),
-        ("all workers", "ValueError: process_group of the aggregation must have one worker of each replica"),
-        ("DiLoCo", "ValueError: aggregation must combine gradients, not weights as DiLoCoAggregation does"),
-        ("Dion", "ValueError: aggregation must work on flat tensors, not on matrices as DionAggregation does"),
+        (
+            "other group",
+            "ValueError: process_group of the aggregation must have one worker of each replica",
+        ),
+        (
+            "all workers",
+            "ValueError: process_group of the aggregation must have one worker of each replica",
+        ),
+        (
+            "DiLoCo",
+            "ValueError: aggregation must combine gradients, not weights as DiLoCoAggregation does",
+        ),
+        (
+            "Dion",
+            (
+                "ValueError: aggregation must work on flat tensors, "
+                "not on matrices as DionAggregation does"
+            ),
+        ),
         ("other names", "the names in the state must be those of parameters"),
     ],
 )

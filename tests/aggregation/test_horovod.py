@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregationHVD
+from mlbench_core.aggregation.pytorch.centralized import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    AllReduceAggregationHVD,
+)
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.optim.pytorch import FP16Optimizer
 
@@ -53,7 +59,10 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHorovod]:
 
 def test_without_horovod_the_error_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [_NoHorovod(), *sys.meta_path])
-    for make in (lambda: AllReduceAggregationHVD(1), lambda: FP16Optimizer(nn.Linear(1, 1), 1, use_horovod=True)):
+    for make in (
+        lambda: AllReduceAggregationHVD(1),
+        lambda: FP16Optimizer(nn.Linear(1, 1), 1, use_horovod=True),
+    ):
         with pytest.raises(MissingDependencyError, match=r"pip install 'mlbench-core\[horovod\]'"):
             make()
 
@@ -68,7 +77,9 @@ class _NoHorovod:
 
 def test_a_process_group_of_gloo_sends_nothing(horovod: FakeHorovod, tmp_path: Path) -> None:
     aggregation = AllReduceAggregationHVD(4)
-    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1
+    )
     try:
         aggregation.aggregate({"x": torch.ones(3)}, AVG_WORLD)
     finally:
@@ -76,13 +87,19 @@ def test_a_process_group_of_gloo_sends_nothing(horovod: FakeHorovod, tmp_path: P
     assert len(horovod.sent) == 1
 
 
-@pytest.mark.parametrize(("op", "denom", "divisor"), [(AVG_WORLD, None, 4), (AVG_CUSTOM, torch.tensor([10.0]), 10)])
+@pytest.mark.parametrize(
+    ("op", "denom", "divisor"), [(AVG_WORLD, None, 4), (AVG_CUSTOM, torch.tensor([10.0]), 10)]
+)
 @pytest.mark.parametrize("divide_before", [False, True])
 def test_sums_are_divided(
     horovod: FakeHorovod, op: str, denom: Tensor | None, divisor: float, divide_before: bool
 ) -> None:
     aggregation = AllReduceAggregationHVD(4, divide_before=divide_before)
-    tensors = {"a": torch.tensor([[2.0, 4.0]]), "b": torch.tensor(8.0), "c": torch.ones(2, dtype=torch.float64)}
+    tensors = {
+        "a": torch.tensor([[2.0, 4.0]]),
+        "b": torch.tensor(8.0),
+        "c": torch.ones(2, dtype=torch.float64),
+    }
     aggregation.aggregate(tensors, op, denom)
     torch.testing.assert_close(tensors["a"], torch.tensor([[2.0, 4.0]]) * 4 / divisor)
     torch.testing.assert_close(tensors["b"], torch.tensor(8.0) * 4 / divisor)
@@ -104,7 +121,9 @@ def test_one_worker_sends_nothing(horovod: FakeHorovod) -> None:
 
 
 def test_the_number_of_workers_is_held_against_horovods(horovod: FakeHorovod) -> None:
-    with pytest.raises(ValueError, match=r"world_size is 2, but Horovod has 4 worker\(s\): give 4, or None"):
+    with pytest.raises(
+        ValueError, match=r"world_size is 2, but Horovod has 4 worker\(s\): give 4, or None"
+    ):
         AllReduceAggregationHVD(2)
     horovod.initialized = False
     with pytest.raises(ConfigurationError, match=r"call horovod\.torch\.init\(\) first"):
@@ -118,8 +137,13 @@ def test_a_half_precision_model_is_trained_through_it(horovod: FakeHorovod) -> N
     before = optimizer.fp32_params.detach().clone()
     optimizer.backward_loss(model(torch.tensor([[1.0, 2.0, 4.0]]).half()).float().sum())
     assert optimizer.step()
-    torch.testing.assert_close(before - optimizer.fp32_params.detach(), torch.tensor([1.0, 2.0, 4.0]))
-    assert [sent.dtype for sent in horovod.sent] == [torch.float16, torch.float32]  # gradients; was there an overflow?
+    torch.testing.assert_close(
+        before - optimizer.fp32_params.detach(), torch.tensor([1.0, 2.0, 4.0])
+    )
+    assert [sent.dtype for sent in horovod.sent] == [
+        torch.float16,
+        torch.float32,
+    ]  # gradients; was there an overflow?
     model.weight.grad[0, 0] = float("nan")
     assert not optimizer.step()
     assert optimizer.loss_scaler.loss_scale == 4

@@ -1,4 +1,5 @@
-"""Conversions on the way, overflows, missing batches and fused kernels: where gradients could go wrong unnoticed."""
+"""Conversions on the way, overflows, missing batches and fused kernels: where gradients could go
+wrong unnoticed."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import consensus_distance
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
     CentralizedAdam,
     CentralizedSGD,
@@ -34,7 +37,9 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def backward(model: nn.Module, rank: int, step: int, scale: Any = lambda loss: loss, factor: float = 1.0) -> None:
+def backward(
+    model: nn.Module, rank: int, step: int, scale: Any = lambda loss: loss, factor: float = 1.0
+) -> None:
     kind = next(model.parameters()).dtype
     images = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * rank + step)).to(kind)
     scale(model(images).square().sum() * factor).backward()
@@ -44,11 +49,13 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-# -- what each worker runs -----------------------------------------------------------------------------------------
+# -- what each worker runs
+# ------------------------------------------------------------------------------
 
 
 def same_dtype(rank: int, world_size: int) -> dict[str, Any]:
-    """Sums that are exact, so that only the division rounds; and any sums, in messages of one layout."""
+    """Sums that are exact, so that only the division rounds; and any sums, in messages of one
+    layout."""
     exact, converted = [], []
     for overlap in OVERLAPS:
         model = nn.Linear(3, 2)
@@ -71,7 +78,8 @@ def same_dtype(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def without_a_batch(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Worker 1 has no batch in two of the steps, another worker's gradients overflow in one of them."""
+    """Worker 1 has no batch in two of the steps, another worker's gradients overflow in one of
+    them."""
     result = []
     for overlap in OVERLAPS:
         model = layers()
@@ -98,7 +106,9 @@ def torchs_scaler(rank: int, world_size: int) -> list[list[Tensor]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
             optimizer.zero_grad()
-            backward(model, rank, step, scaler.scale, factor=math.inf if (rank, step) == (0, 1) else 1.0)
+            backward(
+                model, rank, step, scaler.scale, factor=math.inf if (rank, step) == (0, 1) else 1.0
+            )
             scaler.step(optimizer)
             scaler.update()
         result.append(weights(model))
@@ -122,7 +132,8 @@ def looked_too_early(rank: int, world_size: int) -> str:
 
 
 def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
-    """c = 1 + 2j on all workers and the loss |c|^2, whose gradient is 2c; then d, which worker 0 alone has."""
+    """c = 1 + 2j on all workers and the loss |c|^2, whose gradient is 2c; then d, which worker 0
+    alone has."""
     result: dict[Any, Any] = {}
     for comm_dtype in (None, torch.float32, torch.float64, torch.bfloat16):
         for overlap in OVERLAPS:
@@ -130,7 +141,9 @@ def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
                 model = nn.Module()
                 model.c = nn.Parameter(torch.tensor([1 + 2j]))
                 model.d = nn.Parameter(torch.tensor([1j, 2]))
-                exchange = AllReduceAggregation(comm_dtype=comm_dtype, overlap=overlap, bucket_size_bytes=size)
+                exchange = AllReduceAggregation(
+                    comm_dtype=comm_dtype, overlap=overlap, bucket_size_bytes=size
+                )
                 optimizer = CentralizedSGD(world_size, model, lr=0.125, aggregation=exchange)
                 loss = model.c.abs().square().sum()
                 (loss + model.d.abs().square().sum() if rank == 0 else loss).backward()
@@ -149,7 +162,8 @@ def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
 
 
 def converted(rank: int, world_size: int) -> dict[Any, list[list[Tensor]]]:
-    """The model is converted before the first step, and between steps, with and without gradients."""
+    """The model is converted before the first step, and between steps, with and without
+    gradients."""
 
     def there_and_back(model: nn.Module) -> None:
         model.half()
@@ -168,7 +182,13 @@ def converted(rank: int, world_size: int) -> dict[Any, list[list[Tensor]]]:
             for set_to_none in (True, False):
                 result[name, when, set_to_none] = [
                     convert_on_the_way(
-                        rank, world_size, overlap, convert, when, set_to_none, starts_frozen=name == "thawed"
+                        rank,
+                        world_size,
+                        overlap,
+                        convert,
+                        when,
+                        set_to_none,
+                        starts_frozen=name == "thawed",
                     )
                     for overlap in OVERLAPS
                 ]
@@ -207,7 +227,9 @@ def vanishing_flags(rank: int, world_size: int) -> list[list[float]]:
             model.a, model.b = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
             inside = SGD(model.parameters(), lr=1.0)
             exchange = AllReduceAggregation(comm_dtype=comm_dtype)
-            optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, aggregation=exchange)
+            optimizer = CustomCentralizedOptimizer(
+                model, world_size, inside, average_custom=True, aggregation=exchange
+            )
             (model.a.sum() if rank else (model.a + model.b).sum()).backward()
             optimizer.step(denom=denom)
             result.append([float(model.b.grad is not None), *model.b.detach().tolist()])
@@ -220,7 +242,9 @@ def clipped(rank: int, world_size: int) -> list[list[Tensor]]:
         model = layers()
         inside = SGD(model.parameters(), lr=0.1)
         exchange = AllReduceAggregation(overlap=overlap)
-        optimizer = CustomCentralizedOptimizer(model, world_size, inside, grad_clip=0.01, aggregation=exchange)
+        optimizer = CustomCentralizedOptimizer(
+            model, world_size, inside, grad_clip=0.01, aggregation=exchange
+        )
         before = weights(model)
         backward(model, rank, 0)
         optimizer.step()
@@ -248,7 +272,8 @@ def results() -> Results:
     return run_ranks(2, run_all)
 
 
-# -- several workers -----------------------------------------------------------------------------------------------
+# -- several workers
+# ------------------------------------------------------------------------------
 
 
 def test_a_comm_dtype_that_changes_nothing_changes_no_bit() -> None:
@@ -322,7 +347,8 @@ def test_every_overlap_clips(results: Results) -> None:
                 torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)
 
 
-# -- one process ---------------------------------------------------------------------------------------------------
+# -- one process
+# ------------------------------------------------------------------------------
 
 
 class Slice(nn.Module):
@@ -346,12 +372,16 @@ def test_the_rest_of_a_larger_tensor_is_left_alone() -> None:
 
 @pytest.mark.parametrize("make", [CentralizedSGD, CentralizedAdam])
 def test_a_fused_kernel_is_refused_for_a_part_of_a_tensor(make: Any) -> None:
-    with pytest.raises(ValueError, match="fused must be False or None, not True: 'w' is a part of a larger tensor"):
+    with pytest.raises(
+        ValueError, match="fused must be False or None, not True: 'w' is a part of a larger tensor"
+    ):
         make(1, Slice(), lr=0.1, fused=True)
 
 
 def test_gradients_with_other_strides_reach_the_right_weights() -> None:
-    models = [nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last) for _ in range(2)]
+    models = [
+        nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last) for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
     for model, options in zip(models, ({"overlap": True}, {"fused": False}), strict=True):
         optimizer = CentralizedSGD(1, model, lr=1.0, momentum=0.9, **options)
@@ -371,11 +401,17 @@ def test_a_scaler_that_did_not_look_too_early_is_heard() -> None:
 
 def test_what_would_be_ignored_or_overflow_is_refused() -> None:
     model = layers()
-    with pytest.raises(ValueError, match=r"by_layer must be False with overlap.*bucket_size_bytes=0"):
+    with pytest.raises(
+        ValueError, match=r"by_layer must be False with overlap.*bucket_size_bytes=0"
+    ):
         CentralizedSGD(1, model, lr=0.1, overlap=True, by_layer=True)
     inside = SGD(model.parameters(), lr=0.1)
-    halves, bfloats = (AllReduceAggregation(overlap=True, comm_dtype=t) for t in (torch.float16, torch.bfloat16))
-    with pytest.raises(ValueError, match=r"comm_dtype must not be torch\.float16 with overlap and average_custom"):
+    halves, bfloats = (
+        AllReduceAggregation(overlap=True, comm_dtype=t) for t in (torch.float16, torch.bfloat16)
+    )
+    with pytest.raises(
+        ValueError, match=r"comm_dtype must not be torch\.float16 with overlap and average_custom"
+    ):
         CustomCentralizedOptimizer(model, 1, inside, average_custom=True, aggregation=halves)
     CustomCentralizedOptimizer(model, 1, inside, average_custom=True, aggregation=bfloats)
 
@@ -391,5 +427,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 def test_a_scheduler_of_an_optimizer_without_one_inside_says_so() -> None:
     optimizer = GenericCentralizedOptimizer(1, layers())
-    with pytest.raises(RuntimeError, match=r"has no 'lr': there is no torch optimizer yet: give optimizer="):
+    with pytest.raises(
+        RuntimeError, match=r"has no 'lr': there is no torch optimizer yet: give optimizer="
+    ):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -1,4 +1,5 @@
-"""The reduction that runs during the backward pass gives what the plain one gives, whatever the user does."""
+"""The reduction that runs during the backward pass gives what the plain one gives, whatever the
+user does."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.buckets import plan_buckets
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.transport.buckets import plan_buckets
 from mlbench_core.optim.pytorch import CentralizedAdam, CentralizedSGD
 from tests.aggregation import overlap_workers as workers
 from tests.helpers.ranks import run_ranks
@@ -64,9 +67,15 @@ def test_a_fused_update_gives_what_the_plain_one_gives(results: Results, way: st
 def test_shared_memory_gives_what_the_backend_gives(results: Results, way: str, name: str) -> None:
     exactly = len(results) == 2 and (name == "at the end" or way not in AVERAGED_ONE_BY_ONE)
     for result in results:
-        for values, expected in zip(result["shared_ways"][way][name], result["ways"][way]["plain"], strict=True):
+        for values, expected in zip(
+            result["shared_ways"][way][name], result["ways"][way]["plain"], strict=True
+        ):
             assert_same(values, expected, exactly=exactly)
-        assert_same(result["shared_ways"][way][name][0], results[0]["shared_ways"][way][name][0], exactly=True)
+        assert_same(
+            result["shared_ways"][way][name][0],
+            results[0]["shared_ways"][way][name][0],
+            exactly=True,
+        )
 
 
 def test_averages_are_there_when_backward_returns(results: Results) -> None:
@@ -87,7 +96,10 @@ def test_messages_have_one_order_on_all_workers_in_all_steps(results: Results) -
         assert len(steps) == 4 * len(results)
         assert all(step == steps[0] for step in steps)
         assert len(steps[0]) >= 3
-    own, half = results[0]["order_of_messages"]["own"][0], results[0]["order_of_messages"]["half"][0]
+    own, half = (
+        results[0]["order_of_messages"]["own"][0],
+        results[0]["order_of_messages"]["half"][0],
+    )
     assert {dtype for _, dtype in own} == {"torch.float32", "torch.float64"}
     assert {dtype for _, dtype in half} == {"torch.float16"}
     assert results[0]["order_of_messages"]["half bytes"] == [2 * sum(numel for numel, _ in half)]
@@ -162,7 +174,9 @@ def test_the_tracker_hears_of_total_and_exposed_time_and_bytes(results: Results)
             for total_s, exposed_s, size_bytes in told:
                 assert 0 < exposed_s <= total_s
                 assert size_bytes == last_bytes
-                assert trained_bytes < size_bytes <= trained_bytes + 8 * 20  # and one flag per parameter
+                assert (
+                    trained_bytes < size_bytes <= trained_bytes + 8 * 20
+                )  # and one flag per parameter
 
 
 def test_parameters_beside_the_model_are_averaged_and_counted(results: Results) -> None:
@@ -177,7 +191,8 @@ def test_sparse_gradients_are_refused_by_name(results: Results) -> None:
         assert "gradient of '0.weight' has layout torch.sparse_coo" in result["sparse"]
 
 
-# -- in one process --------------------------------------------------------------------------------------------
+# -- in one process
+# --------------------------------------------------------------------------------------------
 
 
 def test_one_worker_has_no_hooks_and_sends_nothing() -> None:
@@ -194,9 +209,14 @@ def test_one_worker_has_no_hooks_and_sends_nothing() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     model = nn.Linear(8, 8)
     for make in (CentralizedSGD, CentralizedAdam):
-        with pytest.raises(ValueError, match="the PowerAggregation given too does not overlap: leave it out"):
+        with pytest.raises(
+            ValueError, match="the PowerAggregation given too does not overlap: leave it out"
+        ):
             make(1, model, lr=0.1, overlap=True, aggregation=PowerAggregation(model))
-        with pytest.raises(ValueError, match=r"does not overlap: write overlap=True in AllReduceAggregation\(\.\.\.\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"does not overlap: write overlap=True in AllReduceAggregation\(\.\.\.\)",
+        ):
             make(1, model, lr=0.1, overlap=True, aggregation=AllReduceAggregation())
         with pytest.raises(ValueError, match="overlap must be False with agg_grad=False"):
             make(1, model, lr=0.1, overlap=True, agg_grad=False)
@@ -206,7 +226,12 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"comm_dtype must be None or one of .*, not torch\.int8"):
         AllReduceAggregation(1, comm_dtype=torch.int8)
     with pytest.raises(ValueError, match="shared_memory must be False for a model on meta"):
-        CentralizedSGD(1, nn.Linear(8, 8, device="meta"), lr=0.1, aggregation=AllReduceAggregation(shared_memory=True))
+        CentralizedSGD(
+            1,
+            nn.Linear(8, 8, device="meta"),
+            lr=0.1,
+            aggregation=AllReduceAggregation(shared_memory=True),
+        )
     with pytest.raises(ValueError, match="bucket_size_bytes must be at least 0, not -1"):
         AllReduceAggregation(1, overlap=True, bucket_size_bytes=-1)
 

@@ -67,7 +67,9 @@ def test_a_second_start_changes_nothing() -> None:
     aggregation = momentum()
     start(aggregation, x=1.0)
     start(aggregation, x=5.0, y=5.0)
-    assert {name: theta.tolist() for name, theta in aggregation.state_dict()["shared"].items()} == {"x": [1.0] * 3}
+    assert {name: theta.tolist() for name, theta in aggregation.state_dict()["shared"].items()} == {
+        "x": [1.0] * 3
+    }
 
 
 def test_a_tensor_that_is_not_in_a_call_takes_no_step() -> None:
@@ -93,7 +95,7 @@ def test_a_tensor_that_no_worker_moved_keeps_its_momentum_and_stays() -> None:
     assert (weights["x"].tolist(), weights["y"].tolist()) == ([0.5] * 3, [0.5 + 0.75] * 3)
 
 
-def test_shared_weights_have_at_least_float32_and_leave_out_bookkeeping() -> None:
+def test_shared_weights_have_at_least_float32_and_leave_out_buffers() -> None:
     aggregation = momentum()
     tensors = {"x": torch.ones(2, dtype=torch.float16), ":buffer:mean": torch.ones(2)}
     aggregation.aggregate(tensors, AVG)
@@ -103,7 +105,9 @@ def test_shared_weights_have_at_least_float32_and_leave_out_bookkeeping() -> Non
 
 
 def test_the_shared_state_has_nothing_of_one_worker() -> None:
-    sparse = PeriodicAggregation(SparseLoCoAggregation(ChunkedTopKAggregation(density=1, bits=None)), period=1)
+    sparse = PeriodicAggregation(
+        SparseLoCoAggregation(ChunkedTopKAggregation(density=1, bits=None)), period=1
+    )
     weights = start(sparse.inside, x=0.0)
     weights["x"] += torch.tensor([3.0, 2.0, 1.0])
     sparse.aggregate(weights, AVG)
@@ -121,12 +125,18 @@ def test_the_shared_state_has_nothing_of_one_worker() -> None:
     assert state["inside"]["own"].keys() == {"x"}
     assert control.shared_state(state)["inside"]["own"] == {}
     delayed = {"counts": {"x": 4}, "corrections": {"x": torch.ones(3)}}
-    assert PeriodicAggregation(AllReduceAggregation(), 3, 1).shared_state(delayed) == {**delayed, "corrections": {}}
+    assert PeriodicAggregation(AllReduceAggregation(), 3, 1).shared_state(delayed) == {
+        **delayed,
+        "corrections": {},
+    }
 
 
 def test_names_of_the_wrapped_state_are_remembered() -> None:
     aggregation = PeriodicAggregation(momentum(), period=2)
-    state = {"counts": {"_orig_mod.x": 1, ":buffer:mean": 1}, "inside": {"shared": {"y": 0}, "outer_state": {"z": {}}}}
+    state = {
+        "counts": {"_orig_mod.x": 1, ":buffer:mean": 1},
+        "inside": {"shared": {"y": 0}, "outer_state": {"z": {}}},
+    }
     assert aggregation.remembered_names(state) == {"x", "y", "z"}
 
 
@@ -179,10 +189,17 @@ def test_corrections_of_a_state_are_added_once_and_as_soon_as_possible() -> None
 
 def test_a_message_on_its_way_is_received_before_a_copy_and_before_another_state() -> None:
     """The other workers count on this worker's part of it."""
-    aggregation, received = PeriodicAggregation(AllReduceAggregation(), period=3, delay=2), list[str]()
-    aggregation._flights = [_Correction({"x": torch.ones(2)}, pending=[lambda: received.append("copied")])]
+    aggregation, received = (
+        PeriodicAggregation(AllReduceAggregation(), period=3, delay=2),
+        list[str](),
+    )
+    aggregation._flights = [
+        _Correction({"x": torch.ones(2)}, pending=[lambda: received.append("copied")])
+    ]
     copy.deepcopy(aggregation)
     assert received == ["copied"]
-    aggregation._flights = [_Correction({"x": torch.ones(2)}, pending=[lambda: received.append("loaded")])]
+    aggregation._flights = [
+        _Correction({"x": torch.ones(2)}, pending=[lambda: received.append("loaded")])
+    ]
     aggregation.load_state_dict({})
     assert received == ["copied", "loaded"]

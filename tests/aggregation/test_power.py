@@ -24,7 +24,10 @@ def make_model(rows: int = 10, columns: int = 8) -> nn.Module:
 
 def step(aggregation: PowerAggregation, seed: int = 0) -> Tensor:
     model = aggregation.model
-    model.weight.grad, model.bias.grad = draw(*model.weight.shape, seed=seed), torch.ones_like(model.bias)
+    model.weight.grad, model.bias.grad = (
+        draw(*model.weight.shape, seed=seed),
+        torch.ones_like(model.bias),
+    )
     aggregation.agg_grad()(model, AVG_WORLD)
     return model.weight.grad
 
@@ -47,7 +50,10 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rank: 
     for block in (1, 24, 10**6):
         monkeypatch.setattr(power, "BLOCK_ELEMENTS", block)
         aggregation = PowerAggregation(make_model(), rank=rank, reuse_query=True)
-        results.append([step(aggregation, seed) for seed in range(3)] + [aggregation.state_dict()["errors"]["weight"]])
+        results.append(
+            [step(aggregation, seed) for seed in range(3)]
+            + [aggregation.state_dict()["errors"]["weight"]]
+        )
     for other in results[1:]:
         for left, right in zip(results[0], other, strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
@@ -76,7 +82,9 @@ def test_every_rank_gives_the_same_product_and_the_rest_of_it(rank: int) -> None
     tensors = {"weight": exact.clone()}
     aggregation.aggregate(tensors, AVG_WORLD)
     assert torch.linalg.matrix_rank(tensors["weight"]) == rank
-    torch.testing.assert_close(tensors["weight"] + aggregation.memory("weight"), exact, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        tensors["weight"] + aggregation.memory("weight"), exact, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -85,7 +93,9 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, error_feedback: bool
     gradient = draw(10, 8, dtype=torch.float32).to(dtype)
     half, wide = {"weight": gradient.clone()}, {"weight": gradient.float()}
     for tensors in (half, wide):
-        PowerAggregation(make_model(), rank=2, error_feedback=error_feedback).aggregate(tensors, AVG_WORLD)
+        PowerAggregation(make_model(), rank=2, error_feedback=error_feedback).aggregate(
+            tensors, AVG_WORLD
+        )
     assert torch.equal(half["weight"], wide["weight"].to(dtype))
 
 
@@ -124,11 +134,11 @@ def test_what_compression_would_not_make_smaller_is_left_alone() -> None:
     assert aggregation.state_dict()["errors"] == {}
 
 
-def test_bookkeeping_is_never_compressed() -> None:
+def test_extra_tensors_are_never_compressed() -> None:
     flags = draw(20, 20)
     given = flags.clone()
     aggregation = PowerAggregation(make_model())
-    aggregation.aggregate({":flags": flags}, AVG_WORLD)
+    aggregation.aggregate({}, AVG_WORLD, extra=[flags])
     assert torch.equal(flags, given)
     assert aggregation.state_dict()["errors"] == {}
 
@@ -166,7 +176,9 @@ def test_arguments_are_checked() -> None:
         PowerAggregation(model, rank=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="start_after_steps must be at least 0, not -1"):
         PowerAggregation(model, start_after_steps=-1)
-    with pytest.raises(ValueError, match=r"comm_dtype must be one of None, torch\.float16, .*, not torch\.int8"):
+    with pytest.raises(
+        ValueError, match=r"comm_dtype must be one of None, torch\.float16, .*, not torch\.int8"
+    ):
         PowerAggregation(model, comm_dtype=torch.int8)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
         PowerAggregation([])  # type: ignore[arg-type]
@@ -182,7 +194,9 @@ def test_a_wrong_operation_changes_nothing() -> None:
     for kind in (ValueError, NotImplementedError):
         with pytest.raises(kind, match="op must be 'avg_world' or 'avg_custom', not 'max'"):
             aggregation.aggregate({"weight": weight}, "max")
-        with pytest.raises(kind, match="would destroy weights: build the optimizer with agg_grad=True"):
+        with pytest.raises(
+            kind, match="would destroy weights: build the optimizer with agg_grad=True"
+        ):
             aggregation.agg_model()
     with pytest.raises(ValueError, match="denom, which is None"):
         aggregation.aggregate({"weight": weight}, AVG_CUSTOM)
@@ -194,10 +208,15 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True)
     step(aggregation)
     state = aggregation.state_dict()
-    with pytest.raises(ValueError, match=r"errors\['weight'\] of the state must have shape \(9, 7\) .*, not \(10, 8\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"errors\['weight'\] of the state must have shape \(9, 7\) .*, not \(10, 8\)",
+    ):
         PowerAggregation(make_model(9, 7), rank=2).load_state_dict(state)
     with pytest.raises(ValueError, match=r"must have shape \(3, 8\) for rank 3 .*, not \(2, 8\)"):
         PowerAggregation(make_model(), rank=3).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"not \['memory'\]: the checkpoint was written with another"):
+    with pytest.raises(
+        ValueError, match=r"not \['memory'\]: the checkpoint was written with another"
+    ):
         aggregation.load_state_dict({"memory": {}})
     assert aggregation.state_dict()["errors"]["weight"] is state["errors"]["weight"]

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import nn
 
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks
 
 
@@ -25,7 +27,10 @@ def test_what_rounding_of_sent_values_loses_is_remembered(random: bool) -> None:
     aggregation = SparsifiedAggregation(None, size=1, random=random)
     rest = torch.tensor([2.0**-9])
     aggregation.load_state_dict(
-        {"memory": {"w": rest.clone()}, **({"generator": torch.Generator().get_state()} if random else {})}
+        {
+            "memory": {"w": rest.clone()},
+            **({"generator": torch.Generator().get_state()} if random else {}),
+        }
     )
     sent = torch.ones(1, dtype=torch.bfloat16)
     aggregation.aggregate({"w": sent}, "avg_world")
@@ -43,11 +48,14 @@ def test_the_scale_of_signs_is_the_mean_over_all_blocks() -> None:
 
 
 def far_apart(rank: int, world_size: int) -> dict[str, Any]:
-    """The difference of two numbers of float16 that is beyond its range, and sums that bfloat16 rounds away."""
+    """The difference of two numbers of float16 that is beyond its range, and sums that bfloat16
+    rounds away."""
     x = torch.tensor([60000.0 if rank else -60000.0, 0.0], dtype=torch.float16)
     DecentralizedAggregation(None, None, topology=ring(world_size)).aggregate({"x": x}, "avg_world")
 
-    choco = ChocoAggregation(None, None, topology=ring(world_size), compression="identity", gamma=0.5)
+    choco = ChocoAggregation(
+        None, None, topology=ring(world_size), compression="identity", gamma=0.5
+    )
     y = torch.ones(3, dtype=torch.bfloat16)
     choco.aggregate({"y": y}, "avg_world")
 

@@ -1,4 +1,5 @@
-"""Details of the aggregations of recent methods: one worker in this process, step by step against formulas.
+"""Details of the aggregations of recent methods: one worker in this process, step by step against
+formulas.
 
 The runs of several workers against the references are in ``tests/optim/test_recent_methods.py``.
 """
@@ -26,14 +27,22 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
-    messages,
 )
 from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.streaming import _Fragment
-from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, EFSignSGD, OneBitAdam, SignSGD, SparsifiedSGD
+from mlbench_core.aggregation.pytorch.transport import messages
+from mlbench_core.optim.pytorch import (
+    SCAFFOLD,
+    DeMo,
+    Dion,
+    EFSignSGD,
+    OneBitAdam,
+    SignSGD,
+    SparsifiedSGD,
+)
 from tests.references.sparse_loco import compress
 
 SHAPE = (6, 10)
@@ -48,7 +57,8 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     ScaffoldAggregation: {"world_size": None},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
-        "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5, "mixing": 0.5,
+        "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5,
+        "mixing": 0.5,
         "quantize": False,
     },
 }  # fmt: skip
@@ -102,7 +112,9 @@ class Weights:
             self.aggregation.aggregate(self.tensors, "avg_world")
         results = [*self.tensors.values()]
         if isinstance(self.aggregation, ScaffoldAggregation):
-            results += [c for name in self.tensors if (c := self.aggregation.correction(name)) is not None]
+            results += [
+                c for name in self.tensors if (c := self.aggregation.correction(name)) is not None
+            ]
         return [x.clone() for x in results]
 
     def resumed(self, aggregation: Any, state: Any) -> Weights:
@@ -119,9 +131,13 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
     "chunked top-k": lambda: Gradients(ChunkedTopKAggregation(density=3, chunk_size=16)),
     "scaffold": lambda: Weights(ScaffoldAggregation()),
-    "sparse loco": lambda: Weights(SparseLoCoAggregation(ChunkedTopKAggregation(density=3, chunk_size=16))),
+    "sparse loco": lambda: Weights(
+        SparseLoCoAggregation(ChunkedTopKAggregation(density=3, chunk_size=16))
+    ),
     "streaming": lambda: Weights(StreamingDiLoCoAggregation(period=4, fragments=2, delay=2)),
-    "streaming in 4 bits": lambda: Weights(StreamingDiLoCoAggregation(period=3, fragments=2, delay=1, quantize=True)),
+    "streaming in 4 bits": lambda: Weights(
+        StreamingDiLoCoAggregation(period=3, fragments=2, delay=1, quantize=True)
+    ),
 }
 
 
@@ -147,7 +163,10 @@ def test_half_precision_is_remembered_in_float32_and_results_keep_their_dtype(na
     if isinstance(run, Weights):
         run = Weights(type(MAKERS[name]())(copy.deepcopy(run.aggregation)).aggregation, tensors)
     for t in range(4):
-        step = {n: x if isinstance(run, Weights) else randn(t, *x.shape).bfloat16() for n, x in tensors.items()}
+        step = {
+            n: x if isinstance(run, Weights) else randn(t, *x.shape).bfloat16()
+            for n, x in tensors.items()
+        }
         run.aggregation.aggregate(step, "avg_world")
         assert all(x.dtype == torch.bfloat16 for x in step.values())
 
@@ -165,7 +184,13 @@ def test_half_precision_is_remembered_in_float32_and_results_keep_their_dtype(na
         check(run.aggregation.state_dict())
 
 
-OWN = {"DeMo": "momentum", "Dion": "momentum", "one bit": "errors", "chunked top-k": "memory", "scaffold": "own"}
+OWN = {
+    "DeMo": "momentum",
+    "Dion": "momentum",
+    "one bit": "errors",
+    "chunked top-k": "memory",
+    "scaffold": "own",
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -179,7 +204,9 @@ def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: s
     assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
 
 
-@pytest.mark.parametrize("name", [name for name, make in MAKERS.items() if isinstance(make(), Gradients)])
+@pytest.mark.parametrize(
+    "name", [name for name, make in MAKERS.items() if isinstance(make(), Gradients)]
+)
 def test_strides_do_not_matter(name: str) -> None:
     one, other = (MAKERS[name]().aggregation for _ in range(2))
     for t in range(4):
@@ -233,7 +260,9 @@ class TestQSGD:
         x = 2.0 * torch.randint(-1, 2, (29,), generator=torch.Generator().manual_seed(0))
         x[::3] = 2
         expected = x.clone()
-        QSGDAggregation(levels=1, bucket_size=bucket_size, norm=math.inf).aggregate({"x": x}, "avg_world")
+        QSGDAggregation(levels=1, bucket_size=bucket_size, norm=math.inf).aggregate(
+            {"x": x}, "avg_world"
+        )
         assert torch.equal(x, expected)
 
     @pytest.mark.parametrize("norm", [2, math.inf])
@@ -247,14 +276,23 @@ class TestQSGD:
         assert (level - exact).abs().max() < 1
         assert (level.abs() <= 5).all()
 
-    def test_a_sum_that_rounds_up_stays_at_the_highest_level(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_sum_that_rounds_up_stays_at_the_highest_level(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         aggregation, x = QSGDAggregation(levels=127, norm=math.inf), torch.tensor([2.0, -2.0])
-        monkeypatch.setattr(aggregation, "_source", lambda device: torch.ones_like)  # a draw next to 1, rounded up
+        monkeypatch.setattr(
+            aggregation, "_source", lambda device: torch.ones_like
+        )  # a draw next to 1, rounded up
         aggregation.aggregate({"x": x}, "avg_world")
         assert x.tolist() == [2, -2]
 
     def test_draws_are_middles_of_65536_intervals(self) -> None:
-        drawn = QSGDAggregation()._source(torch.device("cpu"))(torch.zeros(5, 1000, dtype=torch.float64)) * 65536
+        drawn = (
+            QSGDAggregation()._source(torch.device("cpu"))(
+                torch.zeros(5, 1000, dtype=torch.float64)
+            )
+            * 65536
+        )
         assert drawn.shape == (5, 1000)
         assert set((drawn % 1).flatten().tolist()) == {0.5}
         assert drawn.min() < 500
@@ -269,7 +307,9 @@ class TestQSGD:
 
     def test_the_sum_is_divided_by_the_given_number(self) -> None:
         x = torch.tensor([4.0, 0.0, -4.0])
-        QSGDAggregation(levels=1, norm=math.inf).aggregate({"x": x}, "avg_custom", torch.tensor(8.0))
+        QSGDAggregation(levels=1, norm=math.inf).aggregate(
+            {"x": x}, "avg_custom", torch.tensor(8.0)
+        )
         assert x.tolist() == [0.5, 0.0, -0.5]
 
     def test_every_call_draws_anew_and_tensors_of_one_call_too(self) -> None:
@@ -336,13 +376,17 @@ class TestScaffold:
             extra.grad = torch.tensor([4.0, 0.0])
             optimizer.step()
         aggregation = optimizer.aggregation.inside
-        assert "group1.0" not in aggregation.state_dict()["common"]  # it was averaged for the first time
+        assert (
+            "group1.0" not in aggregation.state_dict()["common"]
+        )  # it was averaged for the first time
         for _ in range(2):
             optimizer.step()
         assert aggregation.state_dict()["common"]["group1.0"].tolist() == [4, 0]
         assert extra.tolist() == [-4, 0]
 
-    def test_a_loaded_state_is_not_that_of_the_checkpoint_and_only_control_variates_are_own(self) -> None:
+    def test_a_loaded_state_is_not_that_of_the_checkpoint_and_only_control_variates_are_own(
+        self,
+    ) -> None:
         aggregation = ScaffoldAggregation()
         aggregation.start({"x": nn.Parameter(torch.ones(2))})
         aggregation.count("x", 0.25)
@@ -371,8 +415,13 @@ class TestChunkedTopK:
             memory = 0.8 * memory + x
             # The last chunk of 11 coordinates has another number of coordinates to send.
             parts = [memory[:32], memory[32:]]
-            kept = [density if isinstance(density, int) else max(1, round(density * n)) for n in (16, 11)]
-            expected = torch.cat([compress(p, k, bits, 16) for p, k in zip(parts, kept, strict=True)])
+            kept = [
+                density if isinstance(density, int) else max(1, round(density * n))
+                for n in (16, 11)
+            ]
+            expected = torch.cat(
+                [compress(p, k, bits, 16) for p, k in zip(parts, kept, strict=True)]
+            )
             aggregation.aggregate({"x": x}, "avg_world")
             assert_close(x, expected)
             memory = memory - expected
@@ -424,11 +473,17 @@ class TestSparseLoCo:
         run.aggregation.load_state_dict(shared)
         assert run.aggregation.compressed.memory("x") is None
 
-    def test_buffers_and_late_parameters_are_averaged_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_buffers_and_late_parameters_are_averaged_as_they_are(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         aggregation, calls = SparseLoCoAggregation(), []
-        monkeypatch.setattr(aggregation._all_reduce, "aggregate", lambda tensors, *op: calls.append(list(tensors)))
+        monkeypatch.setattr(
+            aggregation._all_reduce, "aggregate", lambda tensors, *op: calls.append(list(tensors))
+        )
         aggregation.start({"x": nn.Parameter(torch.zeros(2))})
-        aggregation.aggregate({name: torch.zeros(2) for name in ("x", "late", ":buffer:mean")}, "avg_world")
+        aggregation.aggregate(
+            {name: torch.zeros(2) for name in ("x", "late", ":buffer:mean")}, "avg_world"
+        )
         assert calls == [["late", ":buffer:mean"]]
 
     def test_its_ratio_is_that_of_the_changes(self) -> None:
@@ -437,7 +492,9 @@ class TestSparseLoCo:
         assert aggregation.compression_ratio == 20
 
     def test_buffers_are_averaged_and_the_outer_rate_is_that_of_the_optimizer(self) -> None:
-        aggregation = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None), outer_lr=0.5)
+        aggregation = SparseLoCoAggregation(
+            ChunkedTopKAggregation(density=1.0, bits=None), outer_lr=0.5
+        )
         weights = {"x": torch.zeros(2), ":buffer:mean": torch.ones(2)}
         aggregation.start({"x": nn.Parameter(weights["x"])})
         weights["x"] += 4
@@ -457,14 +514,21 @@ class TestDeMo:
         aggregation, x = DeMoAggregation(top_k=1, block_size=181), wave.clone()
         aggregation.aggregate({"x": x}, "avg_world")
         torch.testing.assert_close(x, wave, rtol=0, atol=1e-9)
-        with pytest.raises(ValueError, match="block_size must be at most 181, so that a position fits into 2 bytes"):
+        with pytest.raises(
+            ValueError, match="block_size must be at most 181, so that a position fits into 2 bytes"
+        ):
             DeMoAggregation(block_size=182)
 
     @pytest.mark.parametrize("shape", [(12,), (4, 6), (9, 5), (2, 3, 4)])
-    def test_sends_the_largest_coefficients_of_scipys_transform(self, shape: tuple[int, ...]) -> None:
+    def test_sends_the_largest_coefficients_of_scipys_transform(
+        self, shape: tuple[int, ...]
+    ) -> None:
         from scipy.fft import dctn, idctn
 
-        aggregation, m = DeMoAggregation(decay=0.9, top_k=2, block_size=3), torch.zeros(shape, dtype=torch.float64)
+        aggregation, m = (
+            DeMoAggregation(decay=0.9, top_k=2, block_size=3),
+            torch.zeros(shape, dtype=torch.float64),
+        )
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // rows
         a, b = (max(d for d in (1, 2, 3) if n % d == 0) for n in (rows, columns))
@@ -474,7 +538,9 @@ class TestDeMo:
             sent, matrix = torch.zeros(rows, columns, dtype=torch.float64), m.view(rows, columns)
             for i in range(0, rows, a):
                 for j in range(0, columns, b):
-                    coefficients = torch.from_numpy(dctn(matrix[i : i + a, j : j + b].numpy(), norm="ortho")).flatten()
+                    coefficients = torch.from_numpy(
+                        dctn(matrix[i : i + a, j : j + b].numpy(), norm="ortho")
+                    ).flatten()
                     small = coefficients.abs().argsort(descending=True)[2:]
                     coefficients[small] = 0
                     block = idctn(coefficients.view(a, b).numpy(), norm="ortho")
@@ -485,7 +551,10 @@ class TestDeMo:
             assert_close(aggregation.memory("x"), m)
 
     def test_an_overflow_is_seen_in_its_block_and_not_remembered(self) -> None:
-        aggregation, x = DeMoAggregation(block_size=2, top_k=1), torch.tensor([1.0, torch.inf, 1.0, 2.0])
+        aggregation, x = (
+            DeMoAggregation(block_size=2, top_k=1),
+            torch.tensor([1.0, torch.inf, 1.0, 2.0]),
+        )
         aggregation.aggregate({"x": x}, "avg_world")
         assert x.isfinite().tolist() == [False, False, True, True]
         assert aggregation.memory("x").isfinite().all()
@@ -494,15 +563,25 @@ class TestDeMo:
     def test_a_coefficient_is_divided_by_the_workers_or_by_its_senders(
         self, mean_of_senders: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Two workers send a coefficient each: the same one of the first block, others of the second."""
-        first, second = (DeMoAggregation(top_k=1, block_size=2, mean_of_senders=mean_of_senders) for _ in range(2))
+        """Two workers send a coefficient each: the same one of the first block, others of the
+        second."""
+        first, second = (
+            DeMoAggregation(top_k=1, block_size=2, mean_of_senders=mean_of_senders)
+            for _ in range(2)
+        )
         dct = dct_matrix(2, torch.float64)
-        coefficients = torch.tensor([[[4.0, 1.0], [3.0, 0.0]], [[8.0, 1.0], [0.0, 5.0]]], dtype=torch.float64)
+        coefficients = torch.tensor(
+            [[[4.0, 1.0], [3.0, 0.0]], [[8.0, 1.0], [0.0, 5.0]]], dtype=torch.float64
+        )
         tensors = [(blocks @ dct).view(4) for blocks in coefficients]
         sent: list[Tensor] = []
-        monkeypatch.setattr(second, "_gather", lambda message: sent.append(message) or message[None])
+        monkeypatch.setattr(
+            second, "_gather", lambda message, divisor, extra: sent.append(message) or message[None]
+        )
         second.aggregate({"x": tensors[1].clone()}, "avg_world")
-        monkeypatch.setattr(first, "_gather", lambda message: torch.stack([message, *sent]))
+        monkeypatch.setattr(
+            first, "_gather", lambda message, divisor, extra: torch.stack([message, *sent])
+        )
         x = tensors[0].clone()
         first.aggregate({"x": x}, "avg_custom", 2)
         expected = [[6.0, 0.0], [3.0, 5.0]] if mean_of_senders else [[6.0, 0.0], [1.5, 2.5]]
@@ -515,7 +594,13 @@ class TestDeMo:
 
     def test_a_later_rate_does_not_rescale_the_momentum(self) -> None:
         x = nn.Parameter(torch.zeros(3))
-        optimizer = DeMo([x], lr=0.5, sign=False, weight_decay=0.1, aggregation=DeMoAggregation(decay=0.9, top_k=1))
+        optimizer = DeMo(
+            [x],
+            lr=0.5,
+            sign=False,
+            weight_decay=0.1,
+            aggregation=DeMoAggregation(decay=0.9, top_k=1),
+        )
         dct, m, expected = dct_matrix(3), torch.zeros(3), torch.zeros(3)
         for lr in (0.5, 0.25, 2.0):
             optimizer.param_groups[0]["lr"] = lr
@@ -580,15 +665,30 @@ class TestOneBit:
         assert x.tolist() == [1, 1]
         assert aggregation.memory("x").tolist() == [1, -1]
 
-    def test_bookkeeping_shares_the_message_of_the_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        aggregation, calls = OneBitAggregation(warmup_steps=1), []
-        monkeypatch.setattr(aggregation._uncompressed, "aggregate", lambda tensors, *op: calls.append(list(tensors)))
-        aggregation.aggregate({"x": torch.zeros(2), ":flag": torch.zeros(1)}, "avg_world")
-        assert calls == [["x", ":flag"]]
+    def test_extra_tensors_share_the_message_of_the_warm_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        aggregation, calls, x, flag = (
+            OneBitAggregation(warmup_steps=1),
+            [],
+            torch.zeros(2),
+            torch.zeros(1),
+        )
+        aggregation.world_size = 2
+        monkeypatch.setattr(
+            aggregation._uncompressed, "average", lambda tensors, divisor: calls.append(tensors)
+        )
+        aggregation.aggregate({"x": x}, "avg_world", extra=[flag])
+        assert calls == [[x, flag]]
 
     def test_a_zero_of_the_average_counts_as_positive_too(self) -> None:
         aggregation, x = OneBitAggregation(beta=0.0, warmup_steps=0), torch.tensor([3.0, 1.0])
-        state = {"errors": {}, "average_errors": {"x": torch.tensor([-2.0, 2.0])}, "momentum": {}, "steps": {"x": 1}}
+        state = {
+            "errors": {},
+            "average_errors": {"x": torch.tensor([-2.0, 2.0])},
+            "momentum": {},
+            "steps": {"x": 1},
+        }
         aggregation.load_state_dict(state)
         aggregation.aggregate({"x": x}, "avg_world")  # the signs are 2, 2, and with the errors 0, 4
         assert x.tolist() == [2, 2]
@@ -606,7 +706,9 @@ class TestOneBit:
     def test_tensors_are_compressed_in_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The order of a set may differ between workers."""
         aggregation, orders = OneBitAggregation(warmup_steps=0), []
-        monkeypatch.setattr(aggregation, "_compress", lambda tensors, divisor: orders.append(list(tensors)))
+        monkeypatch.setattr(
+            aggregation, "_compress", lambda tensors, *_: orders.append(list(tensors))
+        )
         names = [f"layer{i}" for i in range(40)]
         aggregation.aggregate({name: torch.ones(2) for name in names}, "avg_world")
         assert orders == [names]
@@ -645,7 +747,10 @@ class TestDion:
 
     def test_a_direction_without_momentum_takes_no_part_and_keeps_its_query(self) -> None:
         """A gradient of rank 1 and an update of rank 2."""
-        aggregation, x = DionAggregation(rank=2, momentum=1.0), torch.outer(randn(0, 4), randn(1, 5))
+        aggregation, x = (
+            DionAggregation(rank=2, momentum=1.0),
+            torch.outer(randn(0, 4), randn(1, 5)),
+        )
         before = aggregation._query("x", x).clone()
         aggregation.aggregate({"x": x}, "avg_world")
         values = torch.linalg.svdvals(x)
@@ -657,7 +762,9 @@ class TestDion:
     def test_an_overflow_keeps_the_queries_and_clears_the_momentum(self) -> None:
         aggregation = DionAggregation(rank=2)
         aggregation.aggregate({"x": randn(0)}, "avg_world")
-        queries, momentum = (aggregation.state_dict()[key]["x"].clone() for key in ("queries", "momentum"))
+        queries, momentum = (
+            aggregation.state_dict()[key]["x"].clone() for key in ("queries", "momentum")
+        )
         x = randn(1)
         x[2, 3] = torch.inf
         aggregation.aggregate({"x": x}, "avg_world")
@@ -674,20 +781,26 @@ class TestDion:
             assert not y.isfinite().any()
             assert aggregation.state_dict()["queries"]["x"].abs().tolist() == [[1.0]]
 
-    def test_bookkeeping_does_not_count_as_compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_extra_tensors_do_not_count_as_compressed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         aggregation, counted = DionAggregation(), []
         monkeypatch.setattr(aggregation, "_count_compression", lambda *sizes: counted.append(sizes))
-        aggregation.aggregate({"x": randn(0), ":flag": torch.zeros(3)}, "avg_world")
+        aggregation.aggregate({"x": randn(0)}, "avg_world", extra=[torch.zeros(3)])
         assert counted == [(8 * 60, -4 * 3)]  # one worker alone sends nothing
 
-    def test_bookkeeping_is_averaged_even_if_it_is_a_matrix(self) -> None:
+    def test_an_extra_tensor_is_averaged_even_if_it_is_a_matrix(self) -> None:
         x = torch.full((2, 2), 3.0)
-        DionAggregation().aggregate({":buffer:x": x}, "avg_custom", 3)
+        DionAggregation().aggregate({}, "avg_custom", 3, extra=[x])
         assert x.tolist() == [[1, 1], [1, 1]]
 
     def test_others_than_matrices_of_real_numbers_are_averaged(self) -> None:
         aggregation = DionAggregation()
-        tensors = {"v": torch.ones(3), "n": torch.tensor(2.0), "c": torch.ones(2, 2, dtype=torch.complex64)}
+        tensors = {
+            "v": torch.ones(3),
+            "n": torch.tensor(2.0),
+            "c": torch.ones(2, 2, dtype=torch.complex64),
+        }
         aggregation.aggregate(tensors, "avg_custom", 2)
         assert [x.flatten()[0].item() for x in tensors.values()] == [0.5, 1.0, 0.5]
         assert aggregation.state_dict() == {}
@@ -696,7 +809,9 @@ class TestDion:
 
 class TestStreaming:
     def make(self, **options: Any) -> StreamingDiLoCoAggregation:
-        return StreamingDiLoCoAggregation(partial(SGD, lr=1.0), **{"fragments": 1, "mixing": 0.0, **options})
+        return StreamingDiLoCoAggregation(
+            partial(SGD, lr=1.0), **{"fragments": 1, "mixing": 0.0, **options}
+        )
 
     def test_calls_with_other_tensors_do_not_move_a_message_on(self) -> None:
         aggregation, x, other = self.make(period=3, delay=2), torch.zeros(2), torch.zeros(2)
@@ -727,13 +842,19 @@ class TestStreaming:
             sent[t] = [before[str(j)] if j in due else math.nan for j in range(7)]
             for j in range(7):
                 arrived = sent.get(t - delay, [math.nan] * 7)[j]
-                assert weights[str(j)].item() == (before[str(j)] if math.isnan(arrived) else arrived)
+                assert weights[str(j)].item() == (
+                    before[str(j)] if math.isnan(arrived) else arrived
+                )
 
     def test_buffers_and_late_parameters_are_averaged_with_the_first_fragment(
         self,
     ) -> None:
         aggregation = self.make(period=2, mixing=0.5, delay=1)
-        weights = {"x": torch.zeros(1), "late": torch.full((1,), 8.0), ":buffer:mean": torch.full((1,), 4.0)}
+        weights = {
+            "x": torch.zeros(1),
+            "late": torch.full((1,), 8.0),
+            ":buffer:mean": torch.full((1,), 4.0),
+        }
         aggregation.start({"x": nn.Parameter(weights["x"])})
         seen = []
         for _ in range(3):
@@ -746,7 +867,10 @@ class TestStreaming:
         assert sorted(aggregation.state_dict()["shared"]) == ["late", "x"]
 
     def test_half_precision_is_mixed_in_float32(self) -> None:
-        aggregation, x = self.make(period=1, delay=0, mixing=0.5), torch.zeros(1, dtype=torch.bfloat16)
+        aggregation, x = (
+            self.make(period=1, delay=0, mixing=0.5),
+            torch.zeros(1, dtype=torch.bfloat16),
+        )
         aggregation.start({"x": nn.Parameter(x)})
         x += 3
         aggregation.aggregate({"x": x}, "avg_world")
@@ -775,7 +899,11 @@ class TestStreaming:
             assert x.item() == aggregation.state_dict()["shared"]["x"].item() == t + 1
 
     def test_names_of_a_state_include_those_that_are_only_counted(self) -> None:
-        state = {"shared": {"x": 0}, "outer_state": {"x": {}}, "counts": {"x": 1, "late": 1, ":buffer:m": 1}}
+        state = {
+            "shared": {"x": 0},
+            "outer_state": {"x": {}},
+            "counts": {"x": 1, "late": 1, ":buffer:m": 1},
+        }
         assert self.make(period=2, delay=0).remembered_names(state) == {"x", "late"}
 
     def test_a_worker_waits_for_its_messages_before_it_loads_another_state(self) -> None:
@@ -797,7 +925,8 @@ class TestStreaming:
                 x += 1
             aggregation.aggregate(weights, "avg_world")
             seen.append((weights["x"].item(), weights["y"].item()))
-        # y after steps 1 and 3, x after steps 2 and 4: the second change is 2, and half of the first is added.
+        # y after steps 1 and 3, x after steps 2 and 4: the second change is 2, and half of the
+        # first is added.
         assert seen == [(1, 1), (2, 2), (3, 3.5), (5, 4.5)]
 
 

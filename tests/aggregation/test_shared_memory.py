@@ -1,4 +1,5 @@
-"""Sums through shared memory are right, whatever the order in which workers come, and say who is missing."""
+"""Sums through shared memory are right, whatever the order in which workers come, and say who is
+missing."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch import shared_memory
-from mlbench_core.aggregation.pytorch.shared_memory import Arena, SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport import shared_memory
+from mlbench_core.aggregation.pytorch.transport.shared_memory import Arena, SharedMemorySum
 from mlbench_core.errors import BackendError
 from tests.aggregation import shared_memory_workers as workers
 from tests.helpers.ranks import run_ranks
@@ -25,7 +26,9 @@ def results(request: pytest.FixtureRequest) -> Results:
 
 @pytest.mark.parametrize("size", workers.SIZES)
 @pytest.mark.parametrize("dtype", workers.DTYPES, ids=str)
-def test_sums_are_right_and_the_same_on_all_workers(results: Results, size: int, dtype: torch.dtype) -> None:
+def test_sums_are_right_and_the_same_on_all_workers(
+    results: Results, size: int, dtype: torch.dtype
+) -> None:
     first, *_ = results[0]["sums"][size, dtype]
     for result in results:
         ours, gloo, expected = result["sums"][size, dtype]
@@ -44,7 +47,8 @@ def test_any_number_of_messages_can_be_on_their_way(results: Results) -> None:
 
 
 def test_memory_is_used_again(results: Results) -> None:
-    """Six messages at most are in a worker's memory: its last three may not have been collected by all."""
+    """Six messages at most are in a worker's memory: its last three may not have been collected by
+    all."""
     for result in results:
         assert 3 << 20 <= result["memory_is_used_again"] <= 8 << 20
 
@@ -75,15 +79,22 @@ def test_messages_of_other_sizes_are_refused(results: Results) -> None:
     for rank, result in enumerate(results):
         other = 1 if rank == 0 else 0
         assert result["other_sizes"] == (
-            f"worker {other} sends a message of {16 + 4 * other} bytes of float32 where this worker sends one of "
-            f"{16 + 4 * rank} bytes of float32: all workers need the same model and settings"
+            f"worker {other} sends a message of {16 + 4 * other} bytes of float32 "
+            f"where this worker sends one of {16 + 4 * rank} bytes of float32: all "
+            "workers need the same model and settings"
         )
 
 
 def test_messages_of_other_dtypes_are_refused(results: Results) -> None:
-    assert "8 bytes of float16 where this worker sends one of 8 bytes of bfloat16" in results[0]["other_dtypes"]
+    assert (
+        "8 bytes of float16 where this worker sends one of 8 bytes of bfloat16"
+        in results[0]["other_dtypes"]
+    )
     for result in results[1:]:
-        assert "8 bytes of bfloat16 where this worker sends one of 8 bytes of float16" in result["other_dtypes"]
+        assert (
+            "8 bytes of bfloat16 where this worker sends one of 8 bytes of float16"
+            in result["other_dtypes"]
+        )
 
 
 def test_who_is_done_has_told_all_that_others_need(results: Results) -> None:
@@ -93,7 +104,9 @@ def test_who_is_done_has_told_all_that_others_need(results: Results) -> None:
 
 def test_sums_are_waited_for_in_any_order(results: Results) -> None:
     total = sum(range(len(results)))
-    assert [result["in_another_order"] for result in results] == [[total, 10 * total]] * len(results)
+    assert [result["in_another_order"] for result in results] == [[total, 10 * total]] * len(
+        results
+    )
 
 
 def test_too_many_open_files_are_called_so(results: Results) -> None:
@@ -112,12 +125,18 @@ def test_who_does_not_come_in_time_is_named(results: Results) -> None:
     *others, late = results
     assert late["who_does_not_come"] == "no error"
     for result in others:
-        assert result["who_does_not_come"] == f"timed out: worker {len(others)} did not come within 0.3 s"
+        assert (
+            result["who_does_not_come"]
+            == f"timed out: worker {len(others)} did not come within 0.3 s"
+        )
 
 
 def test_who_has_ended_is_named_at_once_though_its_children_live(results: Results) -> None:
     for result in results[:-1]:
-        assert result["who_ends_while_a_child_goes_on"] == (f"connection closed by worker {len(results) - 1}", True)
+        assert result["who_ends_while_a_child_goes_on"] == (
+            f"connection closed by worker {len(results) - 1}",
+            True,
+        )
 
 
 def test_nothing_stays_open(results: Results) -> None:
@@ -126,7 +145,10 @@ def test_nothing_stays_open(results: Results) -> None:
 
 def test_workers_of_different_machines_are_told_so(results: Results) -> None:
     for result in results:
-        assert f"worker {len(results) - 1} and worker 0 share no memory, since they run on" in result["other_machine"]
+        assert (
+            f"worker {len(results) - 1} and worker 0 share no memory, since they run on"
+            in result["other_machine"]
+        )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a network namespace")
@@ -136,7 +158,8 @@ def test_an_emulated_network_is_not_bypassed(results: Results) -> None:
         assert "different network namespaces" in result["other_network"]
 
 
-# -- in one process --------------------------------------------------------------------------------------------
+# -- in one process
+# --------------------------------------------------------------------------------------------
 
 
 def test_memory_is_given_out_from_the_start() -> None:
@@ -164,7 +187,9 @@ def test_memory_grows_and_keeps_what_is_in_it() -> None:
 
 
 def test_one_process_alone_has_nobody_to_share_with() -> None:
-    with pytest.raises(BackendError, match=r"this process has no process group, .*: leave shared_memory out"):
+    with pytest.raises(
+        BackendError, match=r"this process has no process group, .*: leave shared_memory out"
+    ):
         SharedMemorySum()
 
 

@@ -1,4 +1,5 @@
-"""Workers in groups of their own: what each group computes is what a run of its workers alone computes."""
+"""Workers in groups of their own: what each group computes is what a run of its workers alone
+computes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -33,7 +36,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
     QSGD,
     SCAFFOLD,
@@ -65,23 +68,37 @@ STEPS = 3
 
 def custom(model: nn.Module, **group: Any) -> CustomCentralizedOptimizer:
     exchange = AllReduceAggregation(2, **group)
-    return CustomCentralizedOptimizer(model, 2, SGD(model.parameters(), lr=0.1), grad_clip=0.5, aggregation=exchange)
+    return CustomCentralizedOptimizer(
+        model, 2, SGD(model.parameters(), lr=0.1), grad_clip=0.5, aggregation=exchange
+    )
 
 
-def centralized(model: nn.Module, make: Any = CentralizedSGD, exchange: Any = None, **options: Any) -> Any:
+def centralized(
+    model: nn.Module, make: Any = CentralizedSGD, exchange: Any = None, **options: Any
+) -> Any:
     return make(2, model, lr=0.1, aggregation=AllReduceAggregation(2, **exchange), **options)
 
 
 MAKE: dict[str, Callable[..., Any]] = {
     "all-reduce": lambda m, **group: centralized(m, exchange=group, momentum=0.9),
     "weights": lambda m, **group: centralized(m, exchange=group, agg_grad=False),
-    "overlap": lambda m, **group: centralized(m, exchange={"overlap": True, "bucket_size_bytes": 64, **group}),
-    "adam": lambda m, **group: centralized(m, CentralizedAdam, {"overlap": True, "bucket_size_bytes": 64, **group}),
-    "shared memory": lambda m, **group: centralized(m, exchange={"overlap": True, "shared_memory": True, **group}),
+    "overlap": lambda m, **group: centralized(
+        m, exchange={"overlap": True, "bucket_size_bytes": 64, **group}
+    ),
+    "adam": lambda m, **group: centralized(
+        m, CentralizedAdam, {"overlap": True, "bucket_size_bytes": 64, **group}
+    ),
+    "shared memory": lambda m, **group: centralized(
+        m, exchange={"overlap": True, "shared_memory": True, **group}
+    ),
     "clipped": custom,
-    "power": lambda m, **group: PowerSGD(m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)),
+    "power": lambda m, **group: PowerSGD(
+        m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)
+    ),
     "rounded": lambda m, **group: QSGD(2, m, lr=0.1, aggregation=QSGDAggregation(**group)),
-    "signs": lambda m, **group: SignSGD(m.parameters(), lr=0.1, aggregation=SignAggregation(**group)),
+    "signs": lambda m, **group: SignSGD(
+        m.parameters(), lr=0.1, aggregation=SignAggregation(**group)
+    ),
     "scaled signs": lambda m, **group: EFSignSGD(
         m.parameters(), lr=0.1, world_size=2, aggregation=EFSignAggregation(**group)
     ),
@@ -89,7 +106,10 @@ MAKE: dict[str, Callable[..., Any]] = {
         m.parameters(), lr=0.1, aggregation=SparsifiedAggregation(None, size=2, **group)
     ),
     "random": lambda m, **group: CentralizedSparsifiedSGD(
-        m.parameters(), lr=0.1, world_size=2, aggregation=SparsifiedAggregation(None, size=2, random=True, **group)
+        m.parameters(),
+        lr=0.1,
+        world_size=2,
+        aggregation=SparsifiedAggregation(None, size=2, random=True, **group),
     ),
     "neighbours": lambda m, **group: DecentralizedSGD(
         model=m, lr=0.1, aggregation=DecentralizedAggregation(topology=ring(2), **group)
@@ -97,22 +117,41 @@ MAKE: dict[str, Callable[..., Any]] = {
     "compressed": lambda m, **group: ChocoSGD(
         model=m,
         lr=0.1,
-        aggregation=ChocoAggregation(neighbors=[1 - dist.get_rank(group.get("process_group"))], **group),
+        aggregation=ChocoAggregation(
+            neighbors=[1 - dist.get_rank(group.get("process_group"))], **group
+        ),
     ),
-    "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)),
-    "scaffold": lambda m, **group: SCAFFOLD(2, m, lr=0.1, period=2, aggregation=ScaffoldAggregation(**group)),
+    "local": lambda m, **group: LocalSGD(
+        2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)
+    ),
+    "scaffold": lambda m, **group: SCAFFOLD(
+        2, m, lr=0.1, period=2, aggregation=ScaffoldAggregation(**group)
+    ),
     "sparse loco": lambda m, **group: SparseLoCo(
-        2, m, lr=0.1, period=2, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group))
+        2,
+        m,
+        lr=0.1,
+        period=2,
+        aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group)),
     ),
-    "demo": lambda m, **group: DeMo(m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)),
+    "demo": lambda m, **group: DeMo(
+        m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)
+    ),
     "one-bit adam": lambda m, **group: OneBitAdam(
         m.parameters(), lr=0.1, aggregation=OneBitAggregation(warmup_steps=1, **group)
     ),
-    "dion": lambda m, **group: Dion(m.parameters(), lr=0.1, aggregation=DionAggregation(rank=2, **group)),
-    "streaming": lambda m, **group: StreamingDiLoCo(
-        2, m, lr=0.1, aggregation=StreamingDiLoCoAggregation(period=2, fragments=1, delay=0, mixing=0, **group)
+    "dion": lambda m, **group: Dion(
+        m.parameters(), lr=0.1, aggregation=DionAggregation(rank=2, **group)
     ),
-    "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
+    "streaming": lambda m, **group: StreamingDiLoCo(
+        2,
+        m,
+        lr=0.1,
+        aggregation=StreamingDiLoCoAggregation(period=2, fragments=1, delay=0, mixing=0, **group),
+    ),
+    "diloco": lambda m, **group: DiLoCo(
+        2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)
+    ),
 }
 
 
@@ -146,7 +185,8 @@ def train(which: int, rank: int, **group: Any) -> dict[str, list[Any]]:
 
 
 def apart(model: nn.Module, which: int, rank: int, **group: Any) -> Any:
-    """How far workers are apart, and a weight as lent for a validation and as given by the optimizer."""
+    """How far workers are apart, and a weight as lent for a validation and as given by the
+    optimizer."""
     exchange = DecentralizedAggregation(topology=ring(2), **group)
     optimizer = DecentralizedSGD(model=model, lr=0.1, aggregation=exchange)
     loss_of(model, which, rank, 9).backward()
@@ -162,7 +202,9 @@ def half(which: int, rank: int, **group: Any) -> list[Tensor]:
     model = layers().bfloat16()
     optimizer = FP16Optimizer(model, 2, aggregation=AllReduceAggregation(**group))
     optimizer.set_optimizer(SGD([optimizer.fp32_params], lr=0.1))
-    optimizer.backward_loss(model(torch.full((2, 6), which + rank / 2, dtype=torch.bfloat16)).float().square().mean())
+    optimizer.backward_loss(
+        model(torch.full((2, 6), which + rank / 2, dtype=torch.bfloat16)).float().square().mean()
+    )
     optimizer.step()
     return [optimizer.fp32_params.detach().clone()]
 
@@ -205,7 +247,9 @@ def in_subgroups(rank: int, world_size: int) -> tuple[int, int, dict[str, list[A
         except (ValueError, TypeError) as error:
             errors.append(str(error))
     try:
-        CentralizedSGD(4, layers(), lr=0.1, aggregation=AllReduceAggregation(process_group=made[which]))
+        CentralizedSGD(
+            4, layers(), lr=0.1, aggregation=AllReduceAggregation(process_group=made[which])
+        )
     except ValueError as error:
         errors.append(str(error))
     own = dist.get_rank(made[which])
@@ -227,7 +271,9 @@ def assert_same(ours: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [*MAKE, "consensus", "half", "scaled", "copied"])
-def test_a_group_computes_what_its_workers_alone_compute(results: tuple[list[Any], list[Any]], name: str) -> None:
+def test_a_group_computes_what_its_workers_alone_compute(
+    results: tuple[list[Any], list[Any]], name: str
+) -> None:
     subgroups, worlds = results
     for which, own_rank, result, _ in subgroups:
         assert_same(result[name], worlds[own_rank][which][name])
@@ -247,11 +293,19 @@ def test_a_group_that_does_not_fit_is_refused(results: tuple[list[Any], list[Any
     for *_, errors in results[0]:
         other, no_group, four, two_answers = errors
         assert "process_group must be a group that this process belongs to" in other
-        assert "process_group must be a group from torch.distributed.new_group, or None, not list" in no_group
+        assert (
+            "process_group must be a group from torch.distributed.new_group, or None, not list"
+            in no_group
+        )
         assert "world_size is 4, but the process group has 2 workers" in four
-        assert "world_size is 4, but the process group has 2 workers, and so the aggregation" in two_answers
+        assert (
+            "world_size is 4, but the process group has 2 workers, and so the aggregation"
+            in two_answers
+        )
 
 
 def test_horovod_has_no_groups() -> None:
-    with pytest.raises(ValueError, match="use_horovod must be False, not True, because AllReduceAggregation sends"):
+    with pytest.raises(
+        ValueError, match="use_horovod must be False, not True, because AllReduceAggregation sends"
+    ):
         FP16Optimizer(layers().half(), 1, use_horovod=True, aggregation=AllReduceAggregation())

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch.tensors import orthogonalize, orthonormal_rows, pack_tensors, unpack_tensors
+from mlbench_core.aggregation.pytorch.transport.tensors import (
+    orthogonalize,
+    orthonormal_rows,
+    pack_tensors,
+    unpack_tensors,
+)
 
 
-def _random(rows: int, columns: int, rank: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _random(
+    rows: int, columns: int, rank: int | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows * 100 + columns)
     if rank is None:
         return torch.randn(rows, columns, generator=generator, dtype=dtype)
@@ -40,7 +47,9 @@ def test_columns_become_orthonormal_and_span_the_matrix(name: str) -> None:
     basis = matrix.clone()
     assert orthogonalize(basis) is None
     gram = basis.T @ basis
-    assert torch.allclose(gram, torch.eye(matrix.shape[1], dtype=matrix.dtype), atol=tolerance, rtol=0)
+    assert torch.allclose(
+        gram, torch.eye(matrix.shape[1], dtype=matrix.dtype), atol=tolerance, rtol=0
+    )
     error = (basis @ (basis.T @ matrix) - matrix).norm()
     assert error <= 10 * tolerance * matrix.norm()
 
@@ -111,7 +120,9 @@ def test_orthogonalize_refuses_what_is_no_matrix() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["random", "equal", "nearly equal", "zero first", "zero last", "tiny", "huge"])
+@pytest.mark.parametrize(
+    "kind", ["random", "equal", "nearly equal", "zero first", "zero last", "tiny", "huge"]
+)
 def test_rows_become_orthonormal(kind: str, count: int, dtype: torch.dtype) -> None:
     precision = torch.finfo(dtype).eps
     for seed in range(20):
@@ -135,7 +146,9 @@ def test_rows_become_orthonormal(kind: str, count: int, dtype: torch.dtype) -> N
             torch.testing.assert_close(products, expected, rtol=0, atol=40 * precision)
             assert not is_there[zero] if zero is not None else is_there[0]
             scaled = rows / rows.abs().amax(1, keepdim=True).clamp_min(1e-38)
-            torch.testing.assert_close(scaled @ basis.T @ basis, scaled, rtol=0, atol=100 * precision)
+            torch.testing.assert_close(
+                scaled @ basis.T @ basis, scaled, rtol=0, atol=100 * precision
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,14 +158,21 @@ def test_rows_have_the_span_that_qr_finds(dtype: torch.dtype) -> None:
     basis, independent = orthonormal_rows(rows), [0, 1, 2, 4]
     q = torch.linalg.qr(rows[independent].T.double()).Q.T.to(dtype)
     tolerance = 40 * torch.finfo(dtype).eps
-    torch.testing.assert_close(basis[independent[:3]].T @ basis[:3], q[:3].T @ q[:3], rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        basis[independent[:3]].T @ basis[:3], q[:3].T @ q[:3], rtol=0, atol=tolerance
+    )
     torch.testing.assert_close(q @ basis.T @ basis, q, rtol=0, atol=tolerance)
     torch.testing.assert_close(basis @ basis.T, torch.eye(5, dtype=dtype), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 def test_packing_and_unpacking_gives_back_the_tensors(dtype: torch.dtype) -> None:
-    images = torch.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4).to(dtype).to(memory_format=torch.channels_last)
+    images = (
+        torch.arange(2 * 3 * 4 * 4)
+        .reshape(2, 3, 4, 4)
+        .to(dtype)
+        .to(memory_format=torch.channels_last)
+    )
     tensors = [
         torch.arange(6).reshape(2, 3).to(dtype),
         torch.tensor(7).to(dtype),

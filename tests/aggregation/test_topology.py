@@ -10,7 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch.topology import Topology, complete, exponential, from_edges, ring, torus
+from mlbench_core.aggregation.pytorch.transport.topology import (
+    Topology,
+    complete,
+    exponential,
+    from_edges,
+    ring,
+    torus,
+)
 from mlbench_core.distributed.pytorch import FCGraph
 from mlbench_core.errors import ConfigurationError
 
@@ -29,7 +36,9 @@ def test_mixing_matrix_is_symmetric_doubly_stochastic_and_mixes(
     assert torch.allclose(weights @ ones, ones, atol=1e-14)
     assert (weights >= 0).all()
     for rank in range(world_size):
-        others = [other for other in range(world_size) if other != rank and weights[rank, other] > 0]
+        others = [
+            other for other in range(world_size) if other != rank and weights[rank, other] > 0
+        ]
         assert list(topology.neighbours(rank)) == others
         assert all(rank in topology.neighbours(other) for other in others)
     values = torch.arange(world_size, dtype=torch.float64) ** 2
@@ -41,7 +50,9 @@ def test_mixing_matrix_is_symmetric_doubly_stochastic_and_mixes(
 
 @pytest.mark.parametrize("world_size", [4, 5, 8, 16])
 def test_spectral_gap_of_a_ring(world_size: int) -> None:
-    eigenvalues = [(1 + 2 * math.cos(2 * math.pi * k / world_size)) / 3 for k in range(1, world_size)]
+    eigenvalues = [
+        (1 + 2 * math.cos(2 * math.pi * k / world_size)) / 3 for k in range(1, world_size)
+    ]
     assert ring(world_size).spectral_gap == pytest.approx(1 - max(map(abs, eigenvalues)), abs=1e-12)
 
 
@@ -63,7 +74,10 @@ def test_neighbours() -> None:
 def test_metropolis_weights_of_a_star() -> None:
     star = from_edges(4, [(0, 1), (2, 0), (0, 3), (3, 0)])
     assert star.edges == ((0, 1), (0, 2), (0, 3))
-    expected = torch.tensor([[1, 1, 1, 1], [1, 3, 0, 0], [1, 0, 3, 0], [1, 0, 0, 3]], dtype=torch.float64) / 4
+    expected = (
+        torch.tensor([[1, 1, 1, 1], [1, 3, 0, 0], [1, 0, 3, 0], [1, 0, 0, 3]], dtype=torch.float64)
+        / 4
+    )
     assert torch.allclose(star.mixing_matrix, expected, atol=1e-15)
 
 

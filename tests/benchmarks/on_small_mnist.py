@@ -1,8 +1,9 @@
-"""Run a script of the tutorial on the first images of MNIST: ``python on_small_mnist.py SCRIPT ARGUMENTS``.
+"""Run a script of the tutorial on the first images of MNIST: ``python on_small_mnist.py SCRIPT
+ARGUMENTS``.
 
-The library checks MNIST's checksums, so those of the shortened files are declared here. ``_torchvision.load`` makes
-``import torchvision`` work beside a build of torch that is not the one of its wheel.
-"""
+The library checks MNIST's checksums, so those of the shortened files are declared here.
+``_torchvision.load`` makes ``import torchvision`` work beside a build of torch that is not the one
+of its wheel."""
 
 import hashlib
 import runpy

@@ -1,4 +1,5 @@
-"""Runs a script of task 1a as its command line does, on digits of 8x8 pixels: small_digits.py SCRIPT ARGUMENTS."""
+"""Runs a script of task 1a as its command line does, on digits of 8x8 pixels: small_digits.py
+SCRIPT ARGUMENTS."""
 
 from __future__ import annotations
 

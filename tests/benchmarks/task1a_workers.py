@@ -1,4 +1,5 @@
-"""What the workers of task 1a's tests do: several short runs of the task's own ``train``, one after the other."""
+"""What the workers of task 1a's tests do: several short runs of the task's own ``train``, one after
+the other."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FOLDER = get_task("1a").script.parent
 
 
 def load_script() -> ModuleType:
-    """The task's ``main.py``, which finds its neighbours by lying in one folder with them; with smaller digits."""
+    """The task's ``main.py``, which finds its neighbours by lying in one folder with them; with
+    smaller digits."""
     sys.path.insert(0, str(FOLDER))
     main = importlib.import_module("main")
     main.DATASETS["digits"] = SmallDigits
@@ -35,12 +37,16 @@ def train(main: ModuleType, rank: int, world_size: int, arguments: list[str]) ->
     main.variants.check(args)
     with tempfile.TemporaryDirectory() as folder:
         tracker = train_task(main, args, folder, folder, rank=rank, world_size=world_size)
-        last = torch.load(Path(folder, f"{tracker.current_epoch}_{rank}.pth.tar"), weights_only=True)
+        last = torch.load(
+            Path(folder, f"{tracker.current_epoch}_{rank}.pth.tar"), weights_only=True
+        )
     return {
         "loss": list(tracker.records["val_global_loss"].values()),
         "train_loss": list(tracker.records["train_loss"].values()),
         "accuracy": list(tracker.records["val_global_Prec@1"].values()),
-        "top5": [list(tracker.records[f"{part}_Prec@5"].values()) for part in ("train", "val_global")],
+        "top5": [
+            list(tracker.records[f"{part}_Prec@5"].values()) for part in ("train", "val_global")
+        ],
         "watched": (tracker.goal.metric, tracker.primary_metric.name),
         "bytes": tracker.summary().communication_size_bytes / tracker.summary().batches,
         "model": last["model"],
@@ -60,7 +66,9 @@ def train_in_float64(rank: int, world_size: int, arguments: list[str]) -> dict[s
 
     def make_double(*args: Any, **options: Any) -> Any:
         model = make(*args, **options).double()
-        model.register_forward_pre_hook(lambda module, inputs: tuple(images.double() for images in inputs))
+        model.register_forward_pre_hook(
+            lambda module, inputs: tuple(images.double() for images in inputs)
+        )
         return model
 
     main.get_resnet_model = make_double  # type: ignore[attr-defined]
@@ -74,7 +82,8 @@ def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[
     """Two epochs, and two that are parted by a resume from the best one, which is the first.
 
     Returns:
-        Whether the parted run has the bits of the other, and the names of the files that it resumed from.
+        Whether the parted run has the bits of the other, and the names of the files that it resumed
+        from.
     """
     main = load_script()
     parser = argparse.ArgumentParser()

@@ -1,4 +1,5 @@
-"""The comparison of AWD-LSTM with the classical one: both are the same model, and the script runs."""
+"""The comparison of AWD-LSTM with the classical one: both are the same model, and the script
+runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
 
 
-def test_the_variants_are_one_model(micro: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variants_are_one_model(
+    micro: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def always(input: torch.Tensor, p: float = 0.5, training: bool = True) -> torch.Tensor:
         return input * (torch.arange(input.numel()).view_as(input) % 2 if training else 1)
 
@@ -37,9 +40,17 @@ def test_the_script_has_a_row_for_every_variant(
     micro: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = micro("awd_lstm")
-    monkeypatch.setattr(script, "keep_freed_memory", lambda: True)  # it would stay on for other tests
+    monkeypatch.setattr(
+        script, "keep_freed_memory", lambda: True
+    )  # it would stay on for other tests
     script.main(["--quick", "--vocabulary", "9", "--batch-size", "2", "--save", str(tmp_path)])
     (run,) = micro("_bench").read(tmp_path / "awd_lstm.json")["runs"]
     names = [row["variant"] for row in run["rows"]]
-    assert names == [script.CLASSICAL, "ours, copies of weights", "ours", script.PRODUCTS, script.BOUND]
+    assert names == [
+        script.CLASSICAL,
+        "ours, copies of weights",
+        "ours",
+        script.PRODUCTS,
+        script.BOUND,
+    ]
     assert all(row["value"] > 0 for row in run["rows"])

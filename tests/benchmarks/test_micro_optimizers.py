@@ -1,4 +1,5 @@
-"""The comparison of the optimizers: its arithmetic, and a run in which one variant kills its workers."""
+"""The comparison of the optimizers: its arithmetic, and a run in which one variant kills its
+workers."""
 
 from __future__ import annotations
 
@@ -13,10 +14,14 @@ from tests.benchmarks.conftest import MICRO
 from tests.helpers.forked import run_script
 
 
-def test_variants_are_split_by_memory_with_the_references_in_each_launch(micro: Callable[[str], ModuleType]) -> None:
+def test_variants_are_split_by_memory_with_the_references_in_each_launch(
+    micro: Callable[[str], ModuleType],
+) -> None:
     names = ["sign", "ef_sign", "sgd", "ddp_fused", "ddp", "alone"]
     script = micro("optimizers")
-    assert script.groups(names, "resnet20", 2, 1e12) == [["alone", "ddp", "sign", "ef_sign", "sgd", "ddp_fused"]]
+    assert script.groups(names, "resnet20", 2, 1e12) == [
+        ["alone", "ddp", "sign", "ef_sign", "sgd", "ddp_fused"]
+    ]
     size = 4 * 272_282
     split = script.groups(names, "resnet20", 2, 2 * script.COPIES * size * 4.5)
     assert split == [["alone", "ddp", "sign", "ef_sign"], ["alone", "ddp", "sgd", "ddp_fused"]]
@@ -30,7 +35,7 @@ def test_variants_that_return_memory_need_processes_of_their_own(
 ) -> None:
     with pytest.raises(SystemExit):
         micro("optimizers").read_arguments(["--variants", "ddp_returned"])
-    assert "ddp_returned must run in processes of their own: add --apart" in capsys.readouterr().err
+    assert "ddp_returned must run in separate processes: add --apart" in capsys.readouterr().err
     assert micro("optimizers").read_arguments(["--variants", "ddp_returned", "--apart"]).apart
 
 
@@ -62,17 +67,33 @@ def test_a_run_goes_on_without_a_variant_that_kills_its_worker(
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "optimizers.json")["runs"][0]["rows"]
     row = {row["variant"]: row for row in rows}
-    assert list(row) == ["no communication", "DDP + SGD (both default)", "CentralizedSGD", "gone", "refused"]
+    assert list(row) == [
+        "no communication",
+        "DDP + SGD (both default)",
+        "CentralizedSGD",
+        "gone",
+        "refused",
+    ]
     assert row["gone"]["error"].startswith("exit code -6")
     assert "ZeroDivisionError: division by zero" in row["refused"]["error"]
-    assert row["CentralizedSGD"]["extra"]["MB/step"] == 4 * (50 + 2) / 1e6  # the gradient, and a flag per parameter
+    assert (
+        row["CentralizedSGD"]["extra"]["MB/step"] == 4 * (50 + 2) / 1e6
+    )  # the gradient, and a flag per parameter
     assert row["CentralizedSGD"]["value"] > 0
-    assert row["CentralizedSGD"]["ratios"].keys() == {"DDP + SGD (both default)", "no communication", "CentralizedSGD"}
+    assert row["CentralizedSGD"]["ratios"].keys() == {
+        "DDP + SGD (both default)",
+        "no communication",
+        "CentralizedSGD",
+    }
     assert row["DDP + SGD (both default)"]["extra"]["exposed ms"] >= 0
 
 
-def test_variants_in_processes_of_their_own(micro: Callable[[str], ModuleType], script: str, tmp_path: Path) -> None:
-    done = run_script([script, *OPTIONS, "--apart", "--save", str(tmp_path), "--variants", "sign"], timeout_s=250)
+def test_variants_in_processes_of_their_own(
+    micro: Callable[[str], ModuleType], script: str, tmp_path: Path
+) -> None:
+    done = run_script(
+        [script, *OPTIONS, "--apart", "--save", str(tmp_path), "--variants", "sign"], timeout_s=250
+    )
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "optimizers.json")["runs"][0]["rows"]
     assert {row["case"] for row in rows} == {"tiny, 2 workers, own processes"}
@@ -82,6 +103,8 @@ def test_variants_in_processes_of_their_own(micro: Callable[[str], ModuleType], 
 def test_a_profile_lists_the_operations_of_a_step(script: str) -> None:
     done = run_script([script, *OPTIONS, "--profile", "--variants", "sgd"], timeout_s=250)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^tiny, 2 workers, CentralizedSGD: [\d.]+ ms per step$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^tiny, 2 workers, CentralizedSGD: [\d.]+ ms per step$", done.stdout, re.MULTILINE
+    )
     assert re.search(r"^\| aten::addmm \| [\d.]+ \| [\d.]+ \| 1 \|$", done.stdout, re.MULTILINE)
     assert "| no operation | " in done.stdout

@@ -24,7 +24,9 @@ def test_a_short_run(micro: Callable[[str], ModuleType], tmp_path: Path) -> None
     assert all(row["value"] > 0 for row in run["rows"])
 
 
-def test_command_line(micro: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    micro: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         micro("task1a_epoch").main(["--steps", "0"])
     assert "--steps: must be a whole number of at least 1, not 0" in capsys.readouterr().err

@@ -23,7 +23,9 @@ TEXT = b"It is a truth universally acknowledged, that a text of a few words repe
 
 def load_script() -> ModuleType:
     """The script, which lies outside of any package."""
-    spec = importlib.util.spec_from_file_location("small_language_model", FOLDER / "small_language_model.py")
+    spec = importlib.util.spec_from_file_location(
+        "small_language_model", FOLDER / "small_language_model.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,7 +73,9 @@ def test_the_parts_of_the_workers_are_disjoint(script: ModuleType) -> None:
 
 
 def test_a_missing_text_is_named(tmp_path: Path, script: ModuleType) -> None:
-    with pytest.raises(script.DatasetNotFoundError, match=r"no valid.txt of WikiText-2 in .*: name its folder"):
+    with pytest.raises(
+        script.DatasetNotFoundError, match=r"no valid.txt of WikiText-2 in .*: name its folder"
+    ):
         script.read_bytes(tmp_path, "valid")
 
 
@@ -87,7 +91,9 @@ def train_with_each(rank: int, world_size: int, folder: str, names: list[str]) -
     script.STEPS = 8
     for name in names:
         args = parse(script, ["--data", folder, "--epochs", "1", "--optimizer", name])
-        tracker = train_task(script, args, folder, f"{folder}/{name}", rank=rank, world_size=world_size)
+        tracker = train_task(
+            script, args, folder, f"{folder}/{name}", rank=rank, world_size=world_size
+        )
         (found[name],) = tracker.records["val_global_BitsPerByte"].values()
     return found
 

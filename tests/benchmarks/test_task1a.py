@@ -29,22 +29,38 @@ SHORT = ["--epochs", "1", "--no-augment"]
 ONE_CURVE = [*SHORT, "--repartition", "--sync-batch-norm"]
 
 
-def run_task(tmp_path: Path, *arguments: str, run_id: str = "1") -> subprocess.CompletedProcess[str]:
+def run_task(
+    tmp_path: Path, *arguments: str, run_id: str = "1"
+) -> subprocess.CompletedProcess[str]:
     return run_script(
-        [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint", str(tmp_path / "ckpt"),
+        [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint",
+         str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out"), *arguments],
         timeout_s=200, MASTER_PORT=str(free_port()),
     )  # fmt: skip
 
 
 def last_checkpoint(tmp_path: Path, run_id: str) -> dict[str, object]:
-    files = sorted(p for p in (tmp_path / "ckpt").rglob("*_0.pth.tar") if run_id in p.parts or run_id in str(p.parent))
+    files = sorted(
+        p
+        for p in (tmp_path / "ckpt").rglob("*_0.pth.tar")
+        if run_id in p.parts or run_id in str(p.parent)
+    )
     assert files, list((tmp_path / "ckpt").rglob("*"))
     return dict(torch.load(files[-1], weights_only=True))
 
 
 def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path: Path) -> None:
-    common = ("--dataset", "digits", "--channels-last", "--autocast", "bf16", "--checkpoint", "--epochs", "2")
+    common = (
+        "--dataset",
+        "digits",
+        "--channels-last",
+        "--autocast",
+        "bf16",
+        "--checkpoint",
+        "--epochs",
+        "2",
+    )
     done = run_task(tmp_path, *common, run_id="whole")
     assert done.returncode == 0, done.stderr
     first, _ = sorted((tmp_path / "ckpt").rglob("*_0.pth.tar"))
@@ -58,7 +74,9 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path: Path) ->
     assert_equal(whole["optimizer"], parted["optimizer"])
     assert_equal(whole["scheduler"], parted["scheduler"])
     timeless = ("current_epoch", "best_epoch", "best_metric_value", "samples", "batches")
-    trackers = [{key: state["tracker"]["state"][key] for key in timeless} for state in (whole, parted)]  # type: ignore[index]
+    trackers = [
+        {key: state["tracker"]["state"][key] for key in timeless} for state in (whole, parted)
+    ]  # type: ignore[index]
     assert trackers[0] == trackers[1]
     assert trackers[0]["current_epoch"] == 2
 
@@ -95,7 +113,8 @@ def assert_equal(a: object, b: object) -> None:
 def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
+         SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits",
+         "--epochs", "1",
          "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
         timeout_s=200,
@@ -112,14 +131,32 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
         (["--backend", "smoke-signals"], 2, "smoke-signals"),
         (["--hosts", "127.0.0.1,127.0.0.1", "--rank", "2"], 2, "2"),
         (["--dataset", "faces"], 2, "faces"),
-        (["--dataset", "digits", "--partition", "dirichlet:-1"], 1, "partition must be uniform, dirichlet:ALPHA"),
-        (["--image-size", "16"], 1, "--image-size is for the digits: it does not go with --dataset cifar10"),
-        (["--dataset", "digits", "--data", "/my/digits"], 1, "--data does not go with --dataset digits"),
+        (
+            ["--dataset", "digits", "--partition", "dirichlet:-1"],
+            1,
+            "partition must be uniform, dirichlet:ALPHA",
+        ),
+        (
+            ["--image-size", "16"],
+            1,
+            "--image-size is for the digits: it does not go with --dataset cifar10",
+        ),
+        (
+            ["--dataset", "digits", "--data", "/my/digits"],
+            1,
+            "--data does not go with --dataset digits",
+        ),
         (["--backend", "nccl", "--dataset", "digits"], 1, "GPU"),
-        (["--dataset", "cifar10", "--partial", "--root-dataset", "/nonexistent/folder"], 1, "/nonexistent/folder"),
+        (
+            ["--dataset", "cifar10", "--partial", "--root-dataset", "/nonexistent/folder"],
+            1,
+            "/nonexistent/folder",
+        ),
     ],
 )
-def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+def test_bad_input_is_one_clear_line(
+    tmp_path: Path, arguments: list[str], status: int, message: str
+) -> None:
     if "nccl" in arguments and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     done = run_task(tmp_path, *arguments)
@@ -137,7 +174,7 @@ def main() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         yield task1a_workers.load_script()
-        for name in ("main", "variants", "ddp"):
+        for name in ("main", "variants"):
             patch.delitem(sys.modules, name)
 
 
@@ -157,7 +194,10 @@ def test_the_task_lists_every_optimizer_that_the_script_has(main: ModuleType) ->
 @pytest.fixture(scope="module")
 def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
     """Short runs of two workers, by worker and name."""
-    runs = {name: [*SHORT, "--batch-size", "32", "--optimizer", name] for name in main.variants.OPTIMIZERS}
+    runs = {
+        name: [*SHORT, "--batch-size", "32", "--optimizer", name]
+        for name in main.variants.OPTIMIZERS
+    }
     runs |= {
         "overlap": [*SHORT, "--batch-size", "32", "--overlap", "--shared-memory"],
         "autocast": [*SHORT, "--batch-size", "32", "--autocast", "bf16", "--channels-last"],
@@ -169,7 +209,11 @@ def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
 
 
 def test_every_variant_learns(main: ModuleType, results: list[dict[str, dict[str, Any]]]) -> None:
-    accuracies = {name: result["accuracy"][-1] for name, result in results[0].items() if "augmented" not in name}
+    accuracies = {
+        name: result["accuracy"][-1]
+        for name, result in results[0].items()
+        if "augmented" not in name
+    }
     # after one epoch; guessing gives 10 %, and the reference has some 85 %
     weak = {name for name, accuracy in accuracies.items() if accuracy < 30}
     assert not weak, accuracies
@@ -189,7 +233,9 @@ def test_the_second_metric_is_recorded_and_the_goal_watches_the_first(
         assert result["watched"] == ("val_global_Prec@1", "Prec@1")
 
 
-def test_the_same_seed_gives_the_same_curve_bit_for_bit(results: list[dict[str, dict[str, Any]]]) -> None:
+def test_the_same_seed_gives_the_same_curve_bit_for_bit(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
     for worker in results:
         assert_equal(worker["augmented"], worker["augmented again"])
         assert worker["augmented"]["train_loss"] != worker["centralized_sgd"]["train_loss"]
@@ -207,11 +253,17 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
     assert "choco_sgd" in apart
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("ddp", 0.02), ("overlap", 0.02), ("autocast", 0.2)])
-def test_other_ways_to_the_same_steps(results: list[dict[str, dict[str, Any]]], name: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("ddp", 0.02), ("overlap", 0.02), ("autocast", 0.2)]
+)
+def test_other_ways_to_the_same_steps(
+    results: list[dict[str, dict[str, Any]]], name: str, tolerance: float
+) -> None:
     expected, found = results[0]["centralized_sgd"], results[0][name]
     assert found["train_loss"][0] == pytest.approx(expected["train_loss"][0], rel=tolerance)
-    assert found["model"].keys() == expected["model"].keys()  # a checkpoint of one can be read by the other
+    assert (
+        found["model"].keys() == expected["model"].keys()
+    )  # a checkpoint of one can be read by the other
 
 
 def test_bytes_of_the_variants(results: list[dict[str, dict[str, Any]]]) -> None:
@@ -227,7 +279,9 @@ def test_bytes_of_the_variants(results: list[dict[str, dict[str, Any]]]) -> None
 def test_one_worker_and_two_give_the_same_curve() -> None:
     """In float64: within an epoch, training makes a rounding error thousands of times larger."""
     (alone,) = run_ranks(1, task1a_workers.train_in_float64, [*ONE_CURVE, "--batch-size", "64"])
-    together = run_ranks(2, task1a_workers.train_in_float64, [*ONE_CURVE, "--batch-size", "32"], timeout_s=300)
+    together = run_ranks(
+        2, task1a_workers.train_in_float64, [*ONE_CURVE, "--batch-size", "32"], timeout_s=300
+    )
     mean = sum(worker["train_loss"][0] for worker in together) / 2
     assert mean == pytest.approx(alone["train_loss"][0], rel=1e-9)
     assert together[0]["loss"] == pytest.approx(alone["loss"], rel=1e-9)
@@ -249,7 +303,9 @@ def test_one_worker_and_two_give_the_same_curve() -> None:
         (["--optimizer", "scaffold"], 4, (128, 0.1, 0.4, 2)),
     ],
 )
-def test_plan(main: ModuleType, arguments: list[str], workers: int, plan: tuple[float, ...]) -> None:
+def test_plan(
+    main: ModuleType, arguments: list[str], workers: int, plan: tuple[float, ...]
+) -> None:
     found = main.variants.make_plan(parse(main, *arguments), workers, main.BATCH_SIZE, main.BASE_LR)
     assert (found.batch_size, found.lr, found.scaled_lr, found.warmup_epochs) == pytest.approx(plan)
 
@@ -258,7 +314,9 @@ class EnoughError(Exception):
     """Ends a training when its network has been made."""
 
 
-def make_model(main: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> torch.nn.Module:
+def make_model(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> torch.nn.Module:
     """The network that the command line chooses, as the training gets it."""
 
     def stop(model: torch.nn.Module, *_: Any) -> None:
@@ -271,15 +329,21 @@ def make_model(main: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
 
 def alone(args: argparse.Namespace, rank: int = 0, world_size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(args=args, rank=rank, world_size=world_size, gpu=False, dataset_dir="", light=False)
+    return SimpleNamespace(
+        args=args, rank=rank, world_size=world_size, gpu=False, dataset_dir="", light=False
+    )
 
 
 @pytest.mark.parametrize(("size", "published"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85)])
 def test_networks_have_the_sizes_of_the_paper(
     main: ModuleType, monkeypatch: pytest.MonkeyPatch, size: int, published: float
 ) -> None:
-    n = (size - 2) // 6  # blocks of two 3x3 convolutions in each of three stages, with 16, 32 and 64 channels
-    convolutions = 9 * (3 * 16 + 2 * n * 16**2 + 16 * 32 + (2 * n - 1) * 32**2 + 32 * 64 + (2 * n - 1) * 64**2)
+    n = (
+        size - 2
+    ) // 6  # blocks of two 3x3 convolutions in each of three stages, with 16, 32 and 64 channels
+    convolutions = 9 * (
+        3 * 16 + 2 * n * 16**2 + 16 * 32 + (2 * n - 1) * 32**2 + 32 * 64 + (2 * n - 1) * 64**2
+    )
     projections, classifier = 16 * 32 + 32 * 64, 64 * 10 + 10
     norms = {  # two numbers for each channel
         1: 2 * (16 + 2 * n * (16 + 32 + 64)),
@@ -289,12 +353,16 @@ def test_networks_have_the_sizes_of_the_paper(
     assert round((convolutions + norms[1] + classifier) / 1e6, 2) == published
     norms[1] += 2 * (32 + 64)  # of the projections
     for version in (1, 2):
-        model = make_model(main, monkeypatch, "--model", f"resnet{size}", "--model-version", str(version))
+        model = make_model(
+            main, monkeypatch, "--model", f"resnet{size}", "--model-version", str(version)
+        )
         found = sum(parameter.numel() for parameter in model.parameters())
         assert found == convolutions + projections + norms[version] + classifier
 
 
-def test_group_norm_has_no_running_statistics(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_norm_has_no_running_statistics(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert list(make_model(main, monkeypatch).buffers())
     assert not list(make_model(main, monkeypatch, "--norm", "group").buffers())
 
@@ -303,21 +371,28 @@ def test_a_partition_by_class_reaches_the_batches(main: ModuleType) -> None:
     def labels(*arguments: str) -> list[list[int]]:
         args = parse(main, "--dataset", "digits", "--no-augment", *arguments)
         workers = [main.load_data(alone(args, rank, 2), 32)[0] for rank in range(2)]
-        return [torch.bincount(torch.cat([y for _, y in batches]), minlength=10).tolist() for batches in workers]
+        return [
+            torch.bincount(torch.cat([y for _, y in batches]), minlength=10).tolist()
+            for batches in workers
+        ]
 
     uniform = labels()
     assert all(min(counts) > 50 for counts in uniform)
     assert labels("--seed", "1") == uniform  # the reference's parts
     skewed = labels("--partition", "label_skew:1")
     assert all(counts.count(0) >= 4 for counts in skewed)
-    assert [sum(both) for both in zip(*skewed, strict=True)] == [sum(both) for both in zip(*uniform, strict=True)]
+    assert [sum(both) for both in zip(*skewed, strict=True)] == [
+        sum(both) for both in zip(*uniform, strict=True)
+    ]
     drawn = labels("--partition", "dirichlet:0.1")
     assert drawn[0] != drawn[1]
     assert labels("--partition", "dirichlet:0.1", "--seed", "1") != drawn
 
 
 def test_schedule_of_2018(main: ModuleType) -> None:
-    plan = main.variants.make_plan(parse(main, "--settings", "2018"), 4, main.BATCH_SIZE, main.BASE_LR)
+    plan = main.variants.make_plan(
+        parse(main, "--settings", "2018"), 4, main.BATCH_SIZE, main.BASE_LR
+    )
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=plan.lr)
     schedule = main.variants.make_scheduler_of_2018(optimizer, plan, batches_per_epoch=10)
     rates = [schedule.lr_at(10 * epoch) for epoch in (0, 5, 81, 82, 108, 109, 163)]
@@ -341,11 +416,16 @@ def test_schedule_of_2018(main: ModuleType) -> None:
         (["--cuda-graphs", "--gpu", "--overlap"], ("--cuda-graphs", "--overlap")),
         (["--cuda-graphs", "--gpu", "--sync-batch-norm"], ("--cuda-graphs", "--sync-batch-norm")),
         (["--cuda-graphs", "--gpu", "--optimizer", "ddp"], ("--cuda-graphs", "--optimizer ddp")),
-        (["--repartition", "--partition", "label_skew:2"], ("--repartition", "--partition label_skew:2")),
+        (
+            ["--repartition", "--partition", "label_skew:2"],
+            ("--repartition", "--partition label_skew:2"),
+        ),
         (["--partial", "--dataset", "mnist"], ("--partial", "mnist")),
     ],
 )
-def test_what_does_not_go_together_is_refused(main: ModuleType, arguments: list[str], named: tuple[str, ...]) -> None:
+def test_what_does_not_go_together_is_refused(
+    main: ModuleType, arguments: list[str], named: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         main.variants.check(parse(main, *arguments))
     assert all(word in str(refusal.value) for word in named)
@@ -365,7 +445,9 @@ def test_numbers_out_of_range_are_refused(
 def test_reference_and_variants_are_accepted(main: ModuleType) -> None:
     main.variants.check(parse(main))
     for name in main.variants.OPTIMIZERS:
-        main.variants.check(parse(main, "--optimizer", name, "--channels-last", "--autocast", "bf16", "--compile"))
+        main.variants.check(
+            parse(main, "--optimizer", name, "--channels-last", "--autocast", "bf16", "--compile")
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["centralized_sgd", "ddp"])

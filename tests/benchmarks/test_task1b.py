@@ -20,7 +20,7 @@ from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.dataset.imagerecognition.pytorch import CenterCrop, RandomCrop
 from mlbench_core.errors import ConfigurationError, DatasetNotFoundError
 from mlbench_core.models.pytorch.resnet import get_resnet_model
-from mlbench_core.optim.pytorch.lars import LARS
+from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.tasks import get_task
 from mlbench_core.tracking.tracker import Tracker
 from tests.benchmarks.test_task1a import assert_equal
@@ -58,14 +58,19 @@ def parse(script: ModuleType, *arguments: str) -> argparse.Namespace:
 
 
 def train(script: ModuleType, images: Path, folder: Path, *arguments: str) -> Tracker:
-    args = parse(script, "--preset", "small", "--batch-size", "16", "--checkpoint", "--past-goal", *arguments)
+    args = parse(
+        script, "--preset", "small", "--batch-size", "16", "--checkpoint", "--past-goal", *arguments
+    )
     return train_task(script, args, images, folder)
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "arguments",
-    [("--optimizer", "sgd", "--precision", "bf16"), ("--optimizer", "lars", "--overlap", "--decay", "step")],
+    [
+        ("--optimizer", "sgd", "--precision", "bf16"),
+        ("--optimizer", "lars", "--overlap", "--decay", "step"),
+    ],
     ids=["sgd", "lars"],
 )
 def test_resumed_run_is_bit_identical(
@@ -73,9 +78,13 @@ def test_resumed_run_is_bit_identical(
 ) -> None:
     tracker = train(script, images, tmp_path / "whole", *arguments, "--epochs", "2")
     (tmp_path / "parted").mkdir()
-    shutil.copy(tmp_path / "whole" / "1_0.pth.tar", tmp_path / "parted")  # as if it had been stopped after an epoch
+    shutil.copy(
+        tmp_path / "whole" / "1_0.pth.tar", tmp_path / "parted"
+    )  # as if it had been stopped after an epoch
     train(script, images, tmp_path / "parted", *arguments, "--epochs", "2", "--resume")
-    whole, parted = (torch.load(tmp_path / run / "2_0.pth.tar", weights_only=True) for run in ("whole", "parted"))
+    whole, parted = (
+        torch.load(tmp_path / run / "2_0.pth.tar", weights_only=True) for run in ("whole", "parted")
+    )
     for part in ("model", "optimizer", "scheduler"):
         assert_equal(whole[part], parted[part])
     assert tracker.current_epoch == 2
@@ -83,7 +92,9 @@ def test_resumed_run_is_bit_identical(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_it_learns_classes_of_different_colors(script: ModuleType, images: Path, tmp_path: Path) -> None:
+def test_it_learns_classes_of_different_colors(
+    script: ModuleType, images: Path, tmp_path: Path
+) -> None:
     tracker = train(script, images, tmp_path, "--epochs", "5", "--lr", "0.02")
     assert tracker.best_metric_value > 60  # a sixth by chance
     names = {name for _, name, *_ in tracker.history}
@@ -93,18 +104,23 @@ def test_it_learns_classes_of_different_colors(script: ModuleType, images: Path,
 def test_two_workers_by_torchrun(images: Path, tmp_path: Path) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--data", str(images), "--preset", "small",
+         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--data", str(images), "--preset",
+         "small",
          "--batch-size", "8", "--epochs", "1", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
         timeout_s=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = done.stdout + done.stderr
-    assert re.search("48 images for training, 12 for validation, decoded by (torchvision|Pillow)", log), log
+    assert re.search(
+        "48 images for training, 12 for validation, decoded by (torchvision|Pillow)", log
+    ), log
     assert list((tmp_path / "ckpt").rglob("model_best.pth.tar"))
 
 
-def test_images_in_parts_and_in_one_tar_file(script: ModuleType, images: Path, tmp_path: Path) -> None:
+def test_images_in_parts_and_in_one_tar_file(
+    script: ModuleType, images: Path, tmp_path: Path
+) -> None:
     train_images, validation = script.find_images(str(images), "small")
     assert (len(train_images), len(validation)) == (48, 12)
     write_tar(tmp_path / "images.tar", images / "train")
@@ -118,13 +134,13 @@ def test_images_in_parts_and_in_one_tar_file(script: ModuleType, images: Path, t
 
 
 def test_wrong_images_are_refused(script: ModuleType, images: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetNotFoundError, match="no images here"):
+    with pytest.raises(DatasetNotFoundError, match="train does not exist, nor do tar files"):
         script.find_images(str(tmp_path), "full")
-    with pytest.raises(ConfigurationError, match=r"must have the 1,000 classes of ImageNet, not 6: use --preset small"):
+    with pytest.raises(ConfigurationError, match="has 6 classes, not the 1,000 of ImageNet: use"):
         script.find_images(str(images), "full")
     shutil.copytree(images, tmp_path / "fewer")
     shutil.rmtree(tmp_path / "fewer" / "val" / "n02")
-    with pytest.raises(ConfigurationError, match="must have the same classes, not 6 and 5"):
+    with pytest.raises(ConfigurationError, match="have different classes, 6 and 5"):
         script.find_images(str(tmp_path / "fewer"), "small")
 
 
@@ -153,7 +169,10 @@ def test_biases_and_batch_norm_have_no_weight_decay_and_no_rate_of_their_own(
     expected = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     assert {id(p) for p in kernels["params"]} == expected
     assert len(kernels["params"]) + len(vectors["params"]) == len(list(model.parameters()))
-    assert (kernels["weight_decay"], vectors["weight_decay"]) == ({"sgd": 1e-4, "lars": 5e-5}[optimizer], 0)
+    assert (kernels["weight_decay"], vectors["weight_decay"]) == (
+        {"sgd": 1e-4, "lars": 5e-5}[optimizer],
+        0,
+    )
     assert (kernels["momentum"], vectors["momentum"]) == (0.9, 0.9)
     if optimizer == "sgd":
         assert isinstance(made, torch.optim.SGD)
@@ -174,7 +193,15 @@ def test_rates_of_sgd_are_those_of_goyal_et_al(script: ModuleType) -> None:
     found = rates(script)
     assert found[0] == pytest.approx(0.1)
     assert found[25] == pytest.approx(0.45)  # halfway through the warm-up
-    for epoch, rate in [(5, 0.8), (29.9, 0.8), (30, 0.08), (59.9, 0.08), (60, 0.008), (80, 0.0008), (90, 0.0008)]:
+    for epoch, rate in [
+        (5, 0.8),
+        (29.9, 0.8),
+        (30, 0.08),
+        (59.9, 0.08),
+        (60, 0.008),
+        (80, 0.0008),
+        (90, 0.0008),
+    ]:
         assert found[round(epoch * 10)] == pytest.approx(rate)
 
 
@@ -188,7 +215,9 @@ def test_rates_of_lars_fall_as_a_polynomial(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("epochs", ["1", "2", "7"])
 @pytest.mark.parametrize("decay", ["step", "polynomial"])
-def test_short_trainings_have_shorter_schedules(script: ModuleType, epochs: str, decay: str) -> None:
+def test_short_trainings_have_shorter_schedules(
+    script: ModuleType, epochs: str, decay: str
+) -> None:
     found = rates(script, "--epochs", epochs, "--decay", decay, workers=2, batches=3)
     assert max(found) == pytest.approx(0.2)
     assert found[-1] == pytest.approx(0.0 if decay == "polynomial" else 0.0002, abs=1e-9)
@@ -196,7 +225,13 @@ def test_short_trainings_have_shorter_schedules(script: ModuleType, epochs: str,
 
 def test_task_1b_is_as_specified(script: ModuleType) -> None:
     task = get_task("task1b")
-    assert (task.goal, task.light_goal, task.metric, task.minimize, task.max_epochs) == (75.9, 70, "Prec@1", False, 90)
+    assert (task.goal, task.light_goal, task.metric, task.minimize, task.max_epochs) == (
+        75.9,
+        70,
+        "Prec@1",
+        False,
+        90,
+    )
     assert (task.datasets, task.optimizers) == (("imagenet",), ("sgd", "lars"))
     assert script.LABEL_SMOOTHING == 0.1
     full = script.recipe.PRESETS["full"]

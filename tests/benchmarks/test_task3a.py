@@ -30,7 +30,8 @@ STREAMS = 7  # of validation: two workers do not get equally many
 
 
 def write_text(folder: Path, valid_is_train: bool) -> Path:
-    """A text that repeats itself; validation is the same, or has nothing to do with it, so that it gets worse."""
+    """A text that repeats itself; validation is the same, or has nothing to do with it, so that it
+    gets worse."""
     folder.mkdir()
     train = " ".join(WORDS + [WORDS[i % 7] for i in range(1700)])
     valid = train if valid_is_train else " ".join(random.Random(1).choices(WORDS, k=200))
@@ -40,12 +41,20 @@ def write_text(folder: Path, valid_is_train: bool) -> Path:
 
 
 def train(
-    folder: Path, text: Path, *arguments: str, rank: int = 0, world_size: int = 1, stops: bool = False
+    folder: Path,
+    text: Path,
+    *arguments: str,
+    rank: int = 0,
+    world_size: int = 1,
+    stops: bool = False,
 ) -> Tracker:
-    """What the script does on one worker once the backend is there, with a tiny model; a run stops at a goal or not."""
+    """What the script does on one worker once the backend is there, with a tiny model; a run stops
+    at a goal or not."""
     script = load_script("3a")
     small = script.PRESETS["small"]
-    script.PRESETS["small"] = dataclasses.replace(small, model=small.model | {"ninp": 8, "nhid": 12})
+    script.PRESETS["small"] = dataclasses.replace(
+        small, model=small.model | {"ninp": 8, "nhid": 12}
+    )
     script.VALIDATION_SEQUENCES = STREAMS
     if not stops:
         script.task3_time_to_perplexity_goal = lambda threshold: None
@@ -60,7 +69,10 @@ def test_resumed_run_is_bit_identical_through_the_switch_to_averages(tmp_path: P
     train(tmp_path / "whole", text, "--checkpoint", "--epochs", "11")
     train(tmp_path / "parted", text, "--checkpoint", "--epochs", "8")
     train(tmp_path / "parted", text, "--checkpoint", "--epochs", "11", "--resume")
-    whole, parted = (torch.load(tmp_path / run / "11_0.pth.tar", weights_only=True) for run in ("whole", "parted"))
+    whole, parted = (
+        torch.load(tmp_path / run / "11_0.pth.tar", weights_only=True)
+        for run in ("whole", "parted")
+    )
     for part in ("model", "optimizer", "scheduler", "extra"):
         assert_equal(whole[part], parted[part])
     assert whole["extra"]["averaging"]["is_averaging"] is True
@@ -75,7 +87,9 @@ def test_small_preset_learns_reaches_its_goal_and_stops(tmp_path: Path) -> None:
     assert tracker.best_metric_value < 37
 
 
-def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any], torch.Tensor, float]:
+def one_epoch(
+    rank: int, world_size: int, text: str, folder: str
+) -> tuple[float, dict[str, Any], torch.Tensor, float]:
     arguments = ("--epochs", "1", "--batch-size", "10", "--checkpoint")
     tracker = train(Path(folder), Path(text), *arguments, rank=rank, world_size=world_size)
     state = torch.load(Path(folder) / f"1_{rank}.pth.tar", weights_only=True)
@@ -102,7 +116,8 @@ def test_two_workers_report_the_perplexity_of_the_whole_text(tmp_path: Path) -> 
     expected = plain_perplexity(text, results[0][1])
     for perplexity, weights, _, rate in results:
         assert_equal(weights, results[0][1])
-        # Half of the preset's 20 sequences: 30 sqrt(1/2), on the way to sqrt(2) times that after 6 epochs.
+        # Half of the preset's 20 sequences: 30 sqrt(1/2), on the way to sqrt(2) times that after 6
+        # epochs.
         assert rate == pytest.approx(30 * math.sqrt(0.5) * (1 + (math.sqrt(2) - 1) / 6))
         assert perplexity == pytest.approx(expected, rel=1e-4)
     assert not torch.equal(results[0][2], results[1][2])  # each worker has dropout masks of its own
@@ -140,5 +155,10 @@ def test_task_3a_is_as_specified() -> None:
     with torch.device("meta"):
         model = LSTMLanguageModel(33_278, tie_weights=True, **full.model)
     assert sum(p.numel() for p in model.parameters()) == 33_556_078
-    assert (model.drop_output.p, model.drop_hidden.p, model.drop_input.p, model.dropoute) == (0.4, 0.2, 0.65, 0.1)
+    assert (model.drop_output.p, model.drop_hidden.p, model.drop_input.p, model.dropoute) == (
+        0.4,
+        0.2,
+        0.65,
+        0.1,
+    )
     assert [rnn.dropout for rnn in model.rnns] == [0.5] * 3

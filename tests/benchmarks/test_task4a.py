@@ -1,4 +1,5 @@
-"""Task 4a's script on a few sentences: accumulated, resumed, on two workers, and from the command line."""
+"""Task 4a's script on a few sentences: accumulated, resumed, on two workers, and from the command
+line."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ WORDS = [
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text whose translations are all the same; the test part has others too, so that BLEU is between 0 and 100."""
+    """A text whose translations are all the same; the test part has others too, so that BLEU is
+    between 0 and 100."""
     monkeypatch.setenv("MLBENCH_HOME", str(tmp_path / "home"))
     folder = tmp_path / "text"
     folder.mkdir()
@@ -76,9 +78,13 @@ def arguments(script: ModuleType, *words: str) -> argparse.Namespace:
     return parser.parse_args(["--dataset", "multi30k", "--preset", "small", *words])
 
 
-def train(script: ModuleType, folder: Path, text: Path, *words: str, validation_only: bool = False) -> Tracker:
+def train(
+    script: ModuleType, folder: Path, text: Path, *words: str, validation_only: bool = False
+) -> Tracker:
     """What the script does on one worker once the backend is there."""
-    return train_task(script, arguments(script, *words), text, folder, light=True, validation_only=validation_only)
+    return train_task(
+        script, arguments(script, *words), text, folder, light=True, validation_only=validation_only
+    )
 
 
 def tiny(script: ModuleType) -> None:
@@ -88,7 +94,17 @@ def tiny(script: ModuleType) -> None:
 
 
 def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
-    words = ("--checkpoint", "--epochs", "2", "--batch-size", "10", "--global-batch", "30", "--max-batches", "7")
+    words = (
+        "--checkpoint",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "10",
+        "--global-batch",
+        "30",
+        "--max-batches",
+        "7",
+    )
     script = load_script("4a")
     tiny(script)
     train(script, tmp_path / "whole", text, *words)
@@ -105,16 +121,25 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
         train(script, tmp_path / "parted", text, *words)
     script.train_round = train_round
     train(script, tmp_path / "parted", text, *words, "--resume")
-    whole, parted = (torch.load(tmp_path / run / "2_0.pth.tar", weights_only=True) for run in ("whole", "parted"))
+    whole, parted = (
+        torch.load(tmp_path / run / "2_0.pth.tar", weights_only=True) for run in ("whole", "parted")
+    )
     for part in ("model", "optimizer", "scheduler"):
         assert_equal(whole[part], parted[part])
-    assert whole["scheduler"]["last_epoch"] == 2 * 3  # updates of 10 sentences times 3, and one that is left
+    assert (
+        whole["scheduler"]["last_epoch"] == 2 * 3
+    )  # updates of 10 sentences times 3, and one that is left
 
 
-def on_wmt16(script: ModuleType, folder: Path, text: Path, *words: str) -> tuple[Tracker, list[int]]:
-    """An epoch of 7 updates of two batches and one of one, validated as the full size is; and the batches between."""
+def on_wmt16(
+    script: ModuleType, folder: Path, text: Path, *words: str
+) -> tuple[Tracker, list[int]]:
+    """An epoch of 7 updates of two batches and one of one, validated as the full size is; and the
+    batches between."""
     for lang in ("en", "de"):
-        (text / f"newstest2014.{lang}").write_bytes((text / f"test_2016_flickr.{lang}").read_bytes())
+        (text / f"newstest2014.{lang}").write_bytes(
+            (text / f"test_2016_flickr.{lang}").read_bytes()
+        )
     tiny(script)
     small = script.presets.PRESETS["small"]
     every = script.presets.PRESETS["big"].validate_every
@@ -137,15 +162,24 @@ def test_validation_and_goal_are_as_they_were_defined(
     caplog.set_level("INFO", "mlbench.task4a")
     tracker, lengths = on_wmt16(script, tmp_path / "run", text, "--checkpoint")
     assert lengths == [4, 4, 4, 3]  # every 30 % of 8 updates, and at the end
-    recorded = [(name, value) for _, name, value, *_ in tracker.history if name.startswith("val_global_BLEU")]
-    assert [name for name, _ in recorded] == ["val_global_BLEU-Score", "val_global_BLEU-Score-13a-cased"] * 4
+    recorded = [
+        (name, value)
+        for _, name, value, *_ in tracker.history
+        if name.startswith("val_global_BLEU")
+    ]
+    assert [name for name, _ in recorded] == [
+        "val_global_BLEU-Score",
+        "val_global_BLEU-Score-13a-cased",
+    ] * 4
     assert tracker.primary_metric.name == "BLEU-Score"
     assert "BLEU-Score 0.00 (nrefs:1|case:lc|eff:no|tok:intl|smooth:exp" in caplog.text
     assert "BLEU-Score-13a-cased 0.00 (nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp" in caplog.text
     epochs = sorted(path.name for path in (tmp_path / "run").glob("*_0.pth.tar"))
     assert epochs == ["1_0.pth.tar"]  # an epoch's file is not written in the middle of it
     best = torch.load(tmp_path / "run" / "model_best.pth.tar", weights_only=True)
-    assert {value for name, value in recorded if name == "val_global_BLEU-Score"} == {0.0}  # so the first is the best
+    assert {value for name, value in recorded if name == "val_global_BLEU-Score"} == {
+        0.0
+    }  # so the first is the best
     assert best["scheduler"]["last_epoch"] == 2
 
 
@@ -163,7 +197,11 @@ def test_the_goal_ends_an_epoch_in_its_middle(
 
 def test_half_precision_is_the_default_on_gpus() -> None:
     script = load_script("4a")
-    for words, gpu, expected in [((), True, "fp16"), ((), False, "fp32"), (("--precision", "bf16"), True, "bf16")]:
+    for words, gpu, expected in [
+        ((), True, "fp16"),
+        ((), False, "fp32"),
+        (("--precision", "bf16"), True, "bf16"),
+    ]:
         args = arguments(script, *words)
         script.take_precision(args, gpu)
         assert args.precision == expected
@@ -176,10 +214,15 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
     models = []
     for order in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7]]):
         torch.manual_seed(0)
-        model = GNMT(pairs.vocab_size, hidden_size=16, num_layers=2, dropout=0.0).to(script.DTYPES[precision])
-        optimizer = script.make_optimizer(model, 0.01, 1, False, arguments(script, "--precision", precision))
+        model = GNMT(pairs.vocab_size, hidden_size=16, num_layers=2, dropout=0.0).to(
+            script.DTYPES[precision]
+        )
+        optimizer = script.make_optimizer(
+            model, 0.01, 1, False, arguments(script, "--precision", precision)
+        )
         train_round(
-            TeacherForcedBatches(pairs, order), TeacherForcedGNMT(model), optimizer, script.sentence_loss, [], None,
+            TeacherForcedBatches(pairs, order), TeacherForcedGNMT(model), optimizer,
+            script.sentence_loss, [], None,
             None, update_freq=len(order), step_arguments=lambda batches: {"denom": len(batches)},
         )  # fmt: skip
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -190,14 +233,18 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
     ]
     tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 5e-3}[precision]
     assert gradients[0].norm() > 0
-    assert torch.allclose(gradients[0], gradients[1], rtol=tolerance, atol=tolerance * gradients[1].abs().max().item())
+    assert torch.allclose(
+        gradients[0], gradients[1], rtol=tolerance, atol=tolerance * gradients[1].abs().max().item()
+    )
 
 
 def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--preset", "small",
-         "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02", "--checkpoint", "--overlap",
+         str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k",
+         "--preset", "small",
+         "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02",
+         "--checkpoint", "--overlap",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
         timeout_s=200,
     )  # fmt: skip
@@ -226,10 +273,16 @@ def test_readme_commands_are_understood() -> None:
     script = load_script("4a")
     parser = _make_parser()
     script.add_arguments(parser)
-    readme = get_task("4a").script.with_name("README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    commands = [shlex.split(line) for line in readme.splitlines() if "task4a_gnmt_wmt16/main.py " in line]
+    readme = (
+        get_task("4a").script.with_name("README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    )
+    commands = [
+        shlex.split(line) for line in readme.splitlines() if "task4a_gnmt_wmt16/main.py " in line
+    ]
     through_master = [
-        shlex.split(line) for line in readme.splitlines() if line.startswith("mlbench run") and " -- " in line
+        shlex.split(line)
+        for line in readme.splitlines()
+        if line.startswith("mlbench run") and " -- " in line
     ]
     tails = [words[words.index("benchmarks/task4a_gnmt_wmt16/main.py") + 1 :] for words in commands]
     tails += [words[words.index("--") + 1 :] for words in through_master]
@@ -239,14 +292,16 @@ def test_readme_commands_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "expected"), [(1, (128, 16)), (2, (128, 8)), (4, (128, 4)), (16, (128, 1)), (32, (64, 1))]
+    ("world_size", "expected"),
+    [(1, (128, 16)), (2, (128, 8)), (4, (128, 4)), (16, (128, 1)), (32, (64, 1))],
 )
 def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> None:
     assert load_script("4a").presets.PRESETS["big"].divided(world_size) == expected
 
 
 def test_an_update_has_the_sentences_of_the_definition() -> None:
-    """With any number of workers: 2,048 exactly if they divide it, and otherwise the nearest possible number."""
+    """With any number of workers: 2,048 exactly if they divide it, and otherwise the nearest
+    possible number."""
     big = load_script("4a").presets.PRESETS["big"]
     for k in range(1, 257):
         sentences, batches = big.divided(k)
@@ -266,7 +321,9 @@ def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture
         arguments(script, "--batch-size", "0")
     assert "must be a whole number of at least 1, not '0'" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--overlap needs --precision fp32, not fp16"):
-        script.make_optimizer(None, 1.0, 1, False, arguments(script, "--overlap", "--precision", "fp16"))
+        script.make_optimizer(
+            None, 1.0, 1, False, arguments(script, "--overlap", "--precision", "fp16")
+        )
 
 
 def test_task_4a_is_as_specified() -> None:
@@ -277,11 +334,18 @@ def test_task_4a_is_as_specified() -> None:
     assert (big.global_batch, big.batch_size, big.epochs, big.lr) == (2048, 128, 8, 2e-3)
     assert (big.warmup_steps, big.remain_steps, big.decay_interval) == (200, 0.4, 0.05)
     assert big.validate_every == 0.3
-    assert (script.GRAD_CLIP, script.SMOOTHING, script.MAX_LEN_TRAIN, script.MAX_LEN_VALIDATION) == (5.0, 0.1, 75, 150)
+    assert (
+        script.GRAD_CLIP,
+        script.SMOOTHING,
+        script.MAX_LEN_TRAIN,
+        script.MAX_LEN_VALIDATION,
+    ) == (5.0, 0.1, 75, 150)
     assert list(script.LOSS_SCALE.values()) == [2**10, 2, 2**13, 128]
     assert list(script.BEAM.values()) == [5, 0.6, 5.0, 0.1, 150]
     model = torch.nn.Linear(2, 2).half()
-    optimizer = script.make_optimizer(model, 2e-3, 1, False, arguments(script, "--precision", "fp16"))
+    optimizer = script.make_optimizer(
+        model, 2e-3, 1, False, arguments(script, "--precision", "fp16")
+    )
     assert (optimizer.loss_scaler.loss_scale, optimizer.grad_clip) == (1024, 5.0)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.9, 0.999), 1e-8)

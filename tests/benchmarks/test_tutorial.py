@@ -40,7 +40,10 @@ def test_two_workers_started_by_hand_as_documented_reach_the_goal_and_report(
     commands = documented_commands(r"python benchmarks/tutorial/step5\.py")
     assert [re.search(r"--rank (\d)", c)[1] for c in commands] == ["0", "1"]  # type: ignore[index]
     with running_master(tmp_path / "master") as master:
-        run = post_json(f"{master.url}/api/runs/", {"name": "by-hand", "num_workers": 1, "command": "python -c pass"})
+        run = post_json(
+            f"{master.url}/api/runs/",
+            {"name": "by-hand", "num_workers": 1, "command": "python -c pass"},
+        )
         assert all(f"--run_id {run['id']}" in command for command in commands)
         monkeypatch.chdir(ROOT)
         workers = [[*shlex.split(command)[1:], "--data", str(folder)] for command in commands]
@@ -60,13 +63,16 @@ def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
     with running_master(tmp_path / "master") as master:
         run = post_json(
             f"{master.url}/api/runs/",
-            {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000, "backend": "gloo",
+            {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000,
+             "backend": "gloo",
              "image_name": "custom_image",
              "custom_image_command": command.replace("$PWD/data", str(folder))},
         )  # fmt: skip
         wait_for(lambda: master.state(run["id"]) in ("finished", "failed"), 240, "the run to end")
         assert master.state(run["id"]) == "finished", master.log(run["id"])
-        assert master.metric_values(run["id"], "TaskResult @ 0")[0].startswith("80% Top 1 Validation Accuracy reached")
+        assert master.metric_values(run["id"], "TaskResult @ 0")[0].startswith(
+            "80% Top 1 Validation Accuracy reached"
+        )
         accuracies = master.metric_values(run["id"], "val_global_Prec@1 @ 0")
         assert float(accuracies[-1]) >= 80
         assert len(master.metric_values(run["id"], "TotalCumulativeTrainTime @ 0")) == 1
@@ -98,10 +104,17 @@ def losses(step: int, world_size: int, folder: Path) -> list[list[float]]:
          "--rank", str(rank), *meeting, *run_id, "--data", str(folder), "--epochs", str(EPOCHS)]
         for rank in range(world_size)
     ]  # fmt: skip
-    done = run_scripts(workers, timeout_s=120, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = run_scripts(
+        workers, timeout_s=120, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
     assert [worker.returncode for worker in done] == [0] * world_size, done
     return [
-        [float(loss) for loss in re.findall(rf"^rank {rank} epoch \d loss (\S+)$", worker.stdout, re.MULTILINE)]
+        [
+            float(loss)
+            for loss in re.findall(
+                rf"^rank {rank} epoch \d loss (\S+)$", worker.stdout, re.MULTILINE
+            )
+        ]
         for rank, worker in enumerate(done)
     ]
 
@@ -110,14 +123,18 @@ def losses(step: int, world_size: int, folder: Path) -> list[list[float]]:
 def test_each_step_runs_and_trains_as_the_step_before(world_size: int, small_mnist: Path) -> None:
     by_step = [losses(step, world_size, small_mnist) for step in STEPS]
     assert all(len(of_worker) == EPOCHS for of_step in by_step for of_worker in of_step)
-    means = [[sum(epoch) / world_size for epoch in zip(*of_step, strict=True)] for of_step in by_step]
+    means = [
+        [sum(epoch) / world_size for epoch in zip(*of_step, strict=True)] for of_step in by_step
+    ]
     assert by_step[1] == by_step[0]
-    # Step 2 assigns the images to batches in another way. Augmentation would change the last loss by 8 %.
+    # Step 2 assigns the images to batches in another way. Augmentation would change the last loss
+    # by 8 %.
     assert means[2] == pytest.approx(means[1], rel=0.01)
     # Step 3 adds gradients up in another order.
     assert means[3] == pytest.approx(means[2], rel=1e-5)
     assert by_step[4] == by_step[3]
-    # The validation of step 5 draws from the random generator that shuffles the batches of later epochs.
+    # The validation of step 5 draws from the random generator that shuffles the batches of later
+    # epochs.
     assert [worker[0] for worker in by_step[5]] == [worker[0] for worker in by_step[4]]
     assert means[5] == pytest.approx(means[4], rel=0.01)
 

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 import mlbench_core
-from mlbench_core.cli.run import run
+from mlbench_cli.commands.run import run
 from mlbench_core.network import EmulatedNetwork
-from tests.benchmarks.tutorial_pages import COMPLETE, PAGES, Reader, as_pattern, blocks, missing_line
+from tests.benchmarks.tutorial_pages import (
+    COMPLETE,
+    PAGES,
+    Reader,
+    as_pattern,
+    blocks,
+    missing_line,
+)
 from tests.helpers.processes import ROOT
 
 RUNS = ROOT / "docs" / "results" / "digits" / "runs.tar.xz"
@@ -54,15 +61,22 @@ def test_own_aggregation(reader: Reader) -> None:
 
 def test_own_task(reader: Reader) -> None:
     reader.follow("own_task")
-    result = json.loads((reader.folder / "mlbench-results" / "brier" / "brier-2" / "result.json").read_text())
+    result = json.loads(
+        (reader.folder / "mlbench-results" / "brier" / "brier-2" / "result.json").read_text()
+    )
     assert (result["goal"]["metric"], result["goal"]["reached"]) == ("val_global_Brier", True)
 
 
 @pytest.mark.skipif(EmulatedNetwork.why_not() is not None, reason=str(EmulatedNetwork.why_not()))
 def test_slow_network(reader: Reader) -> None:
-    """The whole sweep takes minutes, so its plan is compared with the page, and then one run of one epoch is made."""
+    """The whole sweep takes minutes, so its plan is compared with the page, and then one run of one
+    epoch is made."""
     page = blocks("slow_network")
-    start = next(i for i, block in enumerate(page) if block.commands() == ["mlbench sweep slow.toml --output slow"])
+    start = next(
+        i
+        for i, block in enumerate(page)
+        if block.commands() == ["mlbench sweep slow.toml --output slow"]
+    )
     if COMPLETE:
         reader.follow("slow_network")
         return
@@ -79,15 +93,21 @@ def test_slow_network(reader: Reader) -> None:
         small = small.replace(old, new)
     (reader.folder / "slow.toml").write_text(small)
     reader.run("mlbench sweep slow.toml --output slow")
-    reader.follow("slow_network", only=[block for block in page[start:] if block.language == "python"])
+    reader.follow(
+        "slow_network", only=[block for block in page[start:] if block.language == "python"]
+    )
     # Twelve batches in the epoch of two workers, six for each.
-    assert re.search(r"centralized-sgd-2-wan-transatlantic-s42 +6 +6 ", reader.run("python messages.py"))
-    assert (reader.folder / "slow" / "runs" / "centralized-sgd-2-wan-transatlantic-s42" / "result.json").is_file()
+    assert re.search(
+        r"centralized-sgd-2-wan-transatlantic-s42 +6 +6 ", reader.run("python messages.py")
+    )
+    assert (
+        reader.folder / "slow" / "runs" / "centralized-sgd-2-wan-transatlantic-s42" / "result.json"
+    ).is_file()
     assert (reader.folder / "slow" / "index.html").is_file()
 
 
 def test_reproduce(reader: Reader, tmp_path: Path) -> None:
-    """Three published runs stand for those that the reader makes, and the command for these is only parsed."""
+    """Three published runs stand in for the reader's, and the command for these is only parsed."""
     (reader.folder / "docs").symlink_to(ROOT / "docs")
     page = blocks("reproduce")
     start = next(i for i, block in enumerate(page) if block.text.startswith("mlbench run again "))
@@ -97,21 +117,28 @@ def test_reproduce(reader: Reader, tmp_path: Path) -> None:
         shutil.unpack_archive(RUNS, tmp_path, filter="data")
         for number in (1, 2, 3):
             runs = reader.folder / "mlbench-results" / "again"
-            shutil.copytree(tmp_path / "runs" / f"centralized-sgd-2-r{number}", runs / f"again-2-r{number}")
-        # The published runs stand in for the reader's, so the comparison has one row, and not the page's two.
+            shutil.copytree(
+                tmp_path / "runs" / f"centralized-sgd-2-r{number}", runs / f"again-2-r{number}"
+            )
+        # The published runs stand in for the reader's, so the comparison has one row, and not the
+        # page's two.
         is_table = [block.language == "text" and "IS A FASTER?" in block.text for block in page]
         page = [b for i, b in enumerate(page) if i not in (start, start + 1) and not is_table[i]]
     reader.follow("reproduce", only=page)
 
 
 def test_own_image(reader: Reader, tmp_path: Path) -> None:
-    """No container is started: the files that go into the image are those of the task, and the commands are parsed."""
+    """No container is started: the files that go into the image are those of the task, and the
+    commands are parsed."""
     page = (PAGES / "own_image.md").read_text()
     (dockerfile,) = re.findall(r"```\n# Dockerfile\n(.*?)```", page, re.DOTALL)
     assert f"FROM mlbench/base:{mlbench_core.__version__}\n" in dockerfile
     files = {block.file_name for block in blocks("own_task") if block.file_name}
     assert set(re.findall(r"^COPY (.*) \./$", dockerfile, re.MULTILINE)[0].split()) == files
-    assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[0]) == ["python", "digits_task.py"]
+    assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[0]) == [
+        "python",
+        "digits_task.py",
+    ]
     (command,) = re.findall(r"^mlbench run (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     parsed = run.make_context("run", shlex.split(command.replace("\\\n", " ")))
     assert parsed.params["container"] == "docker"
@@ -128,7 +155,10 @@ def test_the_pages_begin_with_what_the_reader_gets_and_needs() -> None:
 
 
 def test_a_line_of_output_is_compared_without_its_numbers() -> None:
-    assert missing_line("first-1  1  yes  23.8\n...\nend", "x\nfirst-1    2 yes 9,123.80\ny\nend\n") is None
+    assert (
+        missing_line("first-1  1  yes  23.8\n...\nend", "x\nfirst-1    2 yes 9,123.80\ny\nend\n")
+        is None
+    )
     assert missing_line("a\nb", "b\na") == "b"
     assert missing_line("first-1 yes", "first-1 no") == "first-1 yes"
     assert not re.fullmatch(as_pattern("a ... c"), "a b d")

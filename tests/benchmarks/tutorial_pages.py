@@ -2,19 +2,20 @@
 
 The fenced blocks of a page are read like this:
 
-* ``python`` and ``toml``: a file. Its first line is a comment with its name: ``# median.py``. A block with another
-  first line is an example, and is left out.
-* ``bash``: commands, run in the order of the page. A folder that one of them changes to stays the folder of the next.
-* ``text`` after such a block: its output, loosely. Every line must occur in the output, in this order; each number
-  stands for any number, ``...`` for any text, and a line ``...`` for any lines.
+* ``python`` and ``toml``: a file. Its first line is a comment with its name: ``# median.py``. A
+  block with another first line is an example, and is left out.
+* ``bash``: commands, run in the order of the page. A folder that one of them changes to stays the
+  folder of the next.
+* ``text`` after such a block: its output, loosely. Every line must occur in the output, in this
+  order; each number stands for any number, ``...`` for any text, and a line ``...`` for any lines.
 
-A MyST comment before a block, which readers do not see, says what the test does with it: ``% test: not run, because
+A MyST comment before a block, which readers do not see, says what the test does with it: ``% test:
+not run, because
 ...``. The text of the page says so too.
 
-A command that begins with ``python`` or ``torchrun`` is a script that is forked from a process that has torch, and
-``mlbench`` is this version. With ``MLBENCH_TUTORIALS=complete``, all commands run as they are printed and in full size,
-with the programs on the PATH. This takes about 15 minutes.
-"""
+A command that begins with ``python`` or ``torchrun`` is a script that is forked from a process that
+has torch, and ``mlbench`` is this version. With ``MLBENCH_TUTORIALS=complete``, all commands run as
+they are printed and in full size, with the programs on the PATH. This takes about 15 minutes."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class Block:
     def commands(self) -> list[str]:
         """The commands of a block of the shell, continued lines joined, comments left out."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")]
+        return [
+            " ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")
+        ]
 
 
 def blocks(page: str) -> list[Block]:
@@ -72,16 +75,20 @@ def blocks(page: str) -> list[Block]:
 
 
 def as_pattern(line: str) -> str:
-    """A pattern that a line of output matches if it differs from this one in numbers and in spaces only."""
+    """A pattern that a line of output matches if it differs from this one in numbers and in spaces
+    only."""
     parts = [
-        r"\s+".join(re.escape(word) for word in _NUMBER.sub("\0", part).split()).replace("\0", _NUMBER.pattern)
+        r"\s+".join(re.escape(word) for word in _NUMBER.sub("\0", part).split()).replace(
+            "\0", _NUMBER.pattern
+        )
         for part in re.sub(r"-{3,}", "---", line).split("...")
     ]
     return r"\s*" + r".*".join(parts) + r"\s*"
 
 
 def missing_line(expected: str, output: str) -> str | None:
-    """The first line of an expected output that the output lacks at its place; None if it has all of them."""
+    """The first line of an expected output that the output lacks at its place; None if it has all
+    of them."""
     printed = iter(re.sub(r"-{3,}", "---", output).splitlines())
     for line in expected.splitlines():
         if line.strip() in ("", "..."):
@@ -111,18 +118,24 @@ class Reader:
         self.programs.mkdir(exist_ok=True)
         if COMPLETE:
             return
-        for name, module in (("mlbench", "-m mlbench_core.cli"), ("python", "")):
+        for name, module in (("mlbench", "-m mlbench_cli"), ("python", "")):
             program = self.programs / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             program.chmod(0o755)
 
-    def follow(self, page: str, changes: Sequence[tuple[str, str]] = (), only: Iterable[Block] | None = None) -> str:
-        """Save the files and run the commands of a page, and compare their output with the printed one.
+    def follow(
+        self,
+        page: str,
+        changes: Sequence[tuple[str, str]] = (),
+        only: Iterable[Block] | None = None,
+    ) -> str:
+        """Save the files and run the commands of a page, and compare their output with the printed
+        one.
 
         Args:
             page: The page's name, without ``.md``.
-            changes: Pairs of a text and its replacement, which make commands and files small, and change the printed
-                output accordingly. Every one is used.
+            changes: Pairs of a text and its replacement, which make commands and files small, and
+                change the printed output accordingly. Every one is used.
             only: The blocks to follow; None for all of the page.
 
         Returns:
@@ -141,7 +154,9 @@ class Reader:
             changed = Block(block.language, text)
             if changed.language == "text":
                 missing = missing_line(text, output)
-                assert missing is None, f"{page}: this line of the page is not in the output: {missing}\n{output}"
+                assert missing is None, (
+                    f"{page}: this line of the page is not in the output: {missing}\n{output}"
+                )
             elif changed.language == "bash":
                 output = "".join(self.run(command) for command in changed.commands())
                 everything.append(output)
@@ -173,12 +188,20 @@ class Reader:
         return {**inherited, **self.variables, "READER_FOLDER": str(self.programs / "folder")}
 
     def _fork(self, words: Sequence[str]) -> tuple[int, str]:
-        """Fork ``python SCRIPT ...`` or the workers of ``torchrun --nproc-per-node K SCRIPT ...``."""
+        """Fork ``python SCRIPT ...`` or the workers of ``torchrun --nproc-per-node K SCRIPT
+        ...``."""
         script, ranks = list(words[1:]), [dict[str, str]()]
         if words[0] == "torchrun":
             assert script[0] == "--nproc-per-node", words
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": script[1]}
-            ranks = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(script[1]))]
+            place = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "WORLD_SIZE": script[1],
+            }
+            ranks = [
+                {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                for rank in range(int(script[1]))
+            ]
             script = script[2:]
         before = Path.cwd()
         os.chdir(self.folder)  # a forked script begins in this process's folder
@@ -191,4 +214,6 @@ class Reader:
         finally:
             for worker in workers:
                 worker.kill()
-        return max(abs(worker.returncode) for worker in done), "".join(w.stdout + w.stderr for w in done)
+        return max(abs(worker.returncode) for worker in done), "".join(
+            w.stdout + w.stderr for w in done
+        )

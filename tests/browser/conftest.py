@@ -1,4 +1,5 @@
-"""Chromium through Playwright, which writes down everything that a user's browser would complain about."""
+"""Chromium through Playwright, which writes down everything that a user's browser would complain
+about."""
 
 from __future__ import annotations
 
@@ -52,14 +53,21 @@ class Watched:
             self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-# Not for the whole session: as long as it is open, other tests in this process cannot use asyncio.run.
+# Not for the whole session: as long as it is open, other tests in this process cannot use
+# asyncio.run.
 @pytest.fixture(scope="module")
 def playwright_browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright: pip install playwright"
+    )
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        opened = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield opened
         opened.close()

@@ -1,4 +1,5 @@
-"""The dashboard as a user meets it: start two runs, watch them, compare, download, stop and delete, on every screen."""
+"""The dashboard as a user meets it: start two runs, watch them, compare, download, stop and delete,
+on every screen."""
 
 from __future__ import annotations
 
@@ -29,20 +30,26 @@ TOO_WIDE = """(() => {
     const width = document.documentElement.clientWidth;
     const wide = (one) => !one.closest(".scroll") && one.getBoundingClientRect().right > width;
     if (document.documentElement.scrollWidth <= width) return [];
-    return [...document.querySelectorAll("main *")].filter(wide).map((one) => one.outerHTML.slice(0, 200));
+    const elements = [...document.querySelectorAll("main *")].filter(wide);
+    return elements.map((one) => one.outerHTML.slice(0, 200));
 })()"""
 
 
 @pytest.fixture(scope="module", params=["", "/user/me/proxy/5080"], ids=["", "below a path"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ("--root-path", request.param) if request.param else ()
-    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame", *options) as (url, _):
+    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame", *options) as (
+        url,
+        _,
+    ):
         yield url + request.param
 
 
 @pytest.fixture
 def watched(playwright_browser: Any, base: str) -> Iterator[Watched]:
-    context = playwright_browser.new_context(viewport={"width": 1200, "height": 800}, accept_downloads=True)
+    context = playwright_browser.new_context(
+        viewport={"width": 1200, "height": 800}, accept_downloads=True
+    )
     seen = Watched(context.new_page(), base)
     seen.watch()
     seen.open("/login/")
@@ -54,7 +61,12 @@ def watched(playwright_browser: Any, base: str) -> Iterator[Watched]:
 
 
 def test_dates_are_in_the_zone_of_the_browser(playwright_browser: Any, base: str) -> None:
-    body = {"name": "zone", "num_workers": 1, "num_cpus": 0.1, "command": f"{sys.executable} -c print(1)"}
+    body = {
+        "name": "zone",
+        "num_workers": 1,
+        "num_cpus": 0.1,
+        "command": f"{sys.executable} -c print(1)",
+    }
     run = httpx.post(f"{base}/api/runs/", json=body, headers=HEADERS).json()["id"]
     wait_for(lambda: state_of(base, "zone") == "finished", timeout_s=60, what="the end of the run")
     context = playwright_browser.new_context(timezone_id="Asia/Kolkata", locale="en-US")
@@ -124,16 +136,27 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.click("#stop button")
     page.wait_for_selector("#state.state-stopped")
     page.wait_for_selector("#why >> text=stopped by a user")
-    wait_for(lambda: state_of(base, "walk-1") == "finished", timeout_s=60, what="the end of the first run")
+    wait_for(
+        lambda: state_of(base, "walk-1") == "finished",
+        timeout_s=60,
+        what="the end of the first run",
+    )
     watched.open(f"/runs/{runs['walk-1']}/")
     page.wait_for_selector("#goal >> text=reached in 4.5 s")
     archive = zipfile.ZipFile(io.BytesIO(saved(watched, "#downloads a:text-is('zip')")))
-    assert {"run.json", "result.json", "metrics.jsonl", "official_result.txt"} <= set(archive.namelist())
+    assert {"run.json", "result.json", "metrics.jsonl", "official_result.txt"} <= set(
+        archive.namelist()
+    )
     assert b"val_global_Prec@1" in saved(watched, "#downloads a:text-is('CSV')")
     page.click("#result a")
     assert json.loads(page.inner_text("body"))["goal"]["reached"] is True
     # Another one, so that there is something to compare.
-    body = {"name": "other", "num_workers": 2, "num_cpus": 0.1, "command": command("centralized-sgd-2-r1", 3)}
+    body = {
+        "name": "other",
+        "num_workers": 2,
+        "num_cpus": 0.1,
+        "command": command("centralized-sgd-2-r1", 3),
+    }
     httpx.post(f"{base}/api/runs/", json=body, headers=HEADERS).raise_for_status()
     wait_for(lambda: state_of(base, "other") == "finished", timeout_s=60, what="the other run")
     watched.open("/runs/")
@@ -143,17 +166,26 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.wait_for_selector("text=Time to the goal")
     assert page.locator(".tables tbody").first.locator("tr").count() == 2
     watched.open(f"/runs/{runs['walk-2']}/")
-    page.wait_for_selector("#charts canvas")  # a reading of the curves would not find the deleted run
-    # The answer and an event tell of the deletion. While the next page is slow, a second navigation would abort it.
+    page.wait_for_selector(
+        "#charts canvas"
+    )  # a reading of the curves would not find the deleted run
+    # The answer and an event tell of the deletion. While the next page is slow, a second navigation
+    # would abort it.
     navigations: list[str] = []
     page.route(f"{base}/runs/", answer_late, times=1)
-    page.on("request", lambda request: navigations.append(request.url) if request.is_navigation_request() else None)
+    page.on(
+        "request",
+        lambda request: (
+            navigations.append(request.url) if request.is_navigation_request() else None
+        ),
+    )
     page.click("button:has-text('Delete')")
     page.wait_for_url(f"{base}/runs/")
     assert navigations == [f"{base}/runs/"]
     assert state_of(base, "walk-2") == ""
     assert page.locator("#runs a:text-is('walk-2')").count() == 0
-    # The deletion may overtake the page's last questions about the run, and htmx reports each with a second line.
+    # The deletion may overtake the page's last questions about the run, and htmx reports each with
+    # a second line.
     late = re.compile(rf"404.*{re.escape(base)}/(api/)?runs/{runs['walk-2']}/")
     assert [problem for problem in watched.problems if not late.search(problem)] == []
 
@@ -163,7 +195,10 @@ def pages(base: str) -> dict[str, str]:
     with httpx.Client(base_url=base, headers=HEADERS) as client:
         if not state_of(base, "seen"):
             body = {"num_workers": 2, "num_cpus": 0.1}
-            client.post("/api/runs/", json={**body, "name": "seen", "command": command("centralized-sgd-2-r2", 4)})
+            client.post(
+                "/api/runs/",
+                json={**body, "name": "seen", "command": command("centralized-sgd-2-r2", 4)},
+            )
             fails = f"{sys.executable} -c 'raise SystemExit(\"no such file: a.txt\")'"
             client.post("/api/runs/", json={**body, "name": "fails", "command": fails})
             wait_for(lambda: state_of(base, "seen") == "finished", timeout_s=60, what="the run")
@@ -184,8 +219,12 @@ def pages(base: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("width", "theme"), SCREENS, ids=lambda value: str(value))
-def test_every_page_fits_the_screen_and_is_open_to_all(watched: Watched, width: int, theme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+def test_every_page_fits_the_screen_and_is_open_to_all(
+    watched: Watched, width: int, theme: str
+) -> None:
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="needs axe-playwright-python"
+    ).Axe()
     page = watched.page
     page.set_viewport_size({"width": width, "height": 800})
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")

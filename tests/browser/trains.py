@@ -1,4 +1,5 @@
-"""A command that looks like a training: it sends metrics, prints, and leaves the results of a measured run.
+"""A command that looks like a training: it sends metrics, prints, and leaves the results of a
+measured run.
 
 usage: trains.py RESULTS EPOCHS
 """
@@ -17,9 +18,14 @@ run_id, rank = int(os.environ["MLBENCH_RUN_ID"]), int(os.environ["RANK"])
 
 def send(name: str, value: object, epoch: int) -> None:
     metadata = {"rank": rank, "epoch": epoch}
-    body = json.dumps({"run_id": run_id, "name": f"{name} @ {rank}", "value": str(value), "metadata": metadata})
+    body = json.dumps(
+        {"run_id": run_id, "name": f"{name} @ {rank}", "value": str(value), "metadata": metadata}
+    )
     url = f"{os.environ['MLBENCH_MASTER_URL']}/api/metrics/"
-    headers = {"Authorization": f"Bearer {os.environ['MLBENCH_TOKEN']}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {os.environ['MLBENCH_TOKEN']}",
+        "Content-Type": "application/json",
+    }
     urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=30).close()
 
 
@@ -38,5 +44,9 @@ for epoch in range(epochs):
 if rank == 0:
     goal = {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False, "reached": True}
     phases = {"compute": 3.0, "communication": 1.0, "metrics": 0.1, "data": 0.2}
-    send("goal", json.dumps({**goal, "time_to_goal_s": 4.5, "epochs": epochs, "phases_s": phases}), epochs)
+    send(
+        "goal",
+        json.dumps({**goal, "time_to_goal_s": 4.5, "epochs": epochs, "phases_s": phases}),
+        epochs,
+    )
     shutil.copytree(results, Path(os.environ["MLBENCH_OUTPUT"]) / "task1a" / str(run_id))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from mlbench_core.cli import _wait, cli_group, runs
+from mlbench_cli import _wait, cli_group
+from mlbench_cli.commands import runs
 from tests.cli.fake_master import FakeMaster
 
 Call = Callable[..., Result]

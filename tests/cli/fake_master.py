@@ -15,7 +15,9 @@ from urllib.parse import parse_qs, urlsplit
 from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, make_proof
 
 
-def summary(workers: int, compute: float, communication: float, reached: bool = True) -> dict[str, Any]:
+def summary(
+    workers: int, compute: float, communication: float, reached: bool = True
+) -> dict[str, Any]:
     """What a training script posts as ``summary @ 0``."""
     train = compute + communication + 1.5
     return {
@@ -50,7 +52,8 @@ class FakeMaster:
         runs: Runs by id.
         metrics: Metrics of a run by id.
         lines: Log lines of a run by id.
-        result_folder: Function that returns the folder whose files are in the zip file of a run, from its description.
+        result_folder: Function that returns the folder whose files are in the zip file of a run,
+            from its description.
         states: States that a run goes through, one a question; the last one stays.
         requests: Bodies of ``POST /api/runs/``, without the field ``caller``.
         callers: This field of each of them.
@@ -81,7 +84,9 @@ class FakeMaster:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -184,20 +189,29 @@ class FakeMaster:
                     self.reply(200, master.broken)
                     return
                 is_open = self.path.startswith("/api/health/")
-                if master.token and not is_open and self.headers.get("Authorization") != f"Bearer {master.token}":
+                if (
+                    master.token
+                    and not is_open
+                    and self.headers.get("Authorization") != f"Bearer {master.token}"
+                ):
                     self.reply(401, {"status": "Unauthorized", "message": "token"})
                     return
                 url = urlsplit(self.path)
                 query = {key: values[0] for key, values in parse_qs(url.query).items()}
-                self.reply(*master.answer(self.command, url.path, query, json.loads(raw) if raw else None))
+                self.reply(
+                    *master.answer(self.command, url.path, query, json.loads(raw) if raw else None)
+                )
 
             def reply(self, status: int, answer: Any) -> None:
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 if nonce := self.headers.get(NONCE_HEADER):
-                    self.send_header(PROOF_HEADER, make_proof(master.key, nonce, *self.server.server_address))
-                # Only the proof must leave the connection open: a thread would wait for the end of each one.
+                    self.send_header(
+                        PROOF_HEADER, make_proof(master.key, nonce, *self.server.server_address)
+                    )
+                # Only the proof must leave the connection open: a thread would wait for the end of
+                # each one.
                 if not self.path.startswith("/api/health/"):
                     self.send_header("Connection", "close")
                 self.end_headers()

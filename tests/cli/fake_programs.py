@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-# $0 is PATH/bin/NAME. Files of the folder PATH hold what programs answer: answer-NAME-FIRST_ARGUMENT. A file
-# fail-NAME-FIRST_ARGUMENT lets them fail with its text.
+# $0 is PATH/bin/NAME. Files of the folder PATH hold what programs answer:
+# answer-NAME-FIRST_ARGUMENT. A file fail-NAME-FIRST_ARGUMENT lets them fail with its text.
 SCRIPT = """#!/bin/sh
 PATH=/usr/bin:/bin
 name=${0##*/}
@@ -61,7 +61,9 @@ class FakePrograms:
 
     def answer(self, key: str, answer: Any) -> None:
         """Set what calls such as ``kind-get`` print."""
-        (self.folder / f"answer-{key}").write_text(answer if isinstance(answer, str) else json.dumps(answer))
+        (self.folder / f"answer-{key}").write_text(
+            answer if isinstance(answer, str) else json.dumps(answer)
+        )
 
     def stdin(self, key: str) -> str:
         """Return what the last call such as ``helm-upgrade`` read."""

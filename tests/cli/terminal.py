@@ -16,18 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Only a process whose terminal this is gets a signal for Ctrl-C.
-# SIGINT is ignored in a process whose parent ignored it, as a shell does for commands in the background.
+# SIGINT is ignored in a process whose parent ignored it, as a shell does for commands in the
+# background.
 _START = (
     "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 )
-_MAIN = "from mlbench_core.cli import main\nmain()"
+_MAIN = "from mlbench_cli import main\nmain()"
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 CTRL_C = "\x03"
 
 
 class Terminal:
-    """A process and the screen that it writes to; ``shown`` is everything it wrote, without escape sequences."""
+    """A process and the screen that it writes to; ``shown`` is everything it wrote, without escape
+    sequences."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self.process = process

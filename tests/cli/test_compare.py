@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.results import convergence, figures
-from mlbench_core.results.convergence import Reference
-from mlbench_core.results.load import save
+from mlbench_core.comparison import convergence, figures
+from mlbench_core.comparison.convergence import Reference
+from mlbench_core.comparison.load import save
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry, summary
 from tests.results.helpers import ENVIRONMENT, GOAL, change, set_in, write_run
@@ -37,7 +37,11 @@ def folder(tmp_path: Path) -> Path:
     for name, epoch_s in (("adam", 5.0), ("sgd", 10.0)):
         for seed in (1, 2):
             write_run(
-                tmp_path / "runs" / f"{name}-{seed}", workers=1, epoch_s=epoch_s + seed, algorithm=name, seed=seed
+                tmp_path / "runs" / f"{name}-{seed}",
+                workers=1,
+                epoch_s=epoch_s + seed,
+                algorithm=name,
+                seed=seed,
             )
     return tmp_path / "runs"
 
@@ -69,7 +73,9 @@ def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -
     assert (rows[2]["names"], rows[2]["mean_s"]) == (["r0-2", "r1-2", "r2-2"], 51.5)
     assert (rows[2]["standard_deviation_s"], rows[2]["olympic_mean_s"]) == (2.0, 51.5)
     # exp(m -+ t s / sqrt(3)) of the logarithms of 49.5, 51.5 and 53.5.
-    assert (rows[2]["interval_low_s"], rows[2]["interval_high_s"]) == pytest.approx((46.737775, 56.690389))
+    assert (rows[2]["interval_low_s"], rows[2]["interval_high_s"]) == pytest.approx(
+        (46.737775, 56.690389)
+    )
     assert "bad-1 has the state 'failed': left out" in json.loads(result.stdout)["remarks"]
     assert "now-1 has not ended: left out" in result.stderr
     error = call("compare", "bad-1", code=1).stderr
@@ -77,10 +83,15 @@ def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -
     assert "no run 'nothing' at" in call("compare", "nothing", code=1).stderr
 
 
-def test_a_run_at_the_master_whose_folder_is_given_counts_once(fake: FakeMaster, folder: Path, call: Call) -> None:
+def test_a_run_at_the_master_whose_folder_is_given_counts_once(
+    fake: FakeMaster, folder: Path, call: Call
+) -> None:
     fake.add("sgd-1", 1, result=(folder / "sgd-1" / "result.json").read_text())
     result = call("compare", str(folder), "sgd-1", "--json")
-    assert [row["names"] for row in json.loads(result.stdout)["rows"]] == [["adam-1", "adam-2"], ["sgd-1", "sgd-2"]]
+    assert [row["names"] for row in json.loads(result.stdout)["rows"]] == [
+        ["adam-1", "adam-2"],
+        ["sgd-1", "sgd-2"],
+    ]
     assert "counts once" not in result.stderr + result.stdout
 
 
@@ -90,23 +101,33 @@ def test_different_goals_are_refused(folder: Path, call: Call) -> None:
     assert "'Prec@1 >= 90' (adam-1) and 'Prec@1 >= 85' (light)" in error
 
 
-def test_results_of_version_3_0_have_the_same_goal_as_new_ones(folder: Path, call: Call, tmp_path: Path) -> None:
+def test_results_of_version_3_0_have_the_same_goal_as_new_ones(
+    folder: Path, call: Call, tmp_path: Path
+) -> None:
     command = "/x/task1a_resnet20_cifar10/main.py --dataset digits --light"
     metrics = {"summary @ 0": [entry(json.dumps(summary(1, 80.0, 0.0)))]}
-    save(tmp_path / "old.json", {"name": "old", "num_workers": 1, "state": "finished", "command": command}, metrics)
-    rows = json.loads(call("compare", str(folder), str(tmp_path / "old.json"), "--json").stdout)["rows"]
+    save(
+        tmp_path / "old.json",
+        {"name": "old", "num_workers": 1, "state": "finished", "command": command},
+        metrics,
+    )
+    rows = json.loads(call("compare", str(folder), str(tmp_path / "old.json"), "--json").stdout)[
+        "rows"
+    ]
     assert [row["goal"] for row in rows] == ["Prec@1 >= 90"] * 3
     assert {row["label"].partition(",")[0] for row in rows} == {"adam", "sgd", "light goal"}
 
 
-def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(folder: Path, call: Call) -> None:
+def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(
+    folder: Path, call: Call
+) -> None:
     write_run(folder / "early", workers=1, algorithm="sgd", seed=3, finish=False, epochs=2)
     write_run(folder / "late", workers=1, algorithm="sgd", seed=4, finish=False)
     shown = call("compare", str(folder))
     assert (
-        "early has the state 'unfinished' and did not reach its goal (2 epochs, 20.0 s of training): left out"
-        in shown.stderr
-    )
+        "early has the state 'unfinished' and did not reach its "
+        "goal (2 epochs, 20.0 s of training): left out"
+    ) in shown.stderr
     assert f"late: {folder / 'late'} has no result.json: the run did not end" in shown.stderr
     assert shown.stdout.splitlines()[2].split()[:4] == ["sgd", "1", "3", "3"]
 
@@ -118,11 +139,16 @@ def test_prices(folder: Path, call: Call, tmp_path: Path) -> None:
     assert [row["price"] for row in rows] == pytest.approx([0.195, 0.345])
     content = json.loads(call(*options, "--machine", "box", "--spot").stdout)
     assert content["rows"][0]["price"] == pytest.approx(0.0195)
-    assert content["remarks"] == ["Price: one box for each worker, spot, 3.6 CHF an hour on 2026-01-01."]
+    assert content["remarks"] == [
+        "Price: one box for each worker, spot, 3.6 CHF an hour on 2026-01-01."
+    ]
     error = " ".join(call(*options, "--machine", "x", code=2).stderr.split())
     assert "the machine must be one of box, not 'x'" in error
     assert "--prices and --spot need --machine" in call(*options, code=2).stderr
-    assert [row["price"] for row in json.loads(call(*options[:2], "--json").stdout)["rows"]] == [None, None]
+    assert [row["price"] for row in json.loads(call(*options[:2], "--json").stdout)["rows"]] == [
+        None,
+        None,
+    ]
 
 
 def test_formats_and_files(folder: Path, call: Call, tmp_path: Path, no_drawing: None) -> None:
@@ -134,7 +160,10 @@ def test_formats_and_files(folder: Path, call: Call, tmp_path: Path, no_drawing:
     assert str(out / "overview.png") in shown.stderr
     (test,) = json.loads((out / "results.json").read_text())["tests"]
     assert (test["a"], test["b"], test["verdict"]) == ("adam", "sgd", "yes")
-    assert "baseline must be one of 'adam', 'sgd'" in call("compare", str(folder), "--baseline", "x", code=1).stderr
+    assert (
+        "baseline must be one of 'adam', 'sgd'"
+        in call("compare", str(folder), "--baseline", "x", code=1).stderr
+    )
 
 
 def test_verify(folder: Path, call: Call) -> None:
@@ -147,7 +176,8 @@ def test_verify(folder: Path, call: Call) -> None:
     found = json.loads(call("results", "verify", str(folder), "--json", code=1).stdout)
     assert [bool(problems) for problems in found.values()] == [False, False, True, False]
     (folder / "empty").mkdir()
-    assert "empty must be a result folder" in call("results", "verify", str(folder / "empty"), code=1).stderr
+    told = call("results", "verify", str(folder / "empty"), code=1).stderr
+    assert "empty is not a result folder and has none below it" in told
 
 
 def test_a_run_that_a_sweep_stopped_has_nothing_to_verify(folder: Path, call: Call) -> None:
@@ -158,7 +188,10 @@ def test_a_run_that_a_sweep_stopped_has_nothing_to_verify(folder: Path, call: Ca
     assert "result.json is missing" in call("results", "verify", str(folder), code=1).stdout
     (stopped / "run.json").write_text('{"outcome": "limit"}', encoding="utf-8")
     shown = call("results", "verify", str(folder)).stdout.splitlines()
-    assert shown[2:] == [f"{folder / 'sgd-1'}: ok", f"{stopped}: stopped at the limit, has no result"]
+    assert shown[2:] == [
+        f"{folder / 'sgd-1'}: ok",
+        f"{stopped}: stopped at the limit, has no result",
+    ]
 
 
 def reference(epochs: int) -> Reference:
@@ -171,7 +204,13 @@ def submission(tmp_path: Path, patch: pytest.MonkeyPatch) -> Path:
     """Five repeats that follow all rules, and the reference that they agree with."""
     patch.setattr(convergence, "load_references", lambda: [reference(3)])
     for seed in range(5):
-        write_run(tmp_path / "runs" / f"sgd-{seed}", workers=1, epoch_s=10.0 + seed, algorithm="sgd", seed=seed)
+        write_run(
+            tmp_path / "runs" / f"sgd-{seed}",
+            workers=1,
+            epoch_s=10.0 + seed,
+            algorithm="sgd",
+            seed=seed,
+        )
     return tmp_path / "runs"
 
 
@@ -203,18 +242,33 @@ def dirty(division: str) -> dict[str, Any]:
     ("runs", "line"),
     [
         ([{}], "fail: sgd, 1 worker: 1 run, at least 5 are required"),
-        ([{}, {"epoch_s": 12.0}], "fail: sgd, 1 worker: run-1 has the seed 0 of run-0: it counts once"),
-        ([{"seed": None}], "fail: sgd, 1 worker: the seed of every run must be recorded"),
-        ([{"environment": {}}], "fail: run-0: the commit of the source must be known: run it in a checkout"),
+        (
+            [{}, {"epoch_s": 12.0}],
+            "fail: sgd, 1 worker: run-1 has the seed 0 of run-0: it counts once",
+        ),
+        ([{"seed": None}], "fail: sgd, 1 worker: a run did not record its seed"),
+        ([{"environment": {}}], "fail: run-0: the commit of the source is not known: run it in a"),
         (
             [dirty("closed")],
-            "fail: run-0: the source is commit abababababab with the local difference cdcdcdcdcdcd: the",
+            (
+                "fail: run-0: the source is commit abababababab with "
+                "the local difference cdcdcdcdcdcd: the"
+            ),
         ),
-        ([dirty("open")], "cannot be checked: run-0: the source is commit abababababab with the local difference"),
+        (
+            [dirty("open")],
+            "cannot be checked: run-0: the source is commit abababababab with the local difference",
+        ),
         ([{"changed": ("lr",)}], "ok: run-0: open division, changed: lr"),
         ([{"accuracies": (80.0,)}], "fail: sgd, 1 worker: 0 of 1 runs reached the goal, not run-0"),
-        ([{"algorithm": "adam"}], "cannot be checked: adam, 1 worker: there is no convergence reference"),
-        ([{"seed": s, "accuracies": (91.0,)} for s in range(5)], "fail: sgd, 1 worker: suspiciously fast: 1.00 epochs"),
+        (
+            [{"algorithm": "adam"}],
+            "cannot be checked: adam, 1 worker: there is no convergence reference",
+        ),
+        (
+            [{"seed": s, "accuracies": (91.0,)} for s in range(5)],
+            "fail: sgd, 1 worker: suspiciously fast: 1.00 epochs",
+        ),
         (
             [{"seed": s, "accuracies": (1.0, 1.0, 1.0, 1.0, 91.0)} for s in range(4)],
             "ok: sgd, 1 worker: slow: 5.00 epochs to the goal, the reference allows",
@@ -227,7 +281,9 @@ def test_a_broken_rule_is_named(
 ) -> None:
     patch.setattr(convergence, "load_references", lambda: [reference(3)])
     for place, options in enumerate(runs):
-        write_run(tmp_path / f"run-{place}", workers=1, **{"algorithm": "sgd", "seed": 0, **options})
+        write_run(
+            tmp_path / f"run-{place}", workers=1, **{"algorithm": "sgd", "seed": 0, **options}
+        )
     result = call("results", "check", str(tmp_path), code=1)
     assert any(found.startswith(line) for found in result.stdout.splitlines()), result.stdout
     assert " checks failed" in result.stderr
@@ -238,18 +294,30 @@ def test_changed_files_and_phases_break_rules(submission: Path, call: Call) -> N
     lines = (submission / "sgd-2" / "metrics.jsonl").read_text().splitlines()
     end = json.loads(lines[-1])
     end["totals"]["compute_s"] *= 2
-    (submission / "sgd-2" / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(end)]) + "\n")
+    (submission / "sgd-2" / "metrics.jsonl").write_text(
+        "\n".join([*lines[:-1], json.dumps(end)]) + "\n"
+    )
     found = json.loads(call("results", "check", str(submission), "--json", code=1).stdout)
     failed = {each["subject"]: each["reason"] for each in found if each["status"] == "fail"}
-    assert failed["sgd-1"].startswith("it cannot be verified: times.rank_0.train_s of result.json is 1.0")
+    assert failed["sgd-1"].startswith(
+        "it cannot be verified: times.rank_0.train_s of result.json is 1.0"
+    )
     assert failed["sgd-2"].startswith("the sum of the phases exceeds the training time by 36.")
 
 
-def test_a_collection_is_one_page_with_links(folder: Path, call: Call, tmp_path: Path, no_drawing: None) -> None:
-    set_in(folder / "adam-1" / "environment.json", ["python", "main.py", "--seed", "1"], "command_line")
+def test_a_collection_is_one_page_with_links(
+    folder: Path, call: Call, tmp_path: Path, no_drawing: None
+) -> None:
+    set_in(
+        folder / "adam-1" / "environment.json", ["python", "main.py", "--seed", "1"], "command_line"
+    )
     out = tmp_path / "docs" / "digits"
-    shown = call("results", "collect", str(folder), "-o", str(out), "--title", "Digits | two").stdout
-    assert set(shown.split()) == {str(out / name) for name in ("index.md", "table.csv", "runs.csv", "results.json")}
+    shown = call(
+        "results", "collect", str(folder), "-o", str(out), "--title", "Digits | two"
+    ).stdout
+    assert set(shown.split()) == {
+        str(out / name) for name in ("index.md", "table.csv", "runs.csv", "results.json")
+    }
     page = (out / "index.md").read_text()
     assert page.startswith("# Digits \\| two\n\n4 runs, 2 of each configuration.")
     assert "- Machine: Model 7, 2 cores, 16 GiB\n" in page
@@ -259,17 +327,34 @@ def test_a_collection_is_one_page_with_links(folder: Path, call: Call, tmp_path:
     assert (out / "../../runs/adam-1/result.json").is_file()
     row = next(csv.DictReader((out / "runs.csv").read_text().splitlines()))
     assert (row["name"], row["seed"], row["time_to_goal_s"]) == ("adam-1", "1", "18.0")
-    call("results", "collect", str(folder), "-o", str(out), "--command", "mlbench run x\nmlbench run y")
+    call(
+        "results",
+        "collect",
+        str(folder),
+        "-o",
+        str(out),
+        "--command",
+        "mlbench run x\nmlbench run y",
+    )
     assert "```bash\nmlbench run x\nmlbench run y\n```" in (out / "index.md").read_text()
 
 
 def test_files_of_wait_are_collected(call: Call, tmp_path: Path) -> None:
     """One real drawing: the figures are on the page with their captions."""
     for workers, compute in ((1, 80.0), (2, 40.0)):
-        run = {"name": f"demo-{workers}", "num_workers": workers, "state": "finished", "command": "python x.py"}
-        metrics = {"summary @ 0": [entry(json.dumps(summary(workers, compute, 8.0 * (workers - 1))))]}
+        run = {
+            "name": f"demo-{workers}",
+            "num_workers": workers,
+            "state": "finished",
+            "command": "python x.py",
+        }
+        metrics = {
+            "summary @ 0": [entry(json.dumps(summary(workers, compute, 8.0 * (workers - 1))))]
+        }
         save(tmp_path / "runs" / f"demo-{workers}.json", run, metrics)
-    made = call("results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"), "--json").stdout
+    made = call(
+        "results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"), "--json"
+    ).stdout
     assert str(tmp_path / "page" / "index.md") in json.loads(made)["files"]
     page = (tmp_path / "page" / "index.md").read_text()
     assert "](speedup.png)" in page and "([SVG](speedup.svg))" in page

@@ -11,25 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import completion
+from mlbench_cli.commands import completion
 from mlbench_core.errors import MasterError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
 
-CODE = "import sys, mlbench_core.cli as cli\ntry: cli.main()\nfinally: "
+CODE = "import sys, mlbench_cli as cli\ntry: cli.main()\nfinally: "
 
 
 def complete(words: str, code: str = "pass") -> list[str]:
     """Complete the last word of a line, as the script of bash asks; ``code`` runs at the end."""
     environment = {**os.environ, "_MLBENCH_COMPLETE": "bash_complete", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split(" ")) - 1)
-    done = subprocess.run([sys.executable, "-c", CODE + code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE + code], env=environment, capture_output=True, text=True
+    )
     assert done.stderr == ""
     return [line.split(",", 1)[1] for line in done.stdout.splitlines() if line]
 
 
 def test_commands_and_options_are_completed_without_loading_commands() -> None:
-    loaded = "print('x,', [m for m in ('requests', 'mlbench_core.cli.runs') if m in sys.modules])"
+    loaded = (
+        "print('x,', [m for m in ('requests', 'mlbench_cli.commands.runs') if m in sys.modules])"
+    )
     assert complete("mlbench st", loaded) == ["status", "stop", " []"]
     assert complete("mlbench status --da") == ["--dashboard-url"]
     assert complete("mlbench run x 1 --task 1") == ["1a", "1b"]
@@ -46,7 +50,9 @@ def test_names_of_runs_are_completed(fake: FakeMaster, patch: pytest.MonkeyPatch
     assert complete(f"mlbench status -u {fake.url} demo-2") == ["demo-2"]
 
 
-def test_a_master_that_does_not_answer_does_not_hold_up_the_shell(patch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_does_not_answer_does_not_hold_up_the_shell(
+    patch: pytest.MonkeyPatch,
+) -> None:
     def connect(_: object) -> None:
         time.sleep(0.5)
         raise MasterError("too late")
@@ -73,9 +79,14 @@ def test_the_shell_accepts_its_script(shell: str, call: Call, tmp_path: Path) ->
 def test_bash_completes_the_name_of_a_run(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     fake.add("demo-1")
     program = tmp_path / "mlbench"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mlbench_core.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mlbench_cli "$@"\n')
     program.chmod(0o755)
     script = call("completion", "bash").stdout
-    ask = f"COMP_WORDS=(mlbench logs d); COMP_CWORD=2; _mlbench_completion {program}; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20)
+    ask = (
+        "COMP_WORDS=(mlbench logs d); COMP_CWORD=2; "
+        f"_mlbench_completion {program}; echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20
+    )
     assert (done.stdout, done.stderr) == ("demo-1\n", "")

@@ -17,16 +17,16 @@ pytest.importorskip("fastapi", reason="needs the extra 'master'")
 
 import uvicorn
 
-from mlbench_core.cli import imports
-from mlbench_core.results.load import load
+from mlbench_cli.commands import imports
+from mlbench_core.comparison.load import load
 from mlbench_core.results.upload import metrics_of
 from mlbench_master import create_app
 from tests.cli.conftest import Call
-from tests.master.helpers import IdleLauncher, wait_for
+from tests.master.helpers import IdleEngine, wait_for
 from tests.results.helpers import change, write_run
 
 
-class CountingLauncher(IdleLauncher):
+class CountingEngine(IdleEngine):
     """Starts nothing, and counts the wishes."""
 
     started = 0
@@ -37,14 +37,16 @@ class CountingLauncher(IdleLauncher):
 
 
 @pytest.fixture
-def launcher() -> CountingLauncher:
-    return CountingLauncher()
+def engine() -> CountingEngine:
+    return CountingEngine()
 
 
 @pytest.fixture
-def master(tmp_path: Path, launcher: CountingLauncher, patch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
+def master(
+    tmp_path: Path, engine: CountingEngine, patch: pytest.MonkeyPatch
+) -> Iterator[httpx.Client]:
     """A real server in a thread, which the environment names."""
-    app = create_app(data_dir=tmp_path / "data", launcher=launcher)
+    app = create_app(data_dir=tmp_path / "data", engine=engine)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -62,46 +64,76 @@ def master(tmp_path: Path, launcher: CountingLauncher, patch: pytest.MonkeyPatch
 
 
 def test_an_imported_run_is_like_any_other(
-    master: httpx.Client, launcher: CountingLauncher, call: Call, tmp_path: Path
+    master: httpx.Client, engine: CountingEngine, call: Call, tmp_path: Path
 ) -> None:
-    folder = write_run(tmp_path / "out" / "task1a" / "My run_7", backend="nccl", threads=3, light=True)
-    write_run(tmp_path / "out" / "task1a" / "missed", accuracies=(10.0, 20.0), threads=3, light=True)
+    folder = write_run(
+        tmp_path / "out" / "task1a" / "My run_7", backend="nccl", threads=3, light=True
+    )
+    write_run(
+        tmp_path / "out" / "task1a" / "missed", accuracies=(10.0, 20.0), threads=3, light=True
+    )
     told = call("import", str(tmp_path / "out"), "--json")
     added = json.loads(told.stdout)
-    assert [(entry["run"], entry["metrics"]) for entry in added] == [("my-run-7", 15), ("missed", 10)]
+    assert [(entry["run"], entry["metrics"]) for entry in added] == [
+        ("my-run-7", 15),
+        ("missed", 10),
+    ]
 
     run = master.get(f"runs/{added[0]['id']}/").json()
-    assert (run["name"], run["state"], run["num_workers"], run["backend"]) == ("my-run-7", "finished", 2, "nccl")
+    assert (run["name"], run["state"], run["num_workers"], run["backend"]) == (
+        "my-run-7",
+        "finished",
+        2,
+        "nccl",
+    )
     assert (run["num_cpus"], run["light_target"], run["job_metadata"]["notes"]) == (
         3, True, ["imported from a result folder"]
     )  # fmt: skip
     result = json.loads((folder / "result.json").read_text())
-    for name, written in (("created_at", "started_at"), ("started_at", "started_at"), ("finished_at", "ended_at")):
+    for name, written in (
+        ("created_at", "started_at"),
+        ("started_at", "started_at"),
+        ("finished_at", "ended_at"),
+    ):
         assert run[name] == result["run"][written].replace("+00:00", "Z"), name
     assert run["goal"]["reached"] and run["goal"]["time_to_goal_s"] == pytest.approx(30.1)
     assert run["goal_result"] == "90% reached in 30.0 seconds"
 
     metrics = master.get(f"metrics/{run['id']}/", params={"metric_type": "run"}).json()
     assert sorted(metrics) == [
-        "TaskResult @ 0", "goal @ 0", "result @ 0", "train_loss @ 0", "train_loss @ 1", "val_global_Prec@1 @ 0",
+        "TaskResult @ 0", "goal @ 0", "result @ 0", "train_loss @ 0", "train_loss @ 1",
+        "val_global_Prec@1 @ 0",
         "val_global_Prec@1 @ 1",
     ]  # fmt: skip
     raw = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    losses = [(line["time"][:26], line["value"]) for line in raw if line.get("name") == "train_loss" and line["rank"]]
-    assert [(entry["date"][:26], float(entry["value"])) for entry in metrics["train_loss @ 1"]] == losses
+    losses = [
+        (line["time"][:26], line["value"])
+        for line in raw
+        if line.get("name") == "train_loss" and line["rank"]
+    ]
+    assert [
+        (entry["date"][:26], float(entry["value"])) for entry in metrics["train_loss @ 1"]
+    ] == losses
 
     compared = json.loads(call("compare", "my-run-7", "missed", "--json").stdout)
-    assert [(row["workers"], row["reached"]) for row in compared["rows"]] == [(2, 0), (2, 1)], compared["rows"]
+    assert [(row["workers"], row["reached"]) for row in compared["rows"]] == [(2, 0), (2, 1)], (
+        compared["rows"]
+    )
     call("download", "my-run-7", "-o", str(tmp_path / "zip.zip"))
     with zipfile.ZipFile(tmp_path / "zip.zip") as archive:
         assert json.loads(archive.read("result.json")) == result
     [record] = load([tmp_path / "zip.zip"])
     assert record.time_to_goal_s == pytest.approx(30.1)
-    assert master.get(f"{str(master.base_url).removesuffix('api/')}runs/{run['id']}/").status_code == 200
-    assert launcher.started == 0
+    assert (
+        master.get(f"{str(master.base_url).removesuffix('api/')}runs/{run['id']}/").status_code
+        == 200
+    )
+    assert engine.started == 0
 
 
-def test_a_run_is_imported_once_and_names_are_unique(master: httpx.Client, call: Call, tmp_path: Path) -> None:
+def test_a_run_is_imported_once_and_names_are_unique(
+    master: httpx.Client, call: Call, tmp_path: Path
+) -> None:
     first = write_run(tmp_path / "a" / ("x" * 70))
     second = write_run(tmp_path / "b" / ("x" * 70))
     assert f"added as {'x' * 63} (id 1," in call("import", str(first)).stdout
@@ -118,7 +150,9 @@ def test_a_damaged_folder_needs_force(master: httpx.Client, call: Call, tmp_path
     changed = write_run(tmp_path / "changed")
     change(changed / "metrics.jsonl", '"value":80.0', '"value":81.0')
     told = call("import", str(tmp_path), code=1)
-    assert "metrics.jsonl was changed" in told.stderr and "--force adds it nevertheless" in told.stderr
+    assert (
+        "metrics.jsonl was changed" in told.stderr and "--force adds it nevertheless" in told.stderr
+    )
     assert master.get("runs/").json() == []
     call("import", str(tmp_path), "--force")
 
@@ -129,7 +163,11 @@ def test_a_damaged_folder_needs_force(master: httpx.Client, call: Call, tmp_path
     assert "result.json is missing" in call("import", str(killed), code=1).stderr
     call("import", str(killed), "--force")
     run = master.get("runs/2/").json()
-    assert (run["name"], run["state"], run["job_metadata"]["reason"][:7]) == ("killed", "failed", "2 of 2 ")
+    assert (run["name"], run["state"], run["job_metadata"]["reason"][:7]) == (
+        "killed",
+        "failed",
+        "2 of 2 ",
+    )
     metrics = master.get("metrics/2/", params={"metric_type": "run"}).json()
     assert [entry["value"] for entry in metrics["val_loss @ 0"]] == ["nan"]
     call("compare", "killed", "changed", "--json")
@@ -168,17 +206,20 @@ def test_refused_metrics_leave_no_run_behind(
     assert master.get("runs/").json() == []
 
 
-def test_the_api_names_wrong_fields_and_starts_nothing(master: httpx.Client, launcher: CountingLauncher) -> None:
+def test_the_api_names_wrong_fields_and_starts_nothing(
+    master: httpx.Client, engine: CountingEngine
+) -> None:
     good = {
         "fingerprint": "0" * 64, "name": "r", "state": "finished", "num_workers": 1,
         "created_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T00:01:00Z",
     }  # fmt: skip
     for name, value in [
         ("fingerprint", "0" * 63), ("fingerprint", "%" * 64), ("name", "<b>"), ("state", "started"),
-        ("state", "initialized"), ("created_at", 5), ("finished_at", None), ("num_workers", 0), ("command", "\x00"),
+        ("state", "initialized"), ("created_at", 5), ("finished_at", None), ("num_workers", 0),
+         ("command", "\x00"),
     ]:  # fmt: skip
         answer = master.post("runs/import/", json={**good, name: value})
         assert (answer.status_code, name in answer.json()["message"]) == (400, True), answer.text
     assert master.post("runs/import/", json=good).status_code == 201
     assert master.post("runs/import/", data=good).json()["id"] == 1
-    assert launcher.started == 0
+    assert engine.started == 0

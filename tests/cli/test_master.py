@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _embedded
-from mlbench_core.cli._client import MasterClient
+from mlbench_cli import _embedded
+from mlbench_cli._client import MasterClient
 from mlbench_core.client import settings
 from mlbench_core.client.masters import find_credentials, read_record, remember_master, start_mark
 from mlbench_core.errors import MasterError, MissingDependencyError
@@ -36,25 +36,41 @@ def real_master() -> Iterator[None]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mlbench_core.cli", *arguments]
+    return [sys.executable, "-m", "mlbench_cli", *arguments]
 
 
-def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call: Call, tmp_path: Path) -> None:
+def test_run_with_the_embedded_master_from_start_to_stop(
+    real_master: None, call: Call, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n")
     line = f"{sys.executable} {script}"
-    own = ("--image", "custom_image", "--command", line, "--num-cpus", "0.5", "--output", str(tmp_path / "out"))
+    own = (
+        "--image",
+        "custom_image",
+        "--command",
+        line,
+        "--num-cpus",
+        "0.5",
+        "--output",
+        str(tmp_path / "out"),
+    )
     result = call("run", "x", "1", "2", *own, "--wait", "--json", "--", "--a", "b c")
     assert "started the master: http://127.0.0.1:" in result.stderr
     assert "it ends after 30 minutes without a run or a request" in result.stderr
-    assert [item["state"] for item in json.loads(result.stdout)["results"]] == ["finished", "finished"]
+    assert [item["state"] for item in json.loads(result.stdout)["results"]] == [
+        "finished",
+        "finished",
+    ]
     assert "[0] rank 0 ['--a', 'b c']" in call("logs", "x-1").stdout
     assert "[1] rank 1 ['--a', 'b c']" in call("logs", "x-2", "--follow").stdout
     assert {"x-1.json", "x-2.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
     call("download", "x-2", "-o", str(tmp_path / "x-2.zip"))
 
     failing = f'{sys.executable} -c "import sys; sys.exit(\\"no data here\\")"'
-    result = call("run", "y", "1", "--command", failing, "--wait", "--output", str(tmp_path / "y"), code=1)
+    result = call(
+        "run", "y", "1", "--command", failing, "--wait", "--output", str(tmp_path / "y"), code=1
+    )
     assert "started the master" not in result.stderr, "the one that runs is used"
     assert "no data here" in result.stderr
     assert result.stderr.endswith("mlbench: run y-1 failed\n")
@@ -62,7 +78,10 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
     known = settings.read(settings.MASTER)
     assert call("get-dashboard-url").stdout == f"{known['url']}\n"
     assert "a master with the same data runs at" in call("master", code=1).stderr
-    assert json.loads(call("master", "--stop", "--json").stdout) == {"url": known["url"], "pid": known["pid"]}
+    assert json.loads(call("master", "--stop", "--json").stdout) == {
+        "url": known["url"],
+        "pid": known["pid"],
+    }
     assert "--json needs --stop" in call("master", "--json", code=2).stderr
     assert start_mark(known["pid"]) is None
     assert "no embedded master is running" in call("master", "--stop", code=1).stderr
@@ -72,7 +91,10 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
 def test_two_runs_at_once_start_one_master(real_master: None) -> None:
     both = [
         subprocess.Popen(
-            command("run", name, "1", "--command", "true"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command("run", name, "1", "--command", "true"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in ("a", "b")
     ]
@@ -92,7 +114,9 @@ def test_foreground_master_is_found_and_ends_on_ctrl_c(real_master: None, call: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen(command("master", "--port", str(port)), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("master", "--port", str(port)), stderr=subprocess.PIPE, text=True
+    )
     try:
         pause = threading.Event()
         for _ in range(600):
@@ -124,11 +148,15 @@ def test_no_loopback_address_needs_a_token(call: Call) -> None:
     with socket.socket() as busy:
         busy.bind(("0.0.0.0", 0))
         busy.listen()
-        error = call("master", "--host", "127.0.0.2", "--port", str(busy.getsockname()[1]), code=1).stderr
+        error = call(
+            "master", "--host", "127.0.0.2", "--port", str(busy.getsockname()[1]), code=1
+        ).stderr
     assert "cannot listen on 127.0.0.2" in error
 
 
-@pytest.mark.parametrize("arguments", [("--host", "0.0.0.0"), ("--port", "-1"), ("--port", "70000")])
+@pytest.mark.parametrize(
+    "arguments", [("--host", "0.0.0.0"), ("--port", "-1"), ("--port", "70000")]
+)
 def test_master_used_wrongly(arguments: tuple[str, ...], call: Call) -> None:
     call("master", *arguments, code=2)
 
@@ -137,7 +165,9 @@ def test_missing_extra_has_the_pip_line(call: Call, patch: pytest.MonkeyPatch) -
     patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="'fastapi'"):
         _embedded.check_installed()
-    patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None if name == "jinja2" else name)
+    patch.setattr(
+        _embedded.importlib.util, "find_spec", lambda name: None if name == "jinja2" else name
+    )
     with pytest.raises(MissingDependencyError, match="'jinja2'"):
         _embedded.check_installed()
     patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None)
@@ -149,7 +179,9 @@ def test_master_that_dies_at_its_start_says_why(call: Call, patch: pytest.Monkey
     patch.setattr(_embedded, "check_installed", lambda: None)
     dying = [sys.executable, "-c", "raise SystemExit('disk full')"]
     patch.setattr(_embedded, "master_command", lambda *_: dying)
-    with pytest.raises(MasterError, match=r"ended at its start: disk full \(all of it: .*master\.log\)"):
+    with pytest.raises(
+        MasterError, match=r"ended at its start: disk full \(all of it: .*master\.log\)"
+    ):
         _embedded.find_or_start()
     assert settings.read(settings.MASTER) == {}
 
@@ -157,7 +189,8 @@ def test_master_that_dies_at_its_start_says_why(call: Call, patch: pytest.Monkey
 def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(
     real_master: None, patch: pytest.MonkeyPatch
 ) -> None:
-    """Another program takes the port that was found free; the master ends, and starts at another port."""
+    """Another program takes the port that was found free; the master ends, and starts at another
+    port."""
     ports = [free_port(), free_port()]
     started: list[int] = []
     real_command = _embedded.master_command
@@ -195,7 +228,9 @@ def test_order_of_places(fake: FakeMaster, patch: pytest.MonkeyPatch) -> None:
     assert _embedded.find().token == "t"
 
 
-def test_recorded_master_that_is_gone_does_not_count(fake: FakeMaster, patch: pytest.MonkeyPatch) -> None:
+def test_recorded_master_that_is_gone_does_not_count(
+    fake: FakeMaster, patch: pytest.MonkeyPatch
+) -> None:
     patch.delenv("MLBENCH_MASTER_URL")
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()

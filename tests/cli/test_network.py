@@ -16,7 +16,9 @@ from tests.cli.conftest import Call
 def test_the_list_has_every_name(call: Call) -> None:
     lines = [line.split() for line in call("network", "list").stdout.splitlines()]
     assert [line[0] for line in lines[1:]] == list(NETWORKS)
-    assert [known["name"] for known in json.loads(call("network", "list", "--json").stdout)] == list(NETWORKS)
+    assert [
+        known["name"] for known in json.loads(call("network", "list", "--json").stdout)
+    ] == list(NETWORKS)
 
 
 def test_show_describes_a_name_and_a_text(call: Call) -> None:
@@ -28,7 +30,11 @@ def test_show_describes_a_name_and_a_text(call: Call) -> None:
     assert "links:        no limit, round trip 5 ms, jitter 1 ms, loss 2 %" in shown
     assert "host 1:       10mbit" in shown
     found = json.loads(call("network", "show", "--json", "100mbit,21ms").stdout)
-    assert (found["text"], found["link"]["round_trip_s"], found["source"]) == ("100mbit,21ms", 0.021, None)
+    assert (found["text"], found["link"]["round_trip_s"], found["source"]) == (
+        "100mbit,21ms",
+        0.021,
+        None,
+    )
 
 
 def test_a_wrong_network_is_a_wrong_use(call: Call) -> None:
@@ -44,7 +50,9 @@ def measured(patch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
         calls.append((str(network), hosts))
         network.check_hosts(hosts or 2)
         paths = (
-            PathReport(0, 1, Link(10**8, 0.02, 0.002, 0.001), 95e6, 0.0204, (0.0185, 0.0217), 0.0015),
+            PathReport(
+                0, 1, Link(10**8, 0.02, 0.002, 0.001), 95e6, 0.0204, (0.0185, 0.0217), 0.0015
+            ),
             PathReport(0, 2, Link(None), 5e9, 0.0001, (0.0001, 0.0001), None),
         )
         machine = {"cores": 2, "load": 0.1, "congestion_control": "cubic", "root": True}
@@ -70,13 +78,18 @@ def test_test_prints_what_was_asked_beside_what_was_measured(
         "all all-reduce of 1,000 B 500.00 ms",
         "its bus bandwidth 9.1 Mbit/s",
     ]
-    assert "3 hosts on 2 cores, load 0.1 at the start, TCP congestion control cubic" in answer.stderr
+    assert (
+        "3 hosts on 2 cores, load 0.1 at the start, TCP congestion control cubic" in answer.stderr
+    )
     found = json.loads(call("network", "test", "lan-1g", "--json").stdout)
     assert (found["network"], found["paths"][0]["loss"]) == ("1gbit", 0.0015)
 
 
 def test_test_refuses_a_number_of_hosts(call: Call, measured: list[tuple[str, int | None]]) -> None:
-    assert "must be 4 (2 racks of 2), not 3" in call("network", "test", "two-racks", "--hosts", "3", code=2).stderr
+    assert (
+        "must be 4 (2 racks of 2), not 3"
+        in call("network", "test", "two-racks", "--hosts", "3", code=2).stderr
+    )
 
 
 def test_clean_names_what_it_removed(call: Call, patch: pytest.MonkeyPatch) -> None:

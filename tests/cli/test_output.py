@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _output
-from mlbench_core.cli.runs import _cell
-from mlbench_core.results.load import save
+from mlbench_cli import _output
+from mlbench_cli.commands.runs import _cell
+from mlbench_core.comparison.load import save
 
 LONG = '{"mean": 1.0, "spread": 0.5, "values": [' + ", ".join(map(str, range(100))) + "]}"
 
@@ -22,7 +22,10 @@ def test_a_terminal_gets_no_line_wider_than_itself(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "72")
-    rows = [("summary @ 0", LONG, "2026-01-01 00:00:00"), ("loss @ 0", "0.5", "2026-01-01 00:00:00")]
+    rows = [
+        ("summary @ 0", LONG, "2026-01-01 00:00:00"),
+        ("loss @ 0", "0.5", "2026-01-01 00:00:00"),
+    ]
     _output.print_table(("METRIC", "LATEST", "DATE"), rows)
     _output.print_field("command", f"python main.py {'--option value ' * 30}")
     _output.print_field("image", "task1a")
@@ -32,7 +35,9 @@ def test_a_terminal_gets_no_line_wider_than_itself(
     assert lines[4].startswith(" " * 14) and lines[-1] == "image:        task1a"
 
 
-def test_a_pipe_gets_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "72")
     _output.print_table(("METRIC", "LATEST"), [("summary @ 0", LONG)])
     assert LONG in capsys.readouterr().out
@@ -48,9 +53,12 @@ def test_files_of_results_have_the_mode_of_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zone", "text"), [("UTC", "2026-01-31 12:00:00 +00:00"), ("IST-5:30", "2026-01-31 17:30:00 +05:30")]
+    ("zone", "text"),
+    [("UTC", "2026-01-31 12:00:00 +00:00"), ("IST-5:30", "2026-01-31 17:30:00 +05:30")],
 )
-def test_dates_in_tables_are_local_with_their_offset(zone: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dates_in_tables_are_local_with_their_offset(
+    zone: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:

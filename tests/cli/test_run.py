@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli import _embedded, _follow, _wait
-from mlbench_core.cli import run as run_module
+from mlbench_cli import _embedded, _follow, _wait
+from mlbench_cli.commands import run as run_module
 from mlbench_core.client import settings
+from mlbench_core.comparison.load import load
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.results.folder import FILES, verify_folder
-from mlbench_core.results.load import load
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import get_task
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
@@ -23,7 +24,20 @@ from tests.results.helpers import write_run
 
 
 def test_several_numbers_start_several_runs(fake: FakeMaster, call: Call) -> None:
-    text = call("run", "demo", "1", "2", "--task", "task1a", "--num-cpus", "1", "--light", "--", "--dataset", "digits")
+    text = call(
+        "run",
+        "demo",
+        "1",
+        "2",
+        "--task",
+        "task1a",
+        "--num-cpus",
+        "1",
+        "--light",
+        "--",
+        "--dataset",
+        "digits",
+    )
     assert [(r["name"], r["num_workers"]) for r in fake.requests] == [("demo-1", 1), ("demo-2", 2)]
     assert fake.requests[0] == {
         "name": "demo-1",
@@ -44,7 +58,20 @@ def test_one_number_names_the_run_too(fake: FakeMaster, call: Call) -> None:
 
 
 def test_custom_image(fake: FakeMaster, call: Call) -> None:
-    call("run", "own", "1", "--image", "me/img:1", "--command", "python x.py", "--backend", "mpi", "--", "--a", "b c")
+    call(
+        "run",
+        "own",
+        "1",
+        "--image",
+        "me/img:1",
+        "--command",
+        "python x.py",
+        "--backend",
+        "mpi",
+        "--",
+        "--a",
+        "b c",
+    )
     request = fake.requests[0]
     assert request["image_name"] == "custom_image"
     assert request["custom_image_name"] == "me/img:1"
@@ -55,8 +82,16 @@ def test_custom_image(fake: FakeMaster, call: Call) -> None:
 def test_custom_command_without_an_image(fake: FakeMaster, call: Call) -> None:
     call("run", "bare", "1", "--command", "true", "-g", "-l", "-c", "3")
     call("run", "same", "1", "--image", "custom_image", "--command", "true", "-g", "-l", "-c", "3")
-    wanted = {"command": "true", "num_workers": 1, "backend": "gloo", "gpu_enabled": True, "light_target": True}
-    assert fake.requests == [wanted | {"name": name, "num_cpus": 3.0} for name in ("bare-1", "same-1")]
+    wanted = {
+        "command": "true",
+        "num_workers": 1,
+        "backend": "gloo",
+        "gpu_enabled": True,
+        "light_target": True,
+    }
+    assert fake.requests == [
+        wanted | {"name": name, "num_cpus": 3.0} for name in ("bare-1", "same-1")
+    ]
 
 
 def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call) -> None:
@@ -66,18 +101,38 @@ def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call)
         for repeat in (1, 2, 3)
         for workers in (1, 2)
     ]
-    call("run", "own", "1", "--command", "python -m x", "--repeats", "2", "--seed", "7", "--", "--s={seed}", "{rank}")
-    assert [r["command"] for r in fake.requests[6:]] == [f"python -m x --s={seed} '{{rank}}'" for seed in (7, 8)]
+    call(
+        "run",
+        "own",
+        "1",
+        "--command",
+        "python -m x",
+        "--repeats",
+        "2",
+        "--seed",
+        "7",
+        "--",
+        "--s={seed}",
+        "{rank}",
+    )
+    assert [r["command"] for r in fake.requests[6:]] == [
+        f"python -m x --s={seed} '{{rank}}'" for seed in (7, 8)
+    ]
     call("run", "one", "1", "--task", "1a", "--seed", "5")
     call("run", "bare", "1", "--command", "x --seed {seed}")
     assert (fake.requests[-2]["name"], fake.requests[-2]["arguments"]) == ("one-1", ["--seed", "5"])
     assert fake.requests[-1]["command"] == "x --seed 42"
 
 
-def test_an_unknown_placeholder_is_refused_with_the_known_ones(fake: FakeMaster, call: Call) -> None:
-    result = call("run", "own", "1", "--command", "train --rank {rank} --size {num_workers}", code=2)
-    assert "must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{num_workers}'" in " ".join(
-        result.stderr.split()
+def test_an_unknown_placeholder_is_refused_with_the_known_ones(
+    fake: FakeMaster, call: Call
+) -> None:
+    result = call(
+        "run", "own", "1", "--command", "train --rank {rank} --size {num_workers}", code=2
+    )
+    assert (
+        "must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{num_workers}'"
+        in " ".join(result.stderr.split())
     )
     assert fake.requests == []
     call("run", "own", "1", "--command", "sh -c 'echo ${HOME}' {run_id}", "--", "--file={epoch}")
@@ -93,14 +148,33 @@ def test_the_folder_and_the_environment_of_a_call_reach_the_master(
     patch.setenv("MINE", "a b")
     (tmp_path / "data").mkdir()
     call("run", "plain", "1", "--command", "python train.py")
-    call("run", "other", "1", "--task", "1a", "--cwd", "data", "--env", "MINE", "--env", "NEW=x=y", "--oversubscribe")
+    call(
+        "run",
+        "other",
+        "1",
+        "--task",
+        "1a",
+        "--cwd",
+        "data",
+        "--env",
+        "MINE",
+        "--env",
+        "NEW=x=y",
+        "--oversubscribe",
+    )
     call("run", "image", "1", "--image", "me/mine:1", "--command", "x")
     plain, other, image = fake.requests
-    sent = [caller and (caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers]
+    sent = [
+        caller and (caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers
+    ]
     assert sent == [(str(tmp_path), "Ring"), (str(tmp_path / "data"), "Ring"), None]
     assert "MINE" not in fake.callers[0]["environment"]  # type: ignore[index]
     # A script is found in the folder of the call, under the name that the user gave.
-    assert (plain["command"], plain.get("cwd"), plain.get("environment")) == ("python train.py", None, None)
+    assert (plain["command"], plain.get("cwd"), plain.get("environment")) == (
+        "python train.py",
+        None,
+        None,
+    )
     assert (other["cwd"], other["oversubscribe"]) == (str(tmp_path / "data"), True)
     assert other["environment"] == {"MINE": "a b", "NEW": "x=y"}
     assert image.keys().isdisjoint({"cwd", "environment", "oversubscribe"})
@@ -109,7 +183,10 @@ def test_the_folder_and_the_environment_of_a_call_reach_the_master(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--command", "exec python x"], "not 'exec': no shell runs it, so write bash -c 'exec ...'"),
+        (
+            ["--command", "exec python x"],
+            "not 'exec': no shell runs it, so write bash -c 'exec ...'",
+        ),
         (["--command", "cd /tmp"], "not 'cd': no shell runs it"),
         (["--command", "A=1 python x"], "not 'A=1': no shell runs it, so write env A=1 ..."),
         (["--command", "true && true"], "'&&' is for a shell: write bash -c '...'"),
@@ -117,9 +194,15 @@ def test_the_folder_and_the_environment_of_a_call_reach_the_master(
         (["--command", "true > log"], "'>' is for a shell"),
         (["--command", "true 2>&1"], "'2>&1' is for a shell"),
         (["--command", "true | cat"], "'|' is for a shell"),
-        (["--command", "true", "--env", "NOT_SET_HERE"], "NOT_SET_HERE must be set here, or be given with a value"),
-        (["--command", "true", "--env", "RANK=1"], "must be one that MLBench does not set itself, not RANK"),
-        (["--command", "true", "--env", "=1"], "the name of a variable must be letters, digits and '_'"),
+        (["--command", "true", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here: set it"),
+        (
+            ["--command", "true", "--env", "RANK=1"],
+            "must be one that MLBench does not set itself, not RANK",
+        ),
+        (
+            ["--command", "true", "--env", "=1"],
+            "the name of a variable must be letters, digits and '_'",
+        ),
     ],
 )
 def test_a_command_for_a_shell_and_a_wrong_variable_are_refused_at_the_call(
@@ -129,8 +212,12 @@ def test_a_command_for_a_shell_and_a_wrong_variable_are_refused_at_the_call(
     assert fake.requests == []
 
 
-@pytest.mark.parametrize("command", ["bash -c 'a && b; c > d'", 'python -c "a; b | c"', "echo a\\|b", "x --sep=; y&z"])
-def test_quoted_characters_of_a_shell_are_no_shell(fake: FakeMaster, call: Call, command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["bash -c 'a && b; c > d'", 'python -c "a; b | c"', "echo a\\|b", "x --sep=; y&z"]
+)
+def test_quoted_characters_of_a_shell_are_no_shell(
+    fake: FakeMaster, call: Call, command: str
+) -> None:
     if command.startswith("x"):
         command = command.replace("; ", " ")
     call("run", "demo", "1", "--command", command)
@@ -152,24 +239,46 @@ def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     assert [request.get("exclusive") for request in fake.requests] == [True, None]
 
 
-def test_the_text_of_a_network_reaches_the_master(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+def test_the_text_of_a_network_reaches_the_master(
+    fake: FakeMaster, call: Call, tmp_path: Path
+) -> None:
     file = tmp_path / "lab.toml"
     file.write_text("[link]\nbandwidth = '1gbit'\nround_trip = '5ms'\n")
     call("run", "named", "2", "--task", "1a", "--network", "wan-transatlantic")
     call("run", "filed", "2", "--task", "1a", "--network", str(file))
     call("run", "plain", "2", "--task", "1a")
-    assert [request.get("network") for request in fake.requests] == ["127mbit,90ms", "1gbit,5ms", None]
-    assert "did you mean 'lan-1g'" in call("run", "a", "2", "--task", "1a", "--network", "lan1g", code=2).stderr
+    assert [request.get("network") for request in fake.requests] == [
+        "127mbit,90ms",
+        "1gbit,5ms",
+        None,
+    ]
+    assert (
+        "did you mean 'lan-1g'"
+        in call("run", "a", "2", "--task", "1a", "--network", "lan1g", code=2).stderr
+    )
 
 
 def test_the_options_of_the_engine_reach_the_master(fake: FakeMaster, call: Call) -> None:
-    call("run", "demo", "1", "--task", "1a", "--engine", "local", "--engine-options", "--time 1:00 '--comment=a b'")
+    call(
+        "run",
+        "demo",
+        "1",
+        "--task",
+        "1a",
+        "--engine",
+        "local",
+        "--engine-options",
+        "--time 1:00 '--comment=a b'",
+    )
     assert fake.requests[-1]["engine_options"] == ["--time", "1:00", "--comment=a b"]
 
 
 def test_a_master_with_another_engine_is_refused(fake: FakeMaster, call: Call) -> None:
     result = call("run", "demo", "1", "--task", "1a", "--engine", "slurm", code=1)
-    assert f"the master at {fake.url} starts runs with the engine local, not slurm: stop it with" in result.stderr
+    assert (
+        f"the master at {fake.url} starts runs with the engine local, not slurm: stop it with"
+        in result.stderr
+    )
     assert fake.runs == {}
 
 
@@ -186,7 +295,10 @@ def test_a_master_that_is_started_gets_the_engine(patch: pytest.MonkeyPatch) -> 
     for engine in ("slurm", None):
         with pytest.raises(OSError):
             _embedded.find_or_start(engine=engine)
-    assert [command[-2:] for command in started] == [["--launcher", "slurm"], ["--end-when-idle", "1800"]]
+    assert [command[-2:] for command in started] == [
+        ["--engine", "slurm"],
+        ["--end-when-idle", "1800"],
+    ]
 
 
 def test_wait_pools_repeats_and_keeps_their_result_folders(
@@ -197,11 +309,24 @@ def test_wait_pools_repeats_and_keeps_their_result_folders(
 
     def run_of(item: dict[str, Any]) -> Path:
         seed = int(item["name"][-1])
-        return write_run(tmp_path / "master" / item["name"], workers=1, epoch_s=10.0 + seed, seed=seed)
+        return write_run(
+            tmp_path / "master" / item["name"], workers=1, epoch_s=10.0 + seed, seed=seed
+        )
 
     fake.result_folder = run_of
     out = tmp_path / "out"
-    arguments = ("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(out))
+    arguments = (
+        "run",
+        "demo",
+        "1",
+        "--task",
+        "1a",
+        "--repeats",
+        "2",
+        "--wait",
+        "--output",
+        str(out),
+    )
     shown = call(*arguments).stdout.splitlines()
     assert shown[0].split()[:5] == ["CONFIGURATION", "WORKERS", "N", "REACHED", "MISSED"]
     assert shown[1].split()[:6] == ["centralized_sgd", "1", "2", "2", "0", "34.50"]
@@ -211,14 +336,33 @@ def test_wait_pools_repeats_and_keeps_their_result_folders(
     assert len(load([out])) == 2, "the JSON file of a run is not a second run"
     content = json.loads(call(*arguments, "--replace", "--json").stdout)
     assert content["comparison"]["rows"][0]["mean_s"] == 34.5
-    assert [result["folder"] for result in content["results"]] == [str(out / f"demo-1-r{k}") for k in (1, 2)]
+    assert [result["folder"] for result in content["results"]] == [
+        str(out / f"demo-1-r{k}") for k in (1, 2)
+    ]
 
 
-def test_a_result_folder_that_is_lost_is_an_error_after_the_table(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+def test_a_result_folder_that_is_lost_is_an_error_after_the_table(
+    fake: FakeMaster, call: Call, tmp_path: Path
+) -> None:
     fake.cut_download = True
-    result = call("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(tmp_path), code=1)
+    result = call(
+        "run",
+        "demo",
+        "1",
+        "--task",
+        "1a",
+        "--repeats",
+        "2",
+        "--wait",
+        "--output",
+        str(tmp_path),
+        code=1,
+    )
     assert "no result folder of demo-1-r1: " in result.stderr
-    assert [path.name for path in sorted(tmp_path.glob("demo*"))] == ["demo-1-r1.json", "demo-1-r2.json"]
+    assert [path.name for path in sorted(tmp_path.glob("demo*"))] == [
+        "demo-1-r1.json",
+        "demo-1-r2.json",
+    ]
     assert "81.50" in result.stdout
 
 
@@ -236,7 +380,9 @@ def test_a_container_is_an_option_of_the_engine_and_finds_the_script_in_its_imag
     assert second["engine_options"] == ["--container", "docker"]
 
 
-def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_notes_of_the_master_are_shown(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     create = fake._create
 
     def create_with_note(body: dict[str, Any]) -> tuple[int, Any]:
@@ -253,31 +399,58 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
     [
         ([], "the name is missing: give NAME"),
         (["demo"], "the number of workers is missing: give NUM_WORKERS"),
-        (["demo", "1"], "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND"),
+        (
+            ["demo", "1"],
+            "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND",
+        ),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
-        (["demo", "1", "--task", "1a", "--dataset", "digits"], "Options of the script come after '--'."),
+        (
+            ["demo", "1", "--task", "1a", "--dataset", "digits"],
+            "Options of the script come after '--'.",
+        ),
         (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 1b, 2a, 3a, 4a, 4b, not '9z'"),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
-        (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
-        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl needs GPUs: give each worker a GPU (--gpu)"),
+        (
+            ["demo", "1", "--task", "1a", "--backend", "pigeon"],
+            "'pigeon' is not one of 'gloo', 'nccl', 'mpi'",
+        ),
+        (
+            ["demo", "1", "--task", "1a", "--backend", "nccl"],
+            "nccl needs GPUs: give each worker a GPU (--gpu)",
+        ),
         (["Demo_X", "1", "--task", "1a"], "the name of a run must be 1 to 63 lowercase letters"),
         (["a" * 62, "1000", "--task", "1a"], "the name of a run must be"),
         (["demo", "1", "--task", "1a", "--output", "x"], "--output needs --wait"),
         (["demo", "1", "--task", "1a", "--num-cpus", "0"], "0.0 is not in the range"),
-        (["demo", "1", "--task", "1a", "--num-cpus", "nan"], "'nan' must be a positive number of cores"),
-        (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
+        (
+            ["demo", "1", "--task", "1a", "--num-cpus", "nan"],
+            "'nan' must be a positive number of cores",
+        ),
+        (
+            ["demo", "1", "--task", "1a", "--num-cpus", "inf"],
+            "'inf' must be a positive number of cores",
+        ),
         (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
         (["demo", "1", "--task", "1a", "--repeats", "0"], "0 is not in the range"),
-        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, hosts, kubernetes, slurm"),
-        (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
+        (
+            ["demo", "1", "--task", "1a", "--engine", "lsf"],
+            "'lsf' must be one of local, hosts, kubernetes, slurm",
+        ),
+        (
+            ["demo", "1", "--task", "1a", "--engine-options", "'a"],
+            "the engine options must be quoted as for a shell",
+        ),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (
             ["demo", "1", "--command", "python x.py"],
-            f"--command must name a script that exists, not {Path.cwd() / 'x.py'}",
+            f"the script {Path.cwd() / 'x.py'} does not exist: give its path from this folder",
         ),
-        (["demo", "1", "--command", "true", "--repeats", "2"], "--repeats needs {seed} in the command"),
+        (
+            ["demo", "1", "--command", "true", "--repeats", "2"],
+            "--repeats needs {seed} in the command",
+        ),
         (["demo", "1", "--command", "true", "--seed", "2"], "--seed needs {seed} in the command"),
         (
             ["demo", "1", "--task", "1a", "--repeats", "2", "--", "--seed", "3"],
@@ -287,7 +460,10 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
             ["demo", "1", "--task", "1a", "--seed", "2", "--", "--seed=3"],
             "--seed among the arguments of the script cannot be given with --seed",
         ),
-        (["demo", "1", "--task", "0", "--repeats", "2"], "--repeats cannot be given with task 0: it only measures"),
+        (
+            ["demo", "1", "--task", "0", "--repeats", "2"],
+            "--repeats cannot be given with task 0: it only measures",
+        ),
     ],
 )
 def test_wrong_use_is_status_2_and_starts_nothing(
@@ -297,7 +473,9 @@ def test_wrong_use_is_status_2_and_starts_nothing(
     assert fake.requests == []
 
 
-def test_asks_on_a_terminal_and_remembers(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_asks_on_a_terminal_and_remembers(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     patch.setattr(run_module, "_interactive", lambda: True)
     call("run", input="first\n1 2\n1a\nmpi\n")
     assert [r["name"] for r in fake.requests] == ["first-1", "first-2"]
@@ -341,13 +519,17 @@ def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_request_that_is_refused_replaces_nothing(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_refused_replaces_nothing(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     call("run", "demo", "1", "2", "--task", "1a")
     before = {run["name"]: run["id"] for run in fake.runs.values()}
     real = fake._create
 
     def refuse_two(body: Any) -> Any:
-        return (400, {"message": "num_workers: too many"}) if body["num_workers"] == 2 else real(body)
+        return (
+            (400, {"message": "num_workers: too many"}) if body["num_workers"] == 2 else real(body)
+        )
 
     patch.setattr(fake, "_create", refuse_two)
     assert "too many" in call("run", "demo", "1", "2", "--task", "1a", "--replace", code=1).stderr
@@ -357,14 +539,19 @@ def test_a_request_that_is_refused_replaces_nothing(fake: FakeMaster, call: Call
 def test_name_in_use_starts_nothing_unless_replaced(fake: FakeMaster, call: Call) -> None:
     fake.add("demo-2")
     error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
-    assert error == ("mlbench: run demo-2 exists already: choose another NAME, or give --replace to delete it first\n")
+    assert error == (
+        "mlbench: run demo-2 exists already: choose another "
+        "NAME, or give --replace to delete it first\n"
+    )
     assert fake.requests == []
     call("run", "demo", "1", "2", "--task", "1a", "--replace")
     assert fake.deleted == [1]
     assert [r["name"] for r in fake.requests] == ["demo-1", "demo-2"]
 
 
-def test_refusal_says_what_was_started_before(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_refusal_says_what_was_started_before(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     create = fake._create
 
     def refuse_two(body: dict[str, Any]) -> tuple[int, Any]:
@@ -378,8 +565,12 @@ def test_refusal_says_what_was_started_before(fake: FakeMaster, call: Call, patc
     assert f"mlbench: num_workers: too many (HTTP 400 from {fake.url})" in error
 
 
-def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
-    result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
+def test_wait_shows_progress_table_results_and_chart(
+    fake: FakeMaster, call: Call, tmp_path: Path
+) -> None:
+    result = call(
+        "run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path / "out")
+    )
     progress = [line.split("] ", 1)[1] for line in result.stderr.splitlines()]
     assert "demo-1: started, 2 epochs done, Prec@1 60 of 80" in progress
     assert "demo-2: finished, 2 epochs done, Prec@1 60 of 80" in progress
@@ -404,14 +595,27 @@ def test_a_chart_that_cannot_be_drawn_is_one_line(
     def fail(*_: object) -> None:
         raise RuntimeError("no\nfont")
 
-    patch.setattr("mlbench_core.cli.charts.draw_overview", fail)
+    patch.setattr("mlbench_cli.commands.charts.draw_overview", fail)
     result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
     assert result.stderr.splitlines()[-1] == "no chart: RuntimeError: no font"
     assert result.stdout.splitlines()[1].split()[:4] == ["demo-1", "1", "yes", "81.5"]
 
 
-def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
-    call_ = ("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), "--json", "--")
+def test_wait_hides_the_goal_of_data_it_does_not_know(
+    fake: FakeMaster, call: Call, tmp_path: Path
+) -> None:
+    call_ = (
+        "run",
+        "demo",
+        "1",
+        "--task",
+        "1a",
+        "--wait",
+        "--output",
+        str(tmp_path),
+        "--json",
+        "--",
+    )
     result = call(*call_, "--dataset", "faces")
     assert "Prec@1 60\n" in result.stderr
     assert json.loads(result.stdout)["results"][0]["total_s"] == 81.5
@@ -430,10 +634,12 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Ca
         ("4b", "--dataset faces", None),
     ],
 )
-def test_the_goal_shown_is_that_of_the_data_and_the_preset(key: str, options: str, threshold: float | None) -> None:
+def test_the_goal_shown_is_that_of_the_data_and_the_preset(
+    key: str, options: str, threshold: float | None
+) -> None:
     goal = run_module._goal(get_task(key), False, options.split())
     assert goal is not None
-    assert goal.threshold == threshold
+    assert goal.aim.threshold == threshold
 
 
 def test_wait_fails_with_the_end_of_the_log(
@@ -471,7 +677,9 @@ def test_interrupt_leaves_the_runs_alone(
         raise KeyboardInterrupt
 
     patch.setattr(_wait, "wait_for", interrupted)
-    result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
+    result = call(
+        "run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1
+    )
     assert "the runs continue ('mlbench stop demo-1 demo-2' stops them)" in result.stderr
     assert fake.deleted == []
 
@@ -484,17 +692,24 @@ def test_wait_fails_if_metrics_are_missing(
 
     def add_incomplete(*arguments: Any, **metrics: Any) -> int:
         run_id = add(*arguments, **metrics)
-        fake.runs[run_id]["job_metadata"] = {"missing_metrics": "metrics are missing: 3 that a worker could not keep"}
+        fake.runs[run_id]["job_metadata"] = {
+            "missing_metrics": "metrics are missing: 3 that a worker could not keep"
+        }
         return run_id
 
     patch.setattr(fake, "add", add_incomplete)
-    error = call("run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1).stderr
+    error = call(
+        "run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1
+    ).stderr
     assert error.endswith(
-        "mlbench: results of run x-1 are incomplete: metrics are missing: 3 that a worker could not keep\n"
+        "mlbench: results of run x-1 are incomplete: metrics are "
+        "missing: 3 that a worker could not keep\n"
     )
 
 
-def test_wait_fails_if_output_is_lost(fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+def test_wait_fails_if_output_is_lost(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
     add, lost = fake.add, "7 lines of output could not be written: No space left on device"
 
     def add_incomplete(*arguments: Any, **metrics: Any) -> int:
@@ -503,14 +718,16 @@ def test_wait_fails_if_output_is_lost(fake: FakeMaster, call: Call, tmp_path: Pa
         return run_id
 
     patch.setattr(fake, "add", add_incomplete)
-    error = call("run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1).stderr
+    error = call(
+        "run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1
+    ).stderr
     assert error.endswith(f"mlbench: run x-1 finished, but {lost}\n")
 
 
 def test_wait_survives_a_master_that_is_away_for_a_while(
     fake: FakeMaster, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mlbench_core.cli._client import MasterClient
+    from mlbench_cli._client import MasterClient
 
     run_id = fake.add("a-1")
     real, calls = MasterClient.run, []
@@ -532,8 +749,10 @@ def test_wait_survives_a_master_that_is_away_for_a_while(
             _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], None)
 
 
-def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:
-    from mlbench_core.cli._client import MasterClient
+def test_wait_finds_a_metric_to_show_without_a_task(
+    fake: FakeMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlbench_cli._client import MasterClient
 
     run_id = fake.add("a-1", val_global_F1=0.5)
     fake.metrics[run_id]["val_global_F1 @ 0"].append(entry(0.75))
@@ -545,14 +764,16 @@ def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: py
 @pytest.mark.parametrize(
     ("value", "goal", "fraction"),
     [
-        (40.0, _wait.Goal("Prec@1", 80.0), 0.5),
-        (90.0, _wait.Goal("Prec@1", 80.0), 1.0),
-        (140.0, _wait.Goal("Perplexity", 70.0, minimize=True), 0.5),
-        (None, _wait.Goal("Prec@1", 80.0), 0.0),
+        (40.0, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 0.5),
+        (90.0, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 1.0),
+        (140.0, _wait.Goal(GoalAim("val_global_Perplexity", 70.0, minimize=True)), 0.5),
+        (None, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 0.0),
         (40.0, None, 0.0),
     ],
 )
-def test_fraction_of_the_goal(value: float | None, goal: _wait.Goal | None, fraction: float) -> None:
+def test_fraction_of_the_goal(
+    value: float | None, goal: _wait.Goal | None, fraction: float
+) -> None:
     assert _wait.Progress("a", "started", value=value, goal=goal).fraction == fraction
 
 
@@ -567,14 +788,16 @@ def test_fraction_of_the_goal(value: float | None, goal: _wait.Goal | None, frac
         ("4a", "--epochs 3", None),
     ],
 )
-def test_the_largest_number_of_epochs_is_that_of_the_script(key: str, options: str, most: int | None) -> None:
+def test_the_largest_number_of_epochs_is_that_of_the_script(
+    key: str, options: str, most: int | None
+) -> None:
     goal = run_module._goal(get_task(key), False, options.split())
     assert goal is not None
     assert goal.max_epochs == most
 
 
 def test_time_left_is_a_bound_of_a_run_that_runs() -> None:
-    goal = _wait.Goal("Prec@1", 80.0, max_epochs=10)
+    goal = _wait.Goal(GoalAim("val_global_Prec@1", 80.0), max_epochs=10)
     running = _wait.Progress("a", "started", 4, "Prec@1", 60.0, goal, epoch_s=2.5)
     assert running.most_left_s == 15.0
     assert dataclasses.replace(running, epochs=12).most_left_s == 0.0
@@ -582,7 +805,9 @@ def test_time_left_is_a_bound_of_a_run_that_runs() -> None:
     assert [dataclasses.replace(running, **change).most_left_s for change in unknown] == [None] * 3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("entries", [[entry(1.0)], [entry(1.0), {"value": "2"}], [entry(1.0), {"date": "today"}]])
+@pytest.mark.parametrize(
+    "entries", [[entry(1.0)], [entry(1.0), {"value": "2"}], [entry(1.0), {"date": "today"}]]
+)
 def test_a_rate_needs_two_dates(entries: list[dict[str, Any]]) -> None:
     assert _wait._epoch_s(entries) is None
 
@@ -595,12 +820,18 @@ def test_wait_says_what_a_run_waits_for_and_that_it_was_stopped(
     def create_waiting(body: dict[str, Any]) -> tuple[int, Any]:
         status, made = create(body)
         fake.states[made["id"]] = ["initialized", "failed"]
-        reason = "waits for run x, which is exclusive" if body["num_workers"] == 1 else "stopped by a user"
+        reason = (
+            "waits for run x, which is exclusive"
+            if body["num_workers"] == 1
+            else "stopped by a user"
+        )
         fake.runs[made["id"]]["job_metadata"] = {"reason": reason}
         return status, made
 
     patch.setattr(fake, "_create", create_waiting)
-    text = call("run", "a", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1).stderr
+    text = call(
+        "run", "a", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1
+    ).stderr
     assert "a-1: initialized, waits for run x, which is exclusive\n" in text
     assert text.endswith("mlbench: run a-1 failed; run a-2 stopped\n")
 
@@ -612,14 +843,25 @@ def test_wait_says_what_a_run_waits_for_and_that_it_was_stopped(
         ({"threshold": None}, "Brier 0.25"),
         # A goal on a value of one worker, and messages that no tracker sends.
         ({"metric": "train_loss"}, "Prec@1 60"),
-        ({"threshold": "low"}, "Prec@1 60"),
+        ({"threshold": "low"}, "Brier 0.25"),
         ({"max_epochs": float("inf")}, "Prec@1 60"),
     ],
 )
 def test_wait_shows_the_goal_of_a_script_of_your_own(
-    change: dict[str, Any], shown: str, fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    shown: str,
+    fake: FakeMaster,
+    call: Call,
+    tmp_path: Path,
+    patch: pytest.MonkeyPatch,
 ) -> None:
-    plan = {"metric": "val_global_Brier", "threshold": 0.1, "minimize": True, "max_epochs": 5, **change}
+    plan = {
+        "metric": "val_global_Brier",
+        "threshold": 0.1,
+        "minimize": True,
+        "max_epochs": 5,
+        **change,
+    }
     create = fake._create
 
     def create_with_plan(body: dict[str, Any]) -> tuple[int, Any]:

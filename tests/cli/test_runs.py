@@ -1,4 +1,5 @@
-"""status, logs, stop, delete, download against a fake master; the failures that every command shares."""
+"""status, logs, stop, delete, download against a fake master; the failures that every command
+shares."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from mlbench_core.cli import _client
+from mlbench_cli import _client
 from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError
 from tests.cli.conftest import Call
@@ -25,8 +26,13 @@ def test_status_lists_runs(fake: FakeMaster, call: Call) -> None:
     assert lines[0].split() == ["RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"]
     # In local time, with the offset from UTC.
     day, clock, offset = lines[2].split()[5:8]
-    assert datetime.fromisoformat(f"{day}T{clock}{offset}") == datetime(2024, 5, 1, 10, tzinfo=timezone.utc)
-    assert (lines[2].split()[:5], lines[2].split()[8:]) == (["a-2", "2", "finished", "2", "gloo"], ["-"])
+    assert datetime.fromisoformat(f"{day}T{clock}{offset}") == datetime(
+        2024, 5, 1, 10, tzinfo=timezone.utc
+    )
+    assert (lines[2].split()[:5], lines[2].split()[8:]) == (
+        ["a-2", "2", "finished", "2", "gloo"],
+        ["-"],
+    )
     assert [run["name"] for run in json.loads(call("status", "--json").stdout)] == ["a-1", "a-2"]
 
 
@@ -46,7 +52,9 @@ def test_status_of_a_run_that_failed_says_why(fake: FakeMaster, call: Call) -> N
     run_id = fake.add("a-1", state="failed")
     assert "reason" not in call("status", "a-1").stdout
     fake.runs[run_id]["job_metadata"] = {"reason": "worker 1 failed: exit status 1"}
-    assert "reason:       worker 1 failed: exit status 1" in call("status", "a-1").stdout.splitlines()
+    assert (
+        "reason:       worker 1 failed: exit status 1" in call("status", "a-1").stdout.splitlines()
+    )
 
 
 def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) -> None:
@@ -69,10 +77,22 @@ def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) ->
         ("summary", "summary @ 0"),
     ],
 )
-def test_a_metric_is_found_without_prefix_and_rank(asked: str, name: str, fake: FakeMaster, call: Call) -> None:
+def test_a_metric_is_found_without_prefix_and_rank(
+    asked: str, name: str, fake: FakeMaster, call: Call
+) -> None:
     run_id = fake.add("a-1")
-    names = ("train_Prec@1", "val_Prec@1", "val_global_Prec@1", "train_lr", "summary", "train_x", "val_x")
-    fake.metrics[run_id] = {f"{known} @ 0": [entry(known)] for known in names} | {"loss @ 1": [entry("loss")]}
+    names = (
+        "train_Prec@1",
+        "val_Prec@1",
+        "val_global_Prec@1",
+        "train_lr",
+        "summary",
+        "train_x",
+        "val_x",
+    )
+    fake.metrics[run_id] = {f"{known} @ 0": [entry(known)] for known in names} | {
+        "loss @ 1": [entry("loss")]
+    }
     assert list(json.loads(call("status", "a-1", "-m", asked, "--json").stdout)) == [name]
     told = call("status", "a-1", "-m", asked)
     assert (f"{asked} is {name}\n" == told.stderr) == (asked != name)
@@ -88,14 +108,18 @@ def test_unknown_run_names_the_known_ones(fake: FakeMaster, call: Call) -> None:
 
 def test_names_and_logs_cannot_drive_the_terminal(fake: FakeMaster, call: Call) -> None:
     run_id = fake.add("a-1", evil="\x1b]0;title\x07\x1b[2Jx")
-    fake.lines[run_id] = [{"rank": 0, "stream": "stdout", "text": "\x1b[31mred\x1b[0m", "date": "d"}]
+    fake.lines[run_id] = [
+        {"rank": 0, "stream": "stdout", "text": "\x1b[31mred\x1b[0m", "date": "d"}
+    ]
     assert "\x1b" not in call("status", "a-1").stdout
     assert call("logs", "a-1").stdout == "[0] red\n"
 
 
 def test_logs_come_whole_in_pages(fake: FakeMaster, call: Call) -> None:
     run_id = fake.add("a-2", 2)
-    fake.lines[run_id] = [{"rank": i % 2, "stream": "stdout", "text": f"line {i}", "date": "d"} for i in range(5)]
+    fake.lines[run_id] = [
+        {"rank": i % 2, "stream": "stdout", "text": f"line {i}", "date": "d"} for i in range(5)
+    ]
     assert call("logs", "a-2").stdout.splitlines() == [f"[{i % 2}] line {i}" for i in range(5)]
     lines = [json.loads(line) for line in call("logs", "a-2", "--json").stdout.splitlines()]
     assert [line["text"] for line in lines] == [f"line {i}" for i in range(5)]
@@ -112,7 +136,9 @@ def test_logs_are_filtered_by_the_master(fake: FakeMaster, call: Call) -> None:
     call("logs", "a-1", "--stream", "both", code=2)
 
 
-def test_logs_follow_until_the_run_ends(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_logs_follow_until_the_run_ends(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     run_id = fake.add("a-1", state="started")
     fake.states[run_id] = ["started", "started", "finished"]
     whole = _client.MasterClient.run
@@ -122,13 +148,20 @@ def test_logs_follow_until_the_run_ends(fake: FakeMaster, call: Call, patch: pyt
         return whole(client, wanted)
 
     patch.setattr(_client.MasterClient, "run", grow)
-    assert call("logs", "a-1", "--follow").stdout.splitlines() == ["[0] line 0", "[0] line 1", "[0] line 2"]
+    assert call("logs", "a-1", "--follow").stdout.splitlines() == [
+        "[0] line 0",
+        "[0] line 1",
+        "[0] line 2",
+    ]
 
 
 def test_stop_keeps_and_delete_removes(fake: FakeMaster, call: Call) -> None:
     fake.add("a-1", state="started")
     fake.add("b-1")
-    assert call("stop", "a-1", "b-1").stdout.splitlines() == ["stopped a-1", "b-1 has ended already (finished)"]
+    assert call("stop", "a-1", "b-1").stdout.splitlines() == [
+        "stopped a-1",
+        "b-1 has ended already (finished)",
+    ]
     assert fake.runs[1]["state"] == "failed"
     assert "nothing deleted" in call("delete", "a-1", input="n\n").stderr
     assert fake.deleted == []
@@ -161,7 +194,10 @@ def test_stop_and_delete_as_json(fake: FakeMaster, call: Call) -> None:
     fake.add("a-1", state="started")
     fake.add("b-1", state="finished")
     stopped = json.loads(call("stop", "a-1", "b-1", "--json").stdout)
-    assert [(run["name"], run["state"]) for run in stopped] == [("a-1", "failed"), ("b-1", "finished")]
+    assert [(run["name"], run["state"]) for run in stopped] == [
+        ("a-1", "failed"),
+        ("b-1", "finished"),
+    ]
     assert json.loads(call("delete", "a-1", "--json", input="n\n").stdout) == []
     assert json.loads(call("delete", "a-1", "b-1", "--yes", "--json").stdout) == [
         {"id": 1, "name": "a-1"},
@@ -175,11 +211,16 @@ def test_delete_of_an_unknown_run_deletes_nothing(fake: FakeMaster, call: Call) 
     assert fake.deleted == []
 
 
-def test_download_writes_a_zip(fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+def test_download_writes_a_zip(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
     patch.chdir(tmp_path)
     fake.add("a-1", train_loss=0.5)
     call("download", "a-1")
-    assert json.loads(zipfile.ZipFile("a-1.zip").read("result_train_loss @ 0.json"))[0]["value"] == "0.5"
+    assert (
+        json.loads(zipfile.ZipFile("a-1.zip").read("result_train_loss @ 0.json"))[0]["value"]
+        == "0.5"
+    )
     told = json.loads(call("download", "a-1", "-o", "sub/x.zip", "--json").stdout)
     assert told["file"] == str(tmp_path / "sub/x.zip")
     assert told["size_bytes"] == Path("sub/x.zip").stat().st_size
@@ -195,7 +236,9 @@ def test_broken_download_leaves_the_old_file(fake: FakeMaster, call: Call, tmp_p
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_token_is_sent_from_the_environment(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent_from_the_environment(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     fake.token = "secret"
     assert "needs a token (HTTP 401): set MLBENCH_TOKEN" in call("status", code=1).stderr
     patch.setenv("MLBENCH_TOKEN", "wrong")
@@ -221,7 +264,10 @@ def test_refused_connection(call: Call) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     error = call("status", "--dashboard-url", f"127.0.0.1:{port}", code=1).stderr
-    assert error == f"mlbench: cannot reach the master at http://127.0.0.1:{port}: connection refused; is it running?\n"
+    assert error == (
+        f"mlbench: cannot reach the master at http://127.0.0.1:{port}: "
+        "connection refused; is it running?\n"
+    )
 
 
 def test_silent_master_times_out() -> None:
@@ -263,14 +309,22 @@ def test_a_run_that_a_user_stopped_is_shown_as_stopped(fake: FakeMaster, call: C
     fake.add("a-1", state="started")
     fake.add("b-1", state="failed")
     call("stop", "a-1")
-    assert [line.split()[2] for line in call("status").stdout.splitlines()[1:]] == ["stopped", "failed"]
+    assert [line.split()[2] for line in call("status").stdout.splitlines()[1:]] == [
+        "stopped",
+        "failed",
+    ]
     shown = call("status", "a-1").stdout.splitlines()
     assert "state:        stopped" in shown and "reason:       stopped by a user" in shown
     assert call("stop", "a-1").stdout == "a-1 has ended already (stopped)\n"
-    assert json.loads(call("status", "a-1", "--json").stdout)["run"]["state"] == "failed", "as in the API"
+    assert json.loads(call("status", "a-1", "--json").stdout)["run"]["state"] == "failed", (
+        "as in the API"
+    )
 
 
 def test_status_says_what_a_run_waits_for(fake: FakeMaster, call: Call) -> None:
     run_id = fake.add("a-1", state="initialized")
     fake.runs[run_id]["job_metadata"] = {"reason": "waits for run b-1, which is exclusive"}
-    assert "reason:       waits for run b-1, which is exclusive" in call("status", "a-1").stdout.splitlines()
+    assert (
+        "reason:       waits for run b-1, which is exclusive"
+        in call("status", "a-1").stdout.splitlines()
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import sweep as module
+from mlbench_cli.commands import sweep as module
 from mlbench_core.sweep import runner
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
@@ -30,9 +30,21 @@ def file(tmp_path: Path, patch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lab.toml"
 
 
-def test_a_dry_run_shows_the_plan_and_starts_nothing(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
-    lines = call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run").stdout.splitlines()
-    assert lines[1].split() == ["centralized-sgd-1-s42", "centralized_sgd", "1", "-", "42", "to", "run"]
+def test_a_dry_run_shows_the_plan_and_starts_nothing(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
+    lines = call(
+        "sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run"
+    ).stdout.splitlines()
+    assert lines[1].split() == [
+        "centralized-sgd-1-s42",
+        "centralized_sgd",
+        "1",
+        "-",
+        "42",
+        "to",
+        "run",
+    ]
     assert lines[-2:] == [
         "runs:         4, of which 0 are done and 4 are to run",
         "at limit:     8:12 if every run reaches the limit, and its validations and last epochs",
@@ -40,7 +52,9 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(fake: FakeMaster, call: Cal
     assert fake.requests == [] and not (tmp_path / "out").exists()
 
 
-def test_a_sweep_runs_and_is_not_repeated(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_runs_and_is_not_repeated(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
     arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
     shown = call(*arguments)
     assert [line.split() for line in shown.stdout.splitlines()[2:5]] == [
@@ -61,13 +75,20 @@ def test_the_workers_of_a_sweep_start_in_the_folder_of_its_file(
 ) -> None:
     patch.setenv("NCCL_ALGO", "Ring")
     call("sweep", str(file), "--output", str(tmp_path / "out"))
-    places = {(caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers if caller}
+    places = {
+        (caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers if caller
+    }
     assert (places, len(fake.callers)) == ({(str(tmp_path), "Ring")}, 4)
     # They are not part of a run, which a call from another folder may continue.
-    assert all("caller" not in json.dumps(json.loads(path.read_text())) for path in (tmp_path / "out").rglob("*.json"))
+    assert all(
+        "caller" not in json.dumps(json.loads(path.read_text()))
+        for path in (tmp_path / "out").rglob("*.json")
+    )
 
 
-def test_a_sweep_with_too_many_workers_starts_no_run(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_with_too_many_workers_starts_no_run(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
     fake.most_workers = 1
     error = call("sweep", str(file), "--output", str(tmp_path / "out"), code=1).stderr
     assert "the number of workers must be at most 1 at" in error
@@ -84,11 +105,16 @@ def test_a_sweep_that_begins_with_a_byte_order_mark_is_read(
     call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run")
 
 
-def test_failed_runs_are_the_error(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+def test_failed_runs_are_the_error(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
     fake.final_state = "failed"
     arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
     result = call(*arguments, code=1)
-    assert f"mlbench: 4 of 4 runs failed (see {tmp_path}/out/failed): centralized-sgd-1-s42 (failed)" in result.stderr
+    assert (
+        f"mlbench: 4 of 4 runs failed (see {tmp_path}/out/failed): centralized-sgd-1-s42 (failed)"
+        in result.stderr
+    )
     content = json.loads(call(*arguments, "--dry-run", "--json").stdout)
     assert content["left"]["runs"] == 4, "each is tried again once"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_cli.commands import env as env_module
 from mlbench_core import __version__
-from mlbench_core.cli import env as env_module
 from mlbench_core.tasks import TASKS
 from tests.cli.conftest import Call
 
@@ -48,7 +48,9 @@ def test_env_describes_torch() -> None:
         ("print('x')", "does not load"),
     ],
 )
-def test_env_says_why_torch_does_not_load(code: str, problem: str, patch: pytest.MonkeyPatch) -> None:
+def test_env_says_why_torch_does_not_load(
+    code: str, problem: str, patch: pytest.MonkeyPatch
+) -> None:
     patch.setattr(env_module, "_ASK_TORCH", code)
     assert problem in env_module._torch()["problem"]
     patch.setattr(env_module, "_ASK_TORCH", "while True: pass")
@@ -66,7 +68,9 @@ def test_env_says_why_torch_does_not_load(code: str, problem: str, patch: pytest
         ),
     ],
 )
-def test_env_says_if_torchvision_loads(code: str, shown: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+def test_env_says_if_torchvision_loads(
+    code: str, shown: str, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torchvision.py").write_text(code)
     patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert env_module._torch()["torchvision"] == shown

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli._live import live_table
-from mlbench_core.cli._progress import Progress
+from mlbench_cli._wait import Progress, live_table
 from tests.cli.fake_master import FakeMaster
 from tests.cli.terminal import CTRL_C, on_terminal
 
 RUN = ("run", "demo", "1", "2", "--task", "1a", "--wait", "--output")
-QUICK = "import mlbench_core.cli._wait as w; w.POLL_S = 0.3"
+QUICK = "import mlbench_cli._wait as w; w.POLL_S = 0.3"
 QUESTION = "Stop the runs, too?"
 CONTINUE = "stopped waiting; the runs continue ('mlbench stop demo-1 demo-2' stops them)"
 
@@ -51,7 +50,9 @@ def test_ctrl_c_asks_if_the_runs_should_stop(
     assert [run["state"] for run in endless.runs.values()] == stopped
 
 
-def test_progress_is_a_live_table(fake: FakeMaster, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_live_table(
+    fake: FakeMaster, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
     fake.states = {}
     create = fake._create
 
@@ -60,7 +61,9 @@ def test_progress_is_a_live_table(fake: FakeMaster, tmp_path: Path, patch: pytes
         run_id = answer[1]["id"]
         dates = [{"date": f"2024-05-01T10:00:{s:02d}.500000Z"} for s in (0, 30)]
         name = "val_global_Prec@1 @ 0"
-        fake.metrics[run_id][name] = [{**a, **b} for a, b in zip(fake.metrics[run_id][name], dates, strict=True)]
+        fake.metrics[run_id][name] = [
+            {**a, **b} for a, b in zip(fake.metrics[run_id][name], dates, strict=True)
+        ]
         return answer
 
     patch.setattr(fake, "_create", create_with_dates)
@@ -71,21 +74,32 @@ def test_progress_is_a_live_table(fake: FakeMaster, tmp_path: Path, patch: pytes
     header, first, second = [line.split() for line in seen.shown.replace("\r", "").splitlines()[:3]]
     assert header == ["RUN", "GOAL", "METRIC", "EPOCH", "S/EPOCH", "TIME", "STATE"]
     assert [first[0], second[0]] == ["demo-1", "demo-2"]
-    last = next(line for line in reversed(seen.shown.splitlines()) if "demo-1" in line and "Prec@1" in line)
+    last = next(
+        line for line in reversed(seen.shown.splitlines()) if "demo-1" in line and "Prec@1" in line
+    )
     assert last.split()[-1] == "finished"
     assert "Prec@1 60 of 80" in last and "2/4" in last and "30.0" in last
     assert "demo-1: started" not in seen.shown, "no plain lines"
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(fake: FakeMaster, tmp_path: Path) -> None:
-    with on_terminal(*RUN, str(tmp_path), setup=f"import os; os.environ['TERM'] = 'dumb'; {QUICK}") as seen:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    fake: FakeMaster, tmp_path: Path
+) -> None:
+    with on_terminal(
+        *RUN, str(tmp_path), setup=f"import os; os.environ['TERM'] = 'dumb'; {QUICK}"
+    ) as seen:
         assert seen.end() == 0
     assert "demo-1: started, 2 epochs done" in seen.shown
 
 
 def test_prompts_ask_for_everything_that_is_missing(fake: FakeMaster) -> None:
     with on_terminal("run") as seen:
-        for question, answer in (("Name", "demo"), ("Number of workers", "1 2"), ("Task", "1"), ("Backend", "gloo")):
+        for question, answer in (
+            ("Name", "demo"),
+            ("Number of workers", "1 2"),
+            ("Task", "1"),
+            ("Backend", "gloo"),
+        ):
             seen.read_until(f"{question}")
             seen.read_until(": ")
             seen.type(f"{answer}\n")
@@ -96,7 +110,9 @@ def test_prompts_ask_for_everything_that_is_missing(fake: FakeMaster) -> None:
     ]
 
 
-def test_the_reason_of_a_waiting_run_is_above_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_waiting_run_is_above_the_live_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     waiting = Progress("a-1", reason="waits for run b-1, which is exclusive")
     with live_table() as show:
         show([waiting])

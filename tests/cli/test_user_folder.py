@@ -15,9 +15,9 @@ import pytest
 from mlbench_core.client.masters import read_record
 from tests.cli.fake_master import FakeMaster
 
-MLBENCH = [sys.executable, "-m", "mlbench_core.cli"]
+MLBENCH = [sys.executable, "-m", "mlbench_cli"]
 # The script that pip installs, whose first place for modules is its own folder.
-INSTALLED = [sys.executable, "-P", "-m", "mlbench_core.cli"] if sys.version_info >= (3, 11) else MLBENCH
+INSTALLED = [sys.executable, "-P", "-m", "mlbench_cli"] if sys.version_info >= (3, 11) else MLBENCH
 
 
 @pytest.fixture
@@ -25,7 +25,18 @@ def user_folder(tmp_path: Path) -> Path:
     """A folder with files that have names of modules."""
     folder = tmp_path / "user"
     folder.mkdir()
-    names = ("click", "queue", "select", "torch", "numpy", "matplotlib", "requests", "psutil", "pydantic", "fastapi")
+    names = (
+        "click",
+        "queue",
+        "select",
+        "torch",
+        "numpy",
+        "matplotlib",
+        "requests",
+        "psutil",
+        "pydantic",
+        "fastapi",
+    )
     for name in names:
         (folder / f"{name}.py").write_text(f"raise SystemExit('took {name}.py')")
     return folder
@@ -41,15 +52,23 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     subprocess.run([*MLBENCH, "master", "--stop"], capture_output=True, check=False)
 
 
-def mlbench(*arguments: str, command: list[str] = MLBENCH, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, **options)
+def mlbench(
+    *arguments: str, command: list[str] = MLBENCH, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, **options
+    )
 
 
 @pytest.mark.parametrize("path", ["", ".", "{folder}", ".:"])
-def test_no_program_imports_a_module_of_the_users_folder(user_folder: Path, own_home: Path, path: str) -> None:
+def test_no_program_imports_a_module_of_the_users_folder(
+    user_folder: Path, own_home: Path, path: str
+) -> None:
     environment = {**os.environ, "PYTHONPATH": path.format(folder=user_folder)}
     (user_folder / "show.py").write_text("import sys\nprint('path', sys.path[0])\n")
-    done = mlbench("run", "a", "1", "--command", "python show.py", "--wait", cwd=user_folder, env=environment)
+    done = mlbench(
+        "run", "a", "1", "--command", "python show.py", "--wait", cwd=user_folder, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert read_record() is not None
     said = mlbench("logs", "a-1", cwd=user_folder, env=environment)
@@ -65,11 +84,14 @@ def test_a_run_is_one_of_its_call(tmp_path: Path, own_home: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "second" / "values.txt").write_text("here")
     (tmp_path / "second" / "show.py").write_text(
-        "import os\nprint(*(os.environ.get(name) for name in ('NCCL_ALGO', 'HF_TOKEN', 'CHOSEN')))\n"
-        "print(open('values.txt').read(), os.getcwd())\n"
+        "import os\nprint(*(os.environ.get(name) for name in ('NCCL_ALGO', 'HF_TOKEN', "
+        "'CHOSEN')))\nprint(open('values.txt').read(), os.getcwd())\n"
     )
     first = {**os.environ, "NCCL_ALGO": "Ring", "HF_TOKEN": "of-the-first"}
-    assert mlbench("run", "a", "1", "--command", "true", cwd=tmp_path / "first", env=first).returncode == 0
+    assert (
+        mlbench("run", "a", "1", "--command", "true", cwd=tmp_path / "first", env=first).returncode
+        == 0
+    )
     second = {**os.environ, "NCCL_ALGO": "Tree"}
     second.pop("HF_TOKEN", None)
     command = ("run", "b", "1", "--wait", "--env", "CHOSEN=a b", "--command")
@@ -77,20 +99,30 @@ def test_a_run_is_one_of_its_call(tmp_path: Path, own_home: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = mlbench("logs", "b-1").stdout.splitlines()
     assert "[0] Tree None a b" in said and f"[0] here {tmp_path / 'second'}" in said
-    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == ["mlbench-results", "show.py", "values.txt"]
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
+        "mlbench-results",
+        "show.py",
+        "values.txt",
+    ]
 
 
 @pytest.fixture
 def said(fake: FakeMaster) -> FakeMaster:
     """A master whose run wrote characters that few encodings have."""
     run_id = fake.add("demo-1")
-    fake.lines[run_id] = [{"rank": 0, "stream": "stdout", "text": f"損失 é {n}", "date": ""} for n in range(3000)]
+    fake.lines[run_id] = [
+        {"rank": 0, "stream": "stdout", "text": f"損失 é {n}", "date": ""} for n in range(3000)
+    ]
     return fake
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
-@pytest.mark.parametrize("command", ["logs demo-1", "logs demo-1 --json", "status", "status demo-1 --json", "tasks"])
-def test_characters_that_the_terminal_lacks_are_replaced(said: FakeMaster, encoding: str, command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["logs demo-1", "logs demo-1 --json", "status", "status demo-1 --json", "tasks"]
+)
+def test_characters_that_the_terminal_lacks_are_replaced(
+    said: FakeMaster, encoding: str, command: str
+) -> None:
     done = subprocess.run(
         [*MLBENCH, *command.split()],
         env={**os.environ, "PYTHONIOENCODING": encoding},
@@ -104,24 +136,37 @@ def test_characters_that_the_terminal_lacks_are_replaced(said: FakeMaster, encod
         assert text.splitlines()[0] == f"[0] {wanted} 0"
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&- <&-", "| head -1 >/dev/null", "2>/dev/full"])
-@pytest.mark.parametrize("command", ["logs demo-1", "status", "tasks", "--help", "run new 1 --task 1a"])
-def test_an_output_that_nobody_reads_is_no_failure(said: FakeMaster, redirection: str, command: str) -> None:
+@pytest.mark.parametrize(
+    "redirection", [">&-", "2>&-", ">&- 2>&- <&-", "| head -1 >/dev/null", "2>/dev/full"]
+)
+@pytest.mark.parametrize(
+    "command", ["logs demo-1", "status", "tasks", "--help", "run new 1 --task 1a"]
+)
+def test_an_output_that_nobody_reads_is_no_failure(
+    said: FakeMaster, redirection: str, command: str
+) -> None:
     line = f"set -o pipefail; {' '.join(INSTALLED)} {command} {redirection}"
-    done = subprocess.run([shutil.which("bash") or "bash", "-c", line], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", "-c", line], capture_output=True, text=True, check=False
+    )
     # The remarks of run go to standard error.
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert command.startswith("run") or done.stderr == ""
 
 
-def test_a_full_disk_fails_only_a_command_that_is_nothing_without_its_output(said: FakeMaster) -> None:
+def test_a_full_disk_fails_only_a_command_that_is_nothing_without_its_output(
+    said: FakeMaster,
+) -> None:
     def full(*command: str) -> tuple[int, str]:
         with Path("/dev/full").open("wb") as file:
-            done = subprocess.run([*MLBENCH, *command], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                [*MLBENCH, *command], stdout=file, stderr=subprocess.PIPE, text=True, check=False
+            )
         return done.returncode, done.stderr
 
     for command in ("status", "--help", "--version", "run --help"):
-        assert full(*command.split()) == (1, "mlbench: the output cannot be written: No space left on device\n")
+        said = "mlbench: the output cannot be written: No space left on device\n"
+        assert full(*command.split()) == (1, said)
     assert full("run", "new", "1", "--task", "1a")[0] == 0
 
 
@@ -129,5 +174,7 @@ def test_logs_end_when_their_reader_has_ended(said: FakeMaster) -> None:
     """Otherwise --follow would go on until the end of the run."""
     said.states[1] = ["started"]
     line = f"{' '.join(INSTALLED)} logs demo-1 --follow | head -1 >/dev/null"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

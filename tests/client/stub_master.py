@@ -19,8 +19,8 @@ class StubMaster:
         deliveries: Ids in order of arrival, repeated ones too.
         batches: Number of metrics in each accepted request.
         requests: ``(method, path, headers, body)`` of every request.
-        respond: Called with method, path and body before anything else; an answer overrules the stub's own. That of a
-            redirect is the new address.
+        respond: Called with method, path and body before anything else; an answer overrules the
+            stub's own. That of a redirect is the new address.
     """
 
     def __init__(self) -> None:
@@ -84,13 +84,17 @@ class StubMaster:
         body = json.loads(text) if text else None
         with self._lock:
             self.requests.append((handler.command, handler.path, dict(handler.headers), body))
-        status, answer = self.respond(handler.command, handler.path, body) or self._answer(handler, body)
+        status, answer = self.respond(handler.command, handler.path, body) or self._answer(
+            handler, body
+        )
         if status == 0:  # rude: no answer at all
             handler.connection.close()
             return
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         handler.send_response(status)
-        handler.send_header("Content-Type", "text/html" if isinstance(answer, bytes) else "application/json")
+        handler.send_header(
+            "Content-Type", "text/html" if isinstance(answer, bytes) else "application/json"
+        )
         handler.send_header("Content-Length", str(len(content)))
         if 300 <= status < 400:
             handler.send_header("Location", answer)

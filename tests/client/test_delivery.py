@@ -50,13 +50,17 @@ def test_metrics_arrive_in_order_with_an_id_each(master: StubMaster, connect: Co
 
 def test_many_metrics_go_in_few_requests(master: StubMaster, connect: Connect) -> None:
     client = connect()
-    future = client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(MAX_BATCH + 5)])
+    future = client.post_metrics(
+        [{"run_id": 1, "name": "m", "value": i} for i in range(MAX_BATCH + 5)]
+    )
     assert future.result(20).status_code == 201
     assert master.batches == [MAX_BATCH, 5]
     assert master.values == list(range(MAX_BATCH + 5))
 
 
-def test_posting_does_not_wait_for_a_master_that_hangs(master: StubMaster, connect: Connect) -> None:
+def test_posting_does_not_wait_for_a_master_that_hangs(
+    master: StubMaster, connect: Connect
+) -> None:
     reached, release = threading.Event(), threading.Event()
 
     def hang(method: str, path: str, body: Any) -> None:
@@ -78,7 +82,9 @@ def test_posting_does_not_wait_for_a_master_that_hangs(master: StubMaster, conne
     assert master.batches == [1, 49]  # what came while the first request was out went together
 
 
-def test_a_master_that_is_away_at_the_start_gets_everything_later(master: StubMaster, connect: Connect) -> None:
+def test_a_master_that_is_away_at_the_start_gets_everything_later(
+    master: StubMaster, connect: Connect
+) -> None:
     master.stop()
     client = connect()
     futures = [client.post_metric(1, "loss @ 0", value) for value in range(30)]
@@ -91,7 +97,9 @@ def test_a_master_that_is_away_at_the_start_gets_everything_later(master: StubMa
     assert len(master.deliveries) == 30
 
 
-def test_the_background_thread_delivers_without_a_flush(master: StubMaster, connect: Connect) -> None:
+def test_the_background_thread_delivers_without_a_flush(
+    master: StubMaster, connect: Connect
+) -> None:
     arrived = threading.Event()
     master.stop()
     client = connect()
@@ -106,7 +114,9 @@ def test_the_background_thread_delivers_without_a_flush(master: StubMaster, conn
     assert arrived.wait(20)
 
 
-def test_a_master_that_dies_midway_has_everything_once_and_in_order(master: StubMaster, connect: Connect) -> None:
+def test_a_master_that_dies_midway_has_everything_once_and_in_order(
+    master: StubMaster, connect: Connect
+) -> None:
     client = connect()
     value = 0
     for _ in range(3):
@@ -123,7 +133,9 @@ def test_a_master_that_dies_midway_has_everything_once_and_in_order(master: Stub
 
 
 @pytest.mark.parametrize("outcome", ["no answer", 500, 503, 401, 429, "404 of a proxy"])
-def test_an_answer_lost_after_storing_does_not_double(master: StubMaster, connect: Connect, outcome: str | int) -> None:
+def test_an_answer_lost_after_storing_does_not_double(
+    master: StubMaster, connect: Connect, outcome: str | int
+) -> None:
     """Stored, and the answer is lost or wrong: it is sent again, and its id makes that harmless."""
     failures = iter([True, True])
 
@@ -156,8 +168,13 @@ def test_a_refused_metric_does_not_hold_up_the_others(
     master.respond = picky
     client = connect()
     names = ["good"] * 10 + ["bad"] + ["good"] * 10 + ["bad"]
-    future = client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
-    with caplog.at_level(logging.WARNING, "mlbench_core"), pytest.raises(MasterRequestError, match="name: bad") as info:
+    future = client.post_metrics(
+        [{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)]
+    )
+    with (
+        caplog.at_level(logging.WARNING, "mlbench_core"),
+        pytest.raises(MasterRequestError, match="name: bad") as info,
+    ):
         future.result(10)
     assert info.value.status == 422
     assert client.flush(10)
@@ -167,10 +184,17 @@ def test_a_refused_metric_does_not_hold_up_the_others(
 
 @pytest.mark.parametrize(
     ("run", "answer"),
-    [(2, (404, {"message": "no run 2"})), ("try", (400, {"message": "run_id: Input should be a valid integer"}))],
+    [
+        (2, (404, {"message": "no run 2"})),
+        ("try", (400, {"message": "run_id: Input should be a valid integer"})),
+    ],
 )
 def test_metrics_of_a_run_that_does_not_exist_are_dropped_together(
-    run: object, answer: tuple[int, Any], master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+    run: object,
+    answer: tuple[int, Any],
+    master: StubMaster,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def without_run(method: str, path: str, body: Any) -> tuple[int, Any] | None:
         entries = body if isinstance(body, list) else [body]
@@ -178,7 +202,9 @@ def test_metrics_of_a_run_that_does_not_exist_are_dropped_together(
 
     master.respond = without_run
     client = connect()
-    future = client.post_metrics([{"run_id": run if i % 2 else 1, "name": "m", "value": i} for i in range(1000)])
+    future = client.post_metrics(
+        [{"run_id": run if i % 2 else 1, "name": "m", "value": i} for i in range(1000)]
+    )
     with pytest.raises(MasterRequestError):
         future.result(20)
     assert client.flush(20)
@@ -227,10 +253,14 @@ def test_clients_share_the_outbox_and_deliver_each_row_once(
     assert [client._delivery.pending for client in clients] == [0] * 4
     assert len(master.deliveries) == 300
     for client in clients[:3]:
-        assert [m["value"] for m in master.metrics if m["name"] == f"m @ {id(client)}"] == list(range(100))
+        assert [m["value"] for m in master.metrics if m["name"] == f"m @ {id(client)}"] == list(
+            range(100)
+        )
 
 
-def test_one_client_at_a_time_delivers_rows(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+def test_one_client_at_a_time_delivers_rows(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
     master.stop()
     clients = [connect(spill_dir=tmp_path, timeout_s=20) for _ in range(2)]
     for value, client in enumerate(clients):
@@ -263,7 +293,10 @@ def test_rows_that_cannot_be_deleted_are_not_sent_again(
         client.post_metric(1, "m", value).exception(10)
     [path] = tmp_path.glob("*.sqlite3")
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TRIGGER full BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'disk is full'); END")
+        connection.execute(
+            "CREATE TRIGGER full BEFORE DELETE ON metrics BEGIN "
+            "SELECT RAISE(FAIL, 'disk is full'); END"
+        )
     master.start()
     assert client.flush(10)
     assert (master.values, len(master.deliveries)) == (list(range(20)), 20)
@@ -306,7 +339,11 @@ def test_a_full_outbox_is_bounded_and_says_what_is_lost(
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_metrics_that_memory_cannot_hold_during_a_request_wait_on_disk_in_order(
-    is_answered: bool, master: StubMaster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_answered: bool,
+    master: StubMaster,
+    connect: Connect,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 10)
     reached, release = threading.Event(), threading.Event()
@@ -366,7 +403,9 @@ def test_a_process_that_ends_while_the_master_is_away_loses_nothing(
     how: str, master: StubMaster, connect: Connect, tmp_path: Path
 ) -> None:
     master.stop()
-    done = subprocess.run([sys.executable, "-c", PROCESS, master.url, tmp_path, how], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, master.url, tmp_path, how], capture_output=True, text=True
+    )
     assert done.returncode == (0 if how == "exits" else -9), done.stderr
     assert "Traceback" not in done.stderr
     assert kept(tmp_path) == list(range(20))
@@ -377,7 +416,9 @@ def test_a_process_that_ends_while_the_master_is_away_loses_nothing(
 
 def test_a_process_that_exits_without_closing_delivers(master: StubMaster, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, master.url, tmp_path, "exits"], capture_output=True, text=True
+        [sys.executable, "-c", PROCESS, master.url, tmp_path, "exits"],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert master.values == list(range(20))
@@ -397,11 +438,17 @@ def test_a_dropped_client_keeps_its_metrics_on_disk(master: StubMaster, tmp_path
 
 @pytest.mark.parametrize("part", ["beginning", "middle"])
 def test_a_damaged_database_is_set_aside(
-    part: str, master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    part: str,
+    master: StubMaster,
+    connect: Connect,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     master.stop()
     first = connect(spill_dir=tmp_path)
-    first.post_metrics([{"run_id": 1, "name": "m", "value": value} for value in range(200)]).exception(10)
+    first.post_metrics(
+        [{"run_id": 1, "name": "m", "value": value} for value in range(200)]
+    ).exception(10)
     first.close(timeout_s=0)
     [path] = tmp_path.glob("*.sqlite3")
     with path.open("r+b") as file:
@@ -417,13 +464,17 @@ def test_a_damaged_database_is_set_aside(
     assert master.values == ["new"]
 
 
-def test_memory_stays_bounded_while_the_master_is_away(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+def test_memory_stays_bounded_while_the_master_is_away(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
     master.stop()
     client = connect(spill_dir=tmp_path)
     with pytest.raises(MasterNotFoundError):
         client.post_metric(1, "loss @ 0", 0).result(10)
     with pytest.raises(MasterNotFoundError):
-        client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(1, 25_000)]).result(30)
+        client.post_metrics(
+            [{"run_id": 1, "name": "m", "value": i} for i in range(1, 25_000)]
+        ).result(30)
     delivery = client._delivery
     assert delivery.pending == 25_000
     assert len(delivery._queue) + len(delivery._in_flight) == 0
@@ -454,13 +505,17 @@ def test_a_disk_that_fails_keeps_metrics_in_memory_up_to_a_limit(
     for _ in range(2):
         assert not client._delivery.drain()
         with client._delivery._sending:
-            assert [json.loads(receipt.line)["value"] for receipt in client._delivery._queue] == list(range(10))
+            assert [
+                json.loads(receipt.line)["value"] for receipt in client._delivery._queue
+            ] == list(range(10))
     master.start()
     assert client.flush(20)
     assert master.values == list(range(10))
 
 
-def test_flush_says_when_time_is_up_and_closing_twice_is_harmless(master: StubMaster, connect: Connect) -> None:
+def test_flush_says_when_time_is_up_and_closing_twice_is_harmless(
+    master: StubMaster, connect: Connect
+) -> None:
     master.stop()
     client = connect()
     client.post_metric(1, "loss @ 0", 1)
@@ -472,7 +527,9 @@ def test_flush_says_when_time_is_up_and_closing_twice_is_harmless(master: StubMa
         client.post_metric(1, "loss @ 0", 2)
 
 
-def test_an_outage_is_reported_once(master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_reported_once(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
     master.stop()
     client = connect()
     for value in range(5):
@@ -497,12 +554,14 @@ def test_threads_that_post_together_lose_nothing(master: StubMaster, connect: Co
         thread.join()
     assert client.flush(20)
     for worker in range(4):
-        assert [m["value"] for m in master.metrics if m["name"] == f"loss @ {worker}"] == list(range(100))
+        assert [m["value"] for m in master.metrics if m["name"] == f"loss @ {worker}"] == list(
+            range(100)
+        )
 
 
 class OldMaster:
-    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not have, and to its own
-    mistakes.
+    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not
+    have, and to its own mistakes.
     """
 
     def __init__(self, stub: StubMaster) -> None:
@@ -516,7 +575,9 @@ class OldMaster:
     def respond(self, method: str, path: str, body: Any) -> tuple[int, Any] | None:
         if method == "GET":
             return (
-                (200, [{"id": run} for run in self.runs]) if self.lists_runs else (500, b"<h1>Server Error (500)</h1>")
+                (200, [{"id": run} for run in self.runs])
+                if self.lists_runs
+                else (500, b"<h1>Server Error (500)</h1>")
             )
         is_bad = isinstance(body, list) or body["run_id"] not in self.runs or body["name"] == "bad"
         if not isinstance(body, list):
@@ -532,12 +593,16 @@ def test_metrics_of_a_run_deleted_at_an_old_master_hold_up_nothing(
 ) -> None:
     old = OldMaster(master)
     client = connect()
-    future = client.post_metrics([{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(100)])
+    future = client.post_metrics(
+        [{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(100)]
+    )
     with pytest.raises(MasterRequestError, match="does not know the metric's run"):
         future.result(20)
     assert client.flush(20)
     assert master.values == list(range(0, 100, 2))
-    assert len(master.requests) < 50 + 40  # each good one, the lists that showed that there are none, and few of run 2
+    assert (
+        len(master.requests) < 50 + 40
+    )  # each good one, the lists that showed that there are none, and few of run 2
     assert caplog.text.count("the master has no run 2") == 1
     client.post_metric(1, "m", "after").result(10)
     assert (master.values[-1], old.tried.count(1)) == ("after", 1)
@@ -620,13 +685,19 @@ def test_many_metrics_for_an_old_master_need_little_more_than_a_request_each(
     assert old.posts() < 300 + 30
 
 
-def test_what_an_old_master_took_before_an_outage_is_not_sent_again(master: StubMaster, connect: Connect) -> None:
+def test_what_an_old_master_took_before_an_outage_is_not_sent_again(
+    master: StubMaster, connect: Connect
+) -> None:
     """It does not know ids, so it would store them twice."""
     old = OldMaster(master)
     answers = old.respond
 
     def until_50(method: str, path: str, body: Any) -> tuple[int, Any] | None:
-        return (0, None) if method == "POST" and len(master.metrics) == 50 else answers(method, path, body)
+        return (
+            (0, None)
+            if method == "POST" and len(master.metrics) == 50
+            else answers(method, path, body)
+        )
 
     client = connect()
     master.respond = until_50
@@ -638,11 +709,19 @@ def test_what_an_old_master_took_before_an_outage_is_not_sent_again(master: Stub
     assert len(master.deliveries) == 100
 
 
-def test_a_missing_token_is_named(master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
-    master.respond = lambda method, path, body: (401, {"message": "Authorization: send the master's token"})
+def test_a_missing_token_is_named(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    master.respond = lambda method, path, body: (
+        401,
+        {"message": "Authorization: send the master's token"},
+    )
     client = connect()
     assert isinstance(client.post_metric(1, "m", 1).exception(10), MasterNotFoundError)
-    assert "it answers 401 Unauthorized: set MLBENCH_TOKEN to the token that the master was started with" in caplog.text
+    assert (
+        "it answers 401 Unauthorized: set MLBENCH_TOKEN to "
+        "the token that the master was started with"
+    ) in caplog.text
 
 
 def test_a_worker_that_cannot_reach_its_master_sends_nothing_and_keeps_all(

@@ -31,12 +31,17 @@ def core(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def service(kind: str, **fields: Any) -> Object:
     return Object(
-        metadata=Object(namespace=fields.get("namespace", "default"), name=fields.get("name", "master")),
+        metadata=Object(
+            namespace=fields.get("namespace", "default"), name=fields.get("name", "master")
+        ),
         spec=Object(
             type=kind,
             cluster_ip=fields.get("cluster_ip", "10.0.0.1"),
             external_i_ps=fields.get("external_ips"),
-            ports=[Object(port=port, node_port=node) for port, node in fields.get("ports", [(80, 30080)])],
+            ports=[
+                Object(port=port, node_port=node)
+                for port, node in fields.get("ports", [(80, 30080)])
+            ],
         ),
         status=Object(load_balancer=Object(ingress=fields.get("ingress"))),
     )
@@ -49,10 +54,14 @@ def forbidden(*args: object, **options: object) -> Any:
 
 
 def serve(core: MagicMock, kind: str, **fields: Any) -> None:
-    pod = Object(spec=Object(node_name="node-1"), status=Object(pod_ip="1.1.1.1", host_ip="192.168.0.9"))
+    pod = Object(
+        spec=Object(node_name="node-1"), status=Object(pod_ip="1.1.1.1", host_ip="192.168.0.9")
+    )
     core.list_namespaced_pod.return_value.items = [pod]
     core.list_service_for_all_namespaces.return_value.items = [service(kind, **fields)]
-    addresses = [Object(type=kind_, address=address) for kind_, address in fields.get("addresses", [])]
+    addresses = [
+        Object(type=kind_, address=address) for kind_, address in fields.get("addresses", [])
+    ]
     core.list_node.return_value.items = [Object(status=Object(addresses=addresses))]
     core.read_node.side_effect = RuntimeError("403 Forbidden")
 
@@ -79,7 +88,9 @@ def test_in_the_cluster_it_is_the_pod(core: MagicMock) -> None:
         ([], "192.168.0.9"),
     ],
 )
-def test_outside_a_node_port_is_on_the_pods_node(core: MagicMock, addresses: list[Any], host: str) -> None:
+def test_outside_a_node_port_is_on_the_pods_node(
+    core: MagicMock, addresses: list[Any], host: str
+) -> None:
     serve(core, "NodePort", addresses=addresses)
     assert endpoint(in_cluster=False) == f"http://{host}:30080/api/"
     core.list_node.assert_called_once_with(field_selector="metadata.name=node-1")
@@ -118,27 +129,43 @@ def test_outside_a_load_balancer(core: MagicMock, ingress: Any, host: str) -> No
         ("ClusterIP", {"cluster_ip": "10.0.0.5"}, "http://10.0.0.5:80/api/"),
         ("NodePort", {"external_ips": ["9.9.9.9"]}, "http://9.9.9.9:30080/api/"),
         ("NodePort", {"addresses": [("ExternalIP", "8.8.4.4")]}, "http://8.8.4.4:30080/api/"),
-        ("NodePort", {"external_ips": ["9.9.9.9"], "ports": [(443, 30443), (80, 30081)]}, "http://9.9.9.9:30081/api/"),
+        (
+            "NodePort",
+            {"external_ips": ["9.9.9.9"], "ports": [(443, 30443), (80, 30081)]},
+            "http://9.9.9.9:30081/api/",
+        ),
         ("ClusterIP", {"ports": [(8443, None), (8080, None)]}, "http://10.0.0.1:8443/api/"),
     ],
 )
-def test_a_master_in_any_namespace_is_found(core: MagicMock, kind: str, fields: dict[str, Any], expected: str) -> None:
+def test_a_master_in_any_namespace_is_found(
+    core: MagicMock, kind: str, fields: dict[str, Any], expected: str
+) -> None:
     """As version 3.0 found it: nobody had to name the namespace."""
     serve(core, kind, namespace="mlbench", **fields)
     assert endpoint(in_cluster=False) == expected
-    core.list_service_for_all_namespaces.assert_called_once_with(label_selector="component=master,app=mlbench")
+    core.list_service_for_all_namespaces.assert_called_once_with(
+        label_selector="component=master,app=mlbench"
+    )
     if kind == "NodePort" and "external_ips" not in fields:
-        core.list_namespaced_pod.assert_called_once_with("mlbench", label_selector="component=master,app=mlbench")
+        core.list_namespaced_pod.assert_called_once_with(
+            "mlbench", label_selector="component=master,app=mlbench"
+        )
 
 
-def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(core: MagicMock) -> None:
+def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(
+    core: MagicMock,
+) -> None:
     core.list_service_for_all_namespaces.return_value.items = [
         service("ClusterIP", namespace="lab", cluster_ip="10.0.0.5"),
         service("ClusterIP", namespace="mlbench", cluster_ip="10.0.0.6"),
     ]
     assert endpoint(in_cluster=False, k8s_namespace="mlbench") == "http://10.0.0.6:80/api/"
     with pytest.raises(
-        ValueError, match=r"2 services have these labels \(lab/master, mlbench/master\): choose one by k8s_namespace"
+        ValueError,
+        match=(
+            r"2 services have these labels \(lab/master, mlbench/master\): choose one by "
+            r"k8s_namespace"
+        ),
     ):
         ApiClient(in_cluster=False)
     with pytest.raises(ValueError, match="2 services have"):
@@ -154,17 +181,23 @@ def test_who_may_only_see_one_namespace_searches_that_one(core: MagicMock) -> No
     core.list_service_for_all_namespaces.side_effect = forbidden
     core.list_namespaced_service.return_value.items = [service("ClusterIP", namespace="lab")]
     assert endpoint(in_cluster=False, k8s_namespace="lab") == "http://10.0.0.1:80/api/"
-    core.list_namespaced_service.assert_called_once_with("lab", label_selector="component=master,app=mlbench")
+    core.list_namespaced_service.assert_called_once_with(
+        "lab", label_selector="component=master,app=mlbench"
+    )
     core.list_namespaced_service.side_effect = forbidden
     with pytest.raises(MasterNotFoundError, match="403"):
         ApiClient(in_cluster=False, k8s_namespace="lab")
 
 
-def test_a_worker_finds_the_master_of_its_own_namespace(core: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_finds_the_master_of_its_own_namespace(
+    core: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pods = {"default": "1.1.1.1", "lab": "2.2.2.2"}
 
     def in_namespace(namespace: str, label_selector: str) -> Object:
-        items = [Object(metadata=Object(namespace=namespace), status=Object(pod_ip=pods[namespace]))]
+        items = [
+            Object(metadata=Object(namespace=namespace), status=Object(pod_ip=pods[namespace]))
+        ]
         return Object(items=items if namespace in pods else [])
 
     core.list_namespaced_pod.side_effect = in_namespace
@@ -202,7 +235,9 @@ def test_what_was_looked_for_is_said(
 ) -> None:
     if kind is not None:
         serve(core, kind, **fields)
-    with pytest.raises(MasterNotFoundError, match=f"labels 'app=x' in namespace 'lab' or any other.*{message}"):
+    with pytest.raises(
+        MasterNotFoundError, match=f"labels 'app=x' in namespace 'lab' or any other.*{message}"
+    ):
         ApiClient(in_cluster=in_cluster, label_selector="app=x", k8s_namespace="lab")
 
 
@@ -212,7 +247,9 @@ def test_a_cluster_that_does_not_answer_is_a_clear_error(core: MagicMock) -> Non
         ApiClient()
 
 
-def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "kubernetes"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "kubernetes", None)
@@ -232,7 +269,9 @@ class TestMocksOfVersion3:
         return core
 
     def test_node_port(self, cluster: MagicMock) -> None:
-        spec = cluster.list_service_for_all_namespaces.return_value.items.__getitem__.return_value.spec
+        spec = (
+            cluster.list_service_for_all_namespaces.return_value.items.__getitem__.return_value.spec
+        )
         spec.type = "NodePort"
         spec.ports.__getitem__.return_value.node_port = 12345
         node = cluster.list_node.return_value.items.__getitem__.return_value
@@ -241,7 +280,9 @@ class TestMocksOfVersion3:
         assert endpoint(in_cluster=False) == "http://1.1.1.1:12345/api/"
 
     def test_cluster_ip(self, cluster: MagicMock) -> None:
-        spec = cluster.list_service_for_all_namespaces.return_value.items.__getitem__.return_value.spec
+        spec = (
+            cluster.list_service_for_all_namespaces.return_value.items.__getitem__.return_value.spec
+        )
         spec.type = "ClusterIP"
         spec.cluster_ip = "1.1.1.1"
         spec.ports.__getitem__.return_value.port = 12345
@@ -255,23 +296,33 @@ class TestMocksOfVersion3:
         assert endpoint(in_cluster=False) == "http://1.1.1.1:12345/api/"
 
     def test_in_cluster(self, cluster: MagicMock) -> None:
-        cluster.list_namespaced_pod.return_value.items.__getitem__.return_value.status.pod_ip = "1.1.1.1"
+        cluster.list_namespaced_pod.return_value.items.__getitem__.return_value.status.pod_ip = (
+            "1.1.1.1"
+        )
         assert endpoint() == "http://1.1.1.1:80/api/"
 
     def test_methods_return_what_submit_returned(self, cluster: MagicMock, mocker: Any) -> None:
-        cluster.list_namespaced_pod.return_value.items.__getitem__.return_value.status.pod_ip = "1.1.1.1"
+        cluster.list_namespaced_pod.return_value.items.__getitem__.return_value.status.pod_ip = (
+            "1.1.1.1"
+        )
         pool = mocker.patch("concurrent.futures.ThreadPoolExecutor")
         client = ApiClient()
         submitted = pool.return_value.submit
         calls = [
             client.get_all_metrics,
             lambda: client.get_run_metrics("1", since="2026-01-01", summarize=100),
-            lambda: client.get_pod_metrics("rel-mlbench-worker-0", since="2026-01-01", summarize=100),
+            lambda: client.get_pod_metrics(
+                "rel-mlbench-worker-0", since="2026-01-01", summarize=100
+            ),
             lambda: client.download_run_metrics("1"),
-            lambda: client.post_metric("1", "loss", 10.0, cumulative=False, metadata="some additional data"),
+            lambda: client.post_metric(
+                "1", "loss", 10.0, cumulative=False, metadata="some additional data"
+            ),
             client.get_runs,
             lambda: client.get_run("1"),
-            lambda: client.create_run("run", 5, 4, 1000, image="PyTorch Cifar-10 ResNet-20", backend="MPI"),
+            lambda: client.create_run(
+                "run", 5, 4, 1000, image="PyTorch Cifar-10 ResNet-20", backend="MPI"
+            ),
             lambda: client.delete_run("1"),
             client.get_worker_pods,
         ]

@@ -31,7 +31,9 @@ def environment() -> Iterator[pytest.MonkeyPatch]:
         LogMetrics.close()
 
 
-def test_a_metric_has_the_workers_rank_and_epoch(master: StubMaster, environment: pytest.MonkeyPatch) -> None:
+def test_a_metric_has_the_workers_rank_and_epoch(
+    master: StubMaster, environment: pytest.MonkeyPatch
+) -> None:
     environment.setenv("MLBENCH_MASTER_URL", master.url)
     LogMetrics.log("4", 2, 7, "val_loss", 0.5)
     assert LogMetrics.flush(10)
@@ -41,7 +43,9 @@ def test_a_metric_has_the_workers_rank_and_epoch(master: StubMaster, environment
     assert json.loads(metric["metadata"]) == {"rank": 2, "epoch": 7}
 
 
-def test_without_a_master_nothing_happens(environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_master_nothing_happens(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     LogMetrics.log(1, 0, 0, "loss", 0.5)
     assert LogMetrics.flush(0) is True
     assert caplog.text == ""
@@ -58,7 +62,10 @@ def test_tensors_are_numbers(master: StubMaster, environment: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("value", [None, "several"])
 def test_a_value_that_cannot_be_sent_is_a_warning(
-    value: Any, master: StubMaster, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: Any,
+    master: StubMaster,
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import numpy as np
 
@@ -83,7 +90,9 @@ def test_a_new_master_in_the_environment_gets_what_is_logged_from_then_on(
         other.stop()
 
 
-def test_a_wrong_address_is_one_warning(environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_address_is_one_warning(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     environment.setenv("MLBENCH_MASTER_URL", "host:port")
     for value in range(3):
         LogMetrics.log(1, 0, 0, "loss", value)
@@ -91,7 +100,9 @@ def test_a_wrong_address_is_one_warning(environment: pytest.MonkeyPatch, caplog:
     assert "url of the master must be" in caplog.text
 
 
-def test_connecting_loses_no_metric(environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_connecting_loses_no_metric(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     environment.setenv("MLBENCH_MASTER_URL", "host:port")
     LogMetrics.connect()
     assert "url of the master must be" in caplog.text
@@ -136,7 +147,8 @@ def test_in_a_cluster_the_master_is_looked_up_once(
 def test_in_a_cluster_without_the_package_kubernetes_the_loss_is_said_twice(
     environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first metric and at the end, with the line that installs it: a whole run's metrics are at stake."""
+    """At the first metric and at the end, with the line that installs it: a whole run's metrics are
+    at stake."""
     environment.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     for name in [name for name in sys.modules if name.split(".")[0] == "kubernetes"]:
         environment.delitem(sys.modules, name)
@@ -147,7 +159,9 @@ def test_in_a_cluster_without_the_package_kubernetes_the_loss_is_said_twice(
     LogMetrics.close()
     first, last = (record.getMessage() for record in caplog.records)
     assert {record.levelname for record in caplog.records} == {"ERROR"}
-    assert first.startswith("metrics are not reported, the run goes on: this process runs in a Kubernetes cluster")
+    assert first.startswith(
+        "metrics are not reported, the run goes on: this process runs in a Kubernetes cluster"
+    )
     assert last.startswith("3 metric(s) of this process were not reported")
     for message in (first, last):
         assert "pip install 'mlbench-core[kubernetes]', or set MLBENCH_MASTER_URL" in message

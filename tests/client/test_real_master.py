@@ -13,9 +13,17 @@ pytest.importorskip("fastapi", reason="needs the extra 'master'")
 
 
 def test_a_killed_and_restarted_master_has_every_metric_once_and_in_order(tmp_path: Path) -> None:
-    with running_master(tmp_path / "master") as master, ApiClient(url=master.url, spill_dir=tmp_path) as client:
+    with (
+        running_master(tmp_path / "master") as master,
+        ApiClient(url=master.url, spill_dir=tmp_path) as client,
+    ):
         created = client.create_run(
-            "my-run", 1, num_cpus=1, custom_image_name="custom_image", custom_image_command="true", backend="Gloo"
+            "my-run",
+            1,
+            num_cpus=1,
+            custom_image_name="custom_image",
+            custom_image_command="true",
+            backend="Gloo",
         ).result(20)
         assert created.status_code == 201, created.text
         run_id = created.json()["id"]

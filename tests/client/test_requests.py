@@ -66,8 +66,12 @@ def test_requests(
     assert "Authorization" not in headers
 
 
-@pytest.mark.parametrize(("token", "sent"), [(None, "Bearer from-environment"), ("given", "Bearer given")])
-def test_the_token_goes_with_every_request(token: str | None, sent: str, master: StubMaster, connect: Connect) -> None:
+@pytest.mark.parametrize(
+    ("token", "sent"), [(None, "Bearer from-environment"), ("given", "Bearer given")]
+)
+def test_the_token_goes_with_every_request(
+    token: str | None, sent: str, master: StubMaster, connect: Connect
+) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MLBENCH_TOKEN", "from-environment")
         client = connect(token=token)
@@ -85,8 +89,14 @@ def test_an_error_status_is_an_answer(master: StubMaster, connect: Connect) -> N
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.stop_run(3), "cannot stop a run and keep its metrics; delete_run stops it .*version 3.0"),
-        (lambda c: c.get_run_logs(3), "has no logs; the last lines are in job_metadata .*version 3.0"),
+        (
+            lambda c: c.stop_run(3),
+            "cannot stop a run and keep its metrics; delete_run stops it .*version 3.0",
+        ),
+        (
+            lambda c: c.get_run_logs(3),
+            "has no logs; the last lines are in job_metadata .*version 3.0",
+        ),
     ],
 )
 @pytest.mark.parametrize("answer", [b"<h1>Not Found</h1>", {"detail": "Not found."}])
@@ -97,11 +107,18 @@ def test_what_an_old_master_cannot_do_is_a_clear_error(
     with pytest.raises(MasterRequestError, match=words) as caught:
         call(connect()).result(10)
     assert caught.value.status == 404
-    master.respond = lambda method, path, body: (404, {"status": "Not Found", "message": "id: there is no run '3'"})
-    assert call(connect()).result(10).status_code == 404  # this version's master: the run is missing
+    master.respond = lambda method, path, body: (
+        404,
+        {"status": "Not Found", "message": "id: there is no run '3'"},
+    )
+    assert (
+        call(connect()).result(10).status_code == 404
+    )  # this version's master: the run is missing
 
 
-def test_reading_is_repeated_and_starting_a_run_is_not(master: StubMaster, connect: Connect) -> None:
+def test_reading_is_repeated_and_starting_a_run_is_not(
+    master: StubMaster, connect: Connect
+) -> None:
     master.respond = lambda method, path, body: (503, {}) if len(master.requests) < 3 else None
     client = connect()
     assert client.get_runs().result(20).status_code == 200
@@ -113,28 +130,58 @@ def test_reading_is_repeated_and_starting_a_run_is_not(master: StubMaster, conne
 
 CUSTOM = {"custom_image_name": "me/mine:1", "custom_image_command": "python main.py {run_id}"}
 TASK_1A = {"task": "1a", "arguments": []}
-NAMED_IMAGES = {name: image[0] for name, image in MLBENCH_IMAGES.items() if image[0] != "custom_image"}
+NAMED_IMAGES = {
+    name: image[0] for name, image in MLBENCH_IMAGES.items() if image[0] != "custom_image"
+}
 
 
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
         ({"task": "1a"}, {**TASK_1A, "backend": "gloo"}),
-        ({"task": "1a", "arguments": ["--lr", 0.1]}, {"task": "1a", "arguments": ["--lr", "0.1"], "backend": "gloo"}),
+        (
+            {"task": "1a", "arguments": ["--lr", 0.1]},
+            {"task": "1a", "arguments": ["--lr", "0.1"], "backend": "gloo"},
+        ),
         (CUSTOM, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
-        ({"image": "Custom Image", **CUSTOM}, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
-        ({"image": "custom_image", **CUSTOM}, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
-        *[({"image": name}, {"image_name": image, "backend": "gloo"}) for name, image in NAMED_IMAGES.items()],
-        *[({"image": image}, {"image_name": image, "backend": "gloo"}) for image in NAMED_IMAGES.values()],
-        *[({"task": "1a", "backend": name}, {**TASK_1A, "backend": name.lower()}) for name in MLBENCH_BACKENDS[:-1]],
+        (
+            {"image": "Custom Image", **CUSTOM},
+            {"image_name": "custom_image", "backend": "gloo", **CUSTOM},
+        ),
+        (
+            {"image": "custom_image", **CUSTOM},
+            {"image_name": "custom_image", "backend": "gloo", **CUSTOM},
+        ),
+        *[
+            ({"image": name}, {"image_name": image, "backend": "gloo"})
+            for name, image in NAMED_IMAGES.items()
+        ],
+        *[
+            ({"image": image}, {"image_name": image, "backend": "gloo"})
+            for image in NAMED_IMAGES.values()
+        ],
+        *[
+            ({"task": "1a", "backend": name}, {**TASK_1A, "backend": name.lower()})
+            for name in MLBENCH_BACKENDS[:-1]
+        ],
         ({"task": "1a", "backend": "Gloo"}, {**TASK_1A, "backend": "gloo"}),
         (
             {"task": "1a", "custom_backend": "ucc", "run_all_nodes": True},
-            {**TASK_1A, "backend": "custom_backend", "custom_backend": "ucc", "run_all_nodes": "true"},
+            {
+                **TASK_1A,
+                "backend": "custom_backend",
+                "custom_backend": "ucc",
+                "run_all_nodes": "true",
+            },
         ),
         (
             {"task": "1a", "backend": MLBENCH_BACKENDS[-1], "custom_backend": "ucc"},
-            {**TASK_1A, "backend": "custom_backend", "custom_backend": "ucc", "run_all_nodes": "false"},
+            {
+                **TASK_1A,
+                "backend": "custom_backend",
+                "custom_backend": "ucc",
+                "run_all_nodes": "false",
+            },
         ),
     ],
 )
@@ -156,24 +203,40 @@ def test_a_run_is_created_with_what_the_master_takes(
 
 
 def test_images_and_backends_are_the_tuples_and_the_list_of_version_3() -> None:
-    assert MLBENCH_IMAGES["PyTorch Cifar-10 ResNet-20"][0] == "mlbench/pytorch-cifar10-resnet20-all-reduce:latest"
-    assert MLBENCH_IMAGES["PyTorch Linear Logistic Regression"][0].startswith("mlbench/pytorch-epsilon-logistic-reg")
+    assert (
+        MLBENCH_IMAGES["PyTorch Cifar-10 ResNet-20"][0]
+        == "mlbench/pytorch-cifar10-resnet20-all-reduce:latest"
+    )
+    assert MLBENCH_IMAGES["PyTorch Linear Logistic Regression"][0].startswith(
+        "mlbench/pytorch-epsilon-logistic-reg"
+    )
     assert MLBENCH_IMAGES["Custom Image"][0] == "custom_image"
     assert MLBENCH_BACKENDS[0] == "MPI"
-    assert all(isinstance(image, tuple) for image in MLBENCH_IMAGES.values()) and isinstance(MLBENCH_BACKENDS, list)
+    assert all(isinstance(image, tuple) for image in MLBENCH_IMAGES.values()) and isinstance(
+        MLBENCH_BACKENDS, list
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "nothing to run"),
-        ({"image": "nonsense"}, "image must be one of .*PyTorch Cifar-10 ResNet-20.*, not 'nonsense'"),
+        (
+            {"image": "nonsense"},
+            "image must be one of .*PyTorch Cifar-10 ResNet-20.*, not 'nonsense'",
+        ),
         ({"image": "custom_image"}, "needs custom_image_name and custom_image_command"),
         ({"custom_image_name": "me/mine:1"}, "needs custom_image_name and custom_image_command"),
         ({"image": "PyTorch WMT16 GNMT", **CUSTOM}, "give one of them"),
         ({"task": "1a", "image": "PyTorch WMT16 GNMT"}, "give one of them"),
-        ({"image": "PyTorch WMT16 GNMT", "arguments": ["--x"]}, "arguments must be left out without a task"),
-        ({"task": "1a", "arguments": "--lr 1"}, r"must be a list, not the text '--lr 1': give \['--lr', '1'\]"),
+        (
+            {"image": "PyTorch WMT16 GNMT", "arguments": ["--x"]},
+            "arguments must be left out without a task",
+        ),
+        (
+            {"task": "1a", "arguments": "--lr 1"},
+            r"must be a list, not the text '--lr 1': give \['--lr', '1'\]",
+        ),
         ({"task": "1a", "backend": "tcp"}, "backend must be one of MPI, GLOO, .*, not 'tcp'"),
         ({"task": "1a", "backend": "Custom Backend"}, "needs custom_backend"),
         ({"task": "1a", "backend": "gloo", "custom_backend": "ucc"}, "give one of them"),
@@ -212,7 +275,11 @@ def test_the_date_is_now_in_utc(master: StubMaster, connect: Connect) -> None:
     before = datetime.datetime.now(datetime.timezone.utc)
     connect().post_metric(9, "loss @ 1", 0.5).result(10)
     date = datetime.datetime.strptime(master.metrics[0]["date"], "%Y-%m-%dT%H:%M:%S.%fZ")
-    assert before <= date.replace(tzinfo=datetime.timezone.utc) <= datetime.datetime.now(datetime.timezone.utc)
+    assert (
+        before
+        <= date.replace(tzinfo=datetime.timezone.utc)
+        <= datetime.datetime.now(datetime.timezone.utc)
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,12 +300,17 @@ def test_values_survive_json(value: Any, sent: Any, master: StubMaster, connect:
     assert master.values == [sent]
 
 
-def test_scalars_of_numpy_and_one_element_arrays_are_numbers(master: StubMaster, connect: Connect) -> None:
+def test_scalars_of_numpy_and_one_element_arrays_are_numbers(
+    master: StubMaster, connect: Connect
+) -> None:
     import numpy as np
 
     client = connect()
     client.post_metrics(
-        [{"run_id": 1, "name": "m", "value": value} for value in (np.float32(0.5), np.int64(3), np.array([2.0]))]
+        [
+            {"run_id": 1, "name": "m", "value": value}
+            for value in (np.float32(0.5), np.int64(3), np.array([2.0]))
+        ]
     ).result(10)
     assert master.values == [0.5, 3, 2.0]
 
@@ -259,7 +331,12 @@ def test_a_wrong_metric_is_refused_at_once(
 ) -> None:
     client = connect()
     with pytest.raises(ValueError, match=message):
-        client.post_metrics([{"run_id": 1, "name": "m", "value": 1}, {"run_id": 1, "name": "m", "value": 1, **metric}])
+        client.post_metrics(
+            [
+                {"run_id": 1, "name": "m", "value": 1},
+                {"run_id": 1, "name": "m", "value": 1, **metric},
+            ]
+        )
     assert client.flush(5)
     assert master.requests == []
 
@@ -294,14 +371,27 @@ def test_the_endpoint_of_a_url(url: str, endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://", "ftp://host:1", "host:port", "host:99999", "host:0", "a b:80", "host:1/?x=1", "u:p@host:1"]
+    "url",
+    [
+        "",
+        "http://",
+        "ftp://host:1",
+        "host:port",
+        "host:99999",
+        "host:0",
+        "a b:80",
+        "host:1/?x=1",
+        "u:p@host:1",
+    ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url of the master must be"):
         ApiClient(url=url)
 
 
-@pytest.mark.parametrize("options", [{"max_workers": 0}, {"timeout_s": 0}, {"timeout_s": float("inf")}])
+@pytest.mark.parametrize(
+    "options", [{"max_workers": 0}, {"timeout_s": 0}, {"timeout_s": float("inf")}]
+)
 def test_limits_of_the_client_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         ApiClient(url="localhost:1", **options)
@@ -309,4 +399,11 @@ def test_limits_of_the_client_are_checked(options: dict[str, Any]) -> None:
 
 def test_old_arguments_keep_their_places() -> None:
     parameters = list(inspect.signature(ApiClient).parameters)
-    assert parameters[:6] == ["max_workers", "in_cluster", "label_selector", "k8s_namespace", "url", "load_config"]
+    assert parameters[:6] == [
+        "max_workers",
+        "in_cluster",
+        "label_selector",
+        "k8s_namespace",
+        "url",
+        "load_config",
+    ]

@@ -15,7 +15,10 @@ from mlbench_core.controlflow.pytorch import (
 from mlbench_core.controlflow.pytorch.helpers import iterate_dataloader
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
-from mlbench_core.evaluation.goals import task2_time_to_accuracy_goal, task2_time_to_accuracy_light_goal
+from mlbench_core.evaluation.goals import (
+    task2_time_to_accuracy_goal,
+    task2_time_to_accuracy_light_goal,
+)
 from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized
 from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, TopKAccuracy
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
@@ -45,7 +48,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
         use_cuda=use_cuda,
         by_layer=False,
     )
-    scheduler = ReduceLROnPlateau(optimizer.optimizer, factor=0.5, patience=2, threshold_mode="abs", threshold=0.01)
+    scheduler = ReduceLROnPlateau(
+        optimizer.optimizer, factor=0.5, patience=2, threshold_mode="abs", threshold=0.01
+    )
     train_set = LMDBDataset(name="epsilon", data_type="train", root=dataset_dir)
     val_set = LMDBDataset(name="epsilon", data_type="test", root=dataset_dir)
     train_set = partition_dataset_by_rank(train_set, rank, world_size)
@@ -76,7 +81,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_loader))
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, results, tracker, len(train_loader)
+            )
         tracker.epoch_end()
         values, val_loss = validation_round(
             val_loader,

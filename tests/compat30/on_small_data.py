@@ -1,7 +1,7 @@
 """Run a script on a short CIFAR-10: ``python on_small_data.py SCRIPT ARGUMENTS``.
 
-The library checks the number of images and the checksums of CIFAR-10, and the shortened files have others.
-"""
+The library checks the number of images and the checksums of CIFAR-10, and the shortened files have
+others."""
 
 import runpy
 import sys

@@ -17,7 +17,10 @@ from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsE
 from mlbench_core.controlflow.pytorch.helpers import convert_dtype, iterate_dataloader, maybe_range
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
-from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal, task1_time_to_accuracy_light_goal
+from mlbench_core.evaluation.goals import (
+    task1_time_to_accuracy_goal,
+    task1_time_to_accuracy_light_goal,
+)
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch import ReduceLROnPlateauWithWarmup
 from mlbench_core.models.pytorch.resnet import get_resnet_model
@@ -32,7 +35,13 @@ EPOCHS = 3
 
 
 def train_loop(
-    run_id, dataset_dir, ckpt_run_dir, output_dir, validation_only=False, use_cuda=False, light_target=False
+    run_id,
+    dataset_dir,
+    ckpt_run_dir,
+    output_dir,
+    validation_only=False,
+    use_cuda=False,
+    light_target=False,
 ):
     batch_size = 16
     dtype = "fp32"
@@ -72,8 +81,12 @@ def train_loop(
     val_set = CIFAR10V1(dataset_dir, train=False, download=True)
     train_set = partition_dataset_by_rank(train_set, rank, world_size)
     val_set = partition_dataset_by_rank(val_set, rank, world_size)
-    train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, pin_memory=use_cuda, drop_last=False)
-    val_loader = DataLoader(val_set, batch_size=batch_size, shuffle=False, pin_memory=use_cuda, drop_last=False)
+    train_loader = DataLoader(
+        train_set, batch_size=batch_size, shuffle=True, pin_memory=use_cuda, drop_last=False
+    )
+    val_loader = DataLoader(
+        val_set, batch_size=batch_size, shuffle=False, pin_memory=use_cuda, drop_last=False
+    )
 
     checkpointer = Checkpointer(ckpt_run_dir=ckpt_run_dir, rank=rank, freq=CheckpointFreq.ALL)
     if validation_only:
@@ -117,7 +130,9 @@ def train_loop(
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_loader))
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, results, tracker, len(train_loader)
+            )
             scheduler.batch_step()
         tracker.epoch_end()
 
@@ -136,7 +151,14 @@ def train_loop(
         scheduler.step(val_loss)
         checkpointer.save(tracker, model, optimizer, scheduler, tracker.current_epoch, is_best)
         if rank == 0:
-            print("result", tracker.current_epoch, values[metrics[0]], val_loss, is_best, tracker.best_metric_value)
+            print(
+                "result",
+                tracker.current_epoch,
+                values[metrics[0]],
+                val_loss,
+                is_best,
+                tracker.best_metric_value,
+            )
         if tracker.goal_reached:
             print("goal reached")
             return

@@ -1,4 +1,5 @@
-"""Task 1a through DistributedDataParallel in the style of mlbench-core 3.0, with another order of parameters."""
+"""Task 1a through DistributedDataParallel in the style of mlbench-core 3.0, with another order of
+parameters."""
 
 import os
 
@@ -35,9 +36,15 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda):
         model = DDP(model.cuda(), device_ids=[torch.cuda.current_device()])
     else:
         model = DDP(model)
-    optimizer = optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    train_set = partition_dataset_by_rank(CIFAR10V1(dataset_dir, train=True, download=True), rank, world_size)
-    val_set = partition_dataset_by_rank(CIFAR10V1(dataset_dir, train=False, download=True), rank, world_size)
+    optimizer = optim.SGD(
+        model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
+    train_set = partition_dataset_by_rank(
+        CIFAR10V1(dataset_dir, train=True, download=True), rank, world_size
+    )
+    val_set = partition_dataset_by_rank(
+        CIFAR10V1(dataset_dir, train=False, download=True), rank, world_size
+    )
     train_loader = DataLoader(train_set, batch_size=16, shuffle=True)
     val_loader = DataLoader(val_set, batch_size=16)
     scheduler = MultiStepLRLinearWarmUp(
@@ -60,7 +67,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda):
             if batch_idx == 4:
                 break
             tracker.batch_start()
-            data, target = prepare_batch(data, target, "fp32", transform_target_dtype=False, use_cuda=use_cuda)
+            data, target = prepare_batch(
+                data, target, "fp32", transform_target_dtype=False, use_cuda=use_cuda
+            )
             tracker.record_batch_load()
             optimizer.zero_grad()
             output = model(data)
@@ -74,10 +83,14 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda):
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_loader))
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, results, tracker, len(train_loader)
+            )
             scheduler.step()
         tracker.epoch_end()
-        values, val_loss = validation_round(val_loader, model, loss_function, metrics, "fp32", tracker, max_batches=4)
+        values, val_loss = validation_round(
+            val_loader, model, loss_function, metrics, "fp32", tracker, max_batches=4
+        )
         is_best = record_validation_stats(values, val_loss, tracker, rank)
         checkpointer.save(tracker, model, optimizer, scheduler, is_best)
     if rank == 0:

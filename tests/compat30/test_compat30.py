@@ -26,9 +26,14 @@ IMAGE_BYTES = 1 + 3 * 32 * 32
 def run(script: str, world_size: int, folder: Path, *arguments: str) -> list[CompletedProcess[str]]:
     """Start a script once per worker with the command line of version 3.0; all must succeed."""
     hosts = ",".join(["127.0.0.1"] * world_size)
-    roots = [word for root in ("dataset", "checkpoint", "output") for word in (f"--root-{root}", str(folder / root))]
+    roots = [
+        word
+        for root in ("dataset", "checkpoint", "output")
+        for word in (f"--root-{root}", str(folder / root))
+    ]
     workers = [
-        [str(HERE / "on_small_data.py"), str(HERE / f"{script}.py"), "--run_id", "1", "--hosts", hosts,
+        [str(HERE / "on_small_data.py"), str(HERE / f"{script}.py"), "--run_id", "1", "--hosts",
+         hosts,
          "--rank", str(rank), "--backend", "gloo", *roots, *arguments]
         for rank in range(world_size)
     ]  # fmt: skip
@@ -61,7 +66,9 @@ def cifar10(tmp_path: Path) -> Path:
 def test_task_0(world_size: int, tmp_path: Path) -> None:
     lines = results(run("backend_benchmark", world_size, tmp_path))
     assert [words[:3] for words in lines] == [
-        [dtype, size, "True"] for dtype in ("torch.float32", "torch.float16") for size in ("1", "100", "10000")
+        [dtype, size, "True"]
+        for dtype in ("torch.float32", "torch.float16")
+        for size in ("1", "100", "10000")
     ]
 
 
@@ -115,7 +122,9 @@ def test_task_3a(world_size: int, tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["1", "2", "3"]
     perplexities = [float(perplexity) for _, perplexity, *_ in lines]
     assert max(perplexities) < 13  # of one of 13 words at random
-    assert all(math.log(float(p)) == pytest.approx(float(loss), rel=0.05) for _, p, loss, _ in lines)
+    assert all(
+        math.log(float(p)) == pytest.approx(float(loss), rel=0.05) for _, p, loss, _ in lines
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -126,7 +135,9 @@ def test_tasks_4a_and_4b(script: str, world_size: int, tmp_path: Path) -> None:
     write_translations(folder)
     lines = results(run(script, world_size, tmp_path))
     assert len(lines) == 2
-    updates, bleus, losses, scales = (list(map(float, column)) for column in zip(*lines, strict=True))
+    updates, bleus, losses, scales = (
+        list(map(float, column)) for column in zip(*lines, strict=True)
+    )
     assert 0 < updates[0] < updates[1]
     assert all(0 <= bleu <= 100 for bleu in bleus)
     assert losses[1] < losses[0]
@@ -134,12 +145,17 @@ def test_tasks_4a_and_4b(script: str, world_size: int, tmp_path: Path) -> None:
 
 
 def write_translations(folder: Path) -> None:
-    """Sentence pairs in the names of both archives of version 3.0, each word its own translation."""
+    """Sentence pairs in the names of both archives of version 3.0, each word its own
+    translation."""
     words = ["dog", "cat", "runs", "sleeps", "red", "blue", "small", "old"]
     draw = random.Random(0)
-    for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6), ("newstest2014", 6),
-                        ("newstest2014.tok.bpe.32000", 6), ("test", 6), ("validation", 6)):  # fmt: skip
-        text = "".join(" ".join(draw.choices(words, k=draw.randint(2, 6))) + "\n" for _ in range(pairs))
+    for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6),
+                        ("newstest2014", 6),
+                        ("newstest2014.tok.bpe.32000", 6), ("test", 6),
+                        ("validation", 6)):  # fmt: skip
+        text = "".join(
+            " ".join(draw.choices(words, k=draw.randint(2, 6))) + "\n" for _ in range(pairs)
+        )
         for lang in ("en", "de"):
             (folder / f"{name}.{lang}").write_text(text)
     (folder / "vocab.bpe.32000").write_text("".join(f"{word}\n" for word in words))

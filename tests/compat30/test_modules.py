@@ -1,4 +1,5 @@
-"""Modules of version 3.0 outside the list of public names keep their import path, or the documentation says so."""
+"""Modules of version 3.0 outside the list of public names keep their import path, or the
+documentation says so."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ KEPT = {
     "models.pytorch.gnmt.encoder": ["ResidualRecurrentEncoder"],
     "models.pytorch.transformer.decoder": ["TransformerDecoder"],
     "models.pytorch.transformer.encoder": ["TransformerEncoder"],
-    "models.pytorch.transformer.modules.embeddings": ["LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding"],
+    "models.pytorch.transformer.modules.embeddings": [
+        "LearnedPositionalEmbedding",
+        "SinusoidalPositionalEmbedding",
+    ],
 }
 GONE = [
     "cli.aws_utils",

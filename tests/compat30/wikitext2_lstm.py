@@ -48,7 +48,13 @@ def validate(val_set, model, criterion, metric, batch_size):
 
 
 def train_loop(
-    run_id, dataset_dir, ckpt_run_dir, output_dir, validation_only=False, use_cuda=False, light_target=False
+    run_id,
+    dataset_dir,
+    ckpt_run_dir,
+    output_dir,
+    validation_only=False,
+    use_cuda=False,
+    light_target=False,
 ):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     bptt, batch_size, val_batch_size, lr = 12, 4, 2, 5.0
@@ -79,7 +85,10 @@ def train_loop(
         average_world=True,
     )
     scheduler = LRLinearWarmUp(
-        c_optimizer.optimizer, init_lr=lr, scaled_lr=lr * math.sqrt(world_size), warmup_duration=3 * world_size
+        c_optimizer.optimizer,
+        init_lr=lr,
+        scaled_lr=lr * math.sqrt(world_size),
+        warmup_duration=3 * world_size,
     )
     metrics = [Perplexity()]
     goal = task3_time_to_perplexity_goal(90 if light_target else 70)
@@ -89,7 +98,9 @@ def train_loop(
     tracker.start()
     for epoch in range(EPOCHS):
         if epoch == SWITCH_AT:
-            c_optimizer.optimizer = ASGD(model.parameters(), lr=lr, t0=0, lambd=0.0, weight_decay=1.2e-6)
+            c_optimizer.optimizer = ASGD(
+                model.parameters(), lr=lr, t0=0, lambd=0.0, weight_decay=1.2e-6
+            )
         train_set.generate_sequence_lengths(random=True)
         lengths = get_backend_tensor(train_set.sequence_lengths)
         dist.broadcast(lengths, src=0)
@@ -118,7 +129,9 @@ def train_loop(
             assert updated is True
             c_optimizer.optimizer.param_groups[0]["lr"] = base
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, {}, tracker, train_set.num_batches())
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, {}, tracker, train_set.num_batches()
+            )
         scheduler.step()
         tracker.epoch_end()
         tracker.validation()
@@ -155,7 +168,9 @@ def main(
         ckpt_run_dir=ckpt_run_dir,
         delete_existing_ckpts=not validation_only,
     ):
-        train_loop(run_id, dataset_dir, ckpt_run_dir, output_dir, validation_only, gpu, light_target)
+        train_loop(
+            run_id, dataset_dir, ckpt_run_dir, output_dir, validation_only, gpu, light_target
+        )
 
 
 if __name__ == "__main__":

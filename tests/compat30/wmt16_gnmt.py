@@ -31,29 +31,42 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     batch_size, update_freq = 3, 2
     lang = ("en", "de")
     train_set = WMT16Dataset(
-        dataset_dir, lang=lang, math_precision=math_precision, download=True, train=True, lazy=True, preprocessed=True,
+        dataset_dir, lang=lang, math_precision=math_precision, download=True, train=True, lazy=True,
+        preprocessed=True,
         sort=False, min_len=0, max_len=75,
     )  # fmt: skip
     train_set.prepare()
     val_set = WMT16Dataset(
-        dataset_dir, lang=lang, math_precision=math_precision, download=False, validation=True, lazy=False,
+        dataset_dir, lang=lang, math_precision=math_precision, download=False, validation=True,
+        lazy=False,
         preprocessed=True, min_len=0, max_len=150, sort=True,
     )  # fmt: skip
     tokenizer = train_set.tokenizer
     model = GNMT(
-        vocab_size=tokenizer.vocab_size, hidden_size=16, num_layers=2, dropout=0.1, share_embedding=True, fusion=True
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        num_layers=2,
+        dropout=0.1,
+        share_embedding=True,
+        fusion=True,
     )
     model = model.half()
     fp_optimizer = FP16Optimizer(
-        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False, grad_clip=5.0,
-        init_scale=1024, scale_factor=2, scale_window=128, max_scale=8192, average_custom=True, divide_before=False,
+        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False,
+        grad_clip=5.0,
+        init_scale=1024, scale_factor=2, scale_window=128, max_scale=8192, average_custom=True,
+        divide_before=False,
     )  # fmt: skip
-    fp_optimizer.set_optimizer(Adam(params=[fp_optimizer.fp32_params], lr=0.02, betas=(0.9, 0.999), eps=1e-8))
+    fp_optimizer.set_optimizer(
+        Adam(params=[fp_optimizer.fp32_params], lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    )
 
     collate_fn = build_collate_fn(sort=True)
     train_part = partition_dataset_by_rank(train_set, rank, world_size)
     val_part = partition_dataset_by_rank(val_set, rank, world_size)
-    train_loader = DataLoader(train_part, batch_size=batch_size, collate_fn=collate_fn, shuffle=True)
+    train_loader = DataLoader(
+        train_part, batch_size=batch_size, collate_fn=collate_fn, shuffle=True
+    )
     val_loader = DataLoader(val_part, batch_size=batch_size, collate_fn=collate_fn)
     scheduler = ExponentialWarmupMultiStepLR(
         fp_optimizer.optimizer,
@@ -67,7 +80,8 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     criterion = LabelSmoothing(padding_idx=wmt16_config.PAD, smoothing=0.1)
     metrics = [BLEUScore()]
     translator = Translator(
-        model=model, trg_tokenizer=tokenizer, trg_lang="de", beam_size=2, len_norm_factor=0.6, len_norm_const=5.0,
+        model=model, trg_tokenizer=tokenizer, trg_lang="de", beam_size=2, len_norm_factor=0.6,
+        len_norm_const=5.0,
         cov_penalty_factor=0.1, max_seq_len=8,
     )  # fmt: skip
     checkpointer = Checkpointer(ckpt_run_dir=ckpt_run_dir, rank=rank, freq=CheckpointFreq.BEST)
@@ -85,7 +99,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
                 tracker.record_batch_init()
             output = model(data[0], data[1], target[0][:-1])
             tracker.record_batch_fwd_pass()
-            loss = criterion(output.view(-1, tokenizer.vocab_size), target[0][1:].contiguous().view(-1))
+            loss = criterion(
+                output.view(-1, tokenizer.vocab_size), target[0][1:].contiguous().view(-1)
+            )
             loss = loss / (target[0].shape[1] * update_freq)
             tracker.record_batch_comp_loss()
             fp_optimizer.backward_loss(loss)
@@ -96,7 +112,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
                 scheduler.step()
                 updates += 1
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item() * update_freq, output, {}, tracker, len(train_loader))
+            record_train_batch_stats(
+                batch_idx, loss.item() * update_freq, output, {}, tracker, len(train_loader)
+            )
         tracker.validation()
         tracker.validation_start()
         model.eval()
@@ -105,7 +123,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
         with torch.no_grad():
             for data, target in val_loader:
                 output = model(data[0], data[1], target[0][:-1])
-                total += criterion(output.view(-1, tokenizer.vocab_size), target[0][1:].contiguous().view(-1)).item()
+                total += criterion(
+                    output.view(-1, tokenizer.vocab_size), target[0][1:].contiguous().view(-1)
+                ).item()
                 sentences += target[0].shape[1]
                 translations, references = translator.translate(data, target)
                 metrics[0].update(metrics[0](translations, references), len(references))
@@ -115,7 +135,13 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
         tracker.epoch_end()
         checkpointer.save(tracker, model, fp_optimizer, scheduler, tracker.current_epoch, is_best)
         if rank == 0:
-            print("result", updates, values[metrics[0]], total / sentences, fp_optimizer.loss_scaler.loss_scale)
+            print(
+                "result",
+                updates,
+                values[metrics[0]],
+                total / sentences,
+                fp_optimizer.loss_scaler.loss_scale,
+            )
 
 
 def main(

@@ -38,32 +38,44 @@ class Arguments:
 def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=False):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     update_freq = 2
-    train_set = WMT17Dataset(dataset_dir, lang=("en", "de"), download=True, train=True, seq_len_multiple=2)
-    validation_set = WMT17Dataset(dataset_dir, lang=("en", "de"), download=False, test=True, seq_len_multiple=2)
+    train_set = WMT17Dataset(
+        dataset_dir, lang=("en", "de"), download=True, train=True, seq_len_multiple=2
+    )
+    validation_set = WMT17Dataset(
+        dataset_dir, lang=("en", "de"), download=False, test=True, seq_len_multiple=2
+    )
     src_dict, trg_dict = train_set.src_dict, train_set.trg_dict
     train_batches = get_batches(train_set, max_tokens=40, bsz_mult=2, shuffle=True, seed=0)
     val_batches = get_batches(validation_set, max_sentences=4, shuffle=False)
     train_batches = train_batches[rank : len(train_batches) // world_size * world_size : world_size]
     val_batches = val_batches[rank::world_size]
     train_loader = DataLoader(train_set, batch_sampler=train_batches, collate_fn=train_set.collater)
-    val_loader = DataLoader(validation_set, batch_sampler=val_batches, collate_fn=validation_set.collater)
+    val_loader = DataLoader(
+        validation_set, batch_sampler=val_batches, collate_fn=validation_set.collater
+    )
 
     model = TransformerModel(Arguments(), src_dict, trg_dict).half()
     criterion = LabelSmoothing(padding_idx=src_dict.pad(), smoothing=0.1, fast_xentropy=True)
     fp_optimizer = FP16Optimizer(
-        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False, init_scale=2**7,
+        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False,
+        init_scale=2**7,
         scale_factor=2, scale_window=2000, average_custom=True, divide_before=False,
     )  # fmt: skip
     optimizer = Adam([fp_optimizer.fp32_params], lr=1.976e-3, betas=(0.9, 0.98), eps=1e-9)
     fp_optimizer.set_optimizer(optimizer)
-    scheduler = SQRTTimeDecayLRWithWarmup(optimizer, base_lr=1.976e-3, warmup_init_lr=0.0, warmup_steps=4)
+    scheduler = SQRTTimeDecayLRWithWarmup(
+        optimizer, base_lr=1.976e-3, warmup_init_lr=0.0, warmup_steps=4
+    )
     metrics = [BLEUScore(use_raw=True)]
     checkpointer = Checkpointer(ckpt_run_dir=ckpt_run_dir, rank=rank, freq=CheckpointFreq.NONE)
     translator = SequenceGenerator(
-        model, src_dict=src_dict, trg_dict=trg_dict, beam_size=4, stop_early=True, normalize_scores=True,
+        model, src_dict=src_dict, trg_dict=trg_dict, beam_size=4, stop_early=True,
+        normalize_scores=True,
         len_penalty=0.6, sampling=False, sampling_topk=-1, minlen=1,
     )  # fmt: skip
-    tracker = Tracker(metrics, run_id, rank, goal=task4_time_to_bleu_goal(20 if light_target else 25))
+    tracker = Tracker(
+        metrics, run_id, rank, goal=task4_time_to_bleu_goal(20 if light_target else 25)
+    )
     tracker.start()
     updates = 0
     for _ in range(EPOCHS):
@@ -88,12 +100,16 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
                 tokens = get_backend_tensor(torch.tensor([tokens_in_update], dtype=torch.float64))
                 dist.all_reduce(tokens)
                 denom = world_size * update_freq
-                updated = fp_optimizer.step(tracker=tracker, multiplier=denom / tokens.item(), denom=denom)
+                updated = fp_optimizer.step(
+                    tracker=tracker, multiplier=denom / tokens.item(), denom=denom
+                )
                 if updated:
                     scheduler.step()
                     updates += 1
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item() / sample["ntokens"], output, {}, tracker, len(train_loader))
+            record_train_batch_stats(
+                batch_idx, loss.item() / sample["ntokens"], output, {}, tracker, len(train_loader)
+            )
         model.eval()
         tracker.validation()
         tracker.validation_start()
@@ -102,7 +118,9 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
         with torch.no_grad():
             for sample in val_loader:
                 output = model(**sample["net_input"])[0]
-                total += criterion(output.view(-1, output.size(-1)), sample["target"].view(-1)).item()
+                total += criterion(
+                    output.view(-1, output.size(-1)), sample["target"].view(-1)
+                ).item()
                 words += sample["ntokens"]
                 translated, targets = translator.translate_batch(
                     sample, maxlen_a=1.0, maxlen_b=2, nbest=1, ignore_case=True
@@ -114,7 +132,13 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
         tracker.epoch_end()
         checkpointer.save(tracker, model, fp_optimizer, scheduler, tracker.current_epoch, is_best)
         if rank == 0:
-            print("result", updates, values[metrics[0]], total / words, fp_optimizer.loss_scaler.loss_scale)
+            print(
+                "result",
+                updates,
+                values[metrics[0]],
+                total / words,
+                fp_optimizer.loss_scaler.loss_scale,
+            )
 
 
 def main(

@@ -1,4 +1,5 @@
-"""Rules for ``clip_grad_norm_``, which every distributed optimizer obeys: it clips the average gradient, or refuses."""
+"""Rules for ``clip_grad_norm_``, which every distributed optimizer obeys: it clips the average
+gradient, or refuses."""
 
 from __future__ import annotations
 
@@ -11,15 +12,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation, DeMoAggregation, DionAggregation, OneBitAggregation
-from mlbench_core.optim.pytorch import CentralizedSGD, DistributedGradScaler, GenericCentralizedOptimizer
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    DeMoAggregation,
+    DionAggregation,
+    OneBitAggregation,
+)
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    DistributedGradScaler,
+    GenericCentralizedOptimizer,
+)
 from tests.contracts.test_distributed_optimizers import MEMBERS, Net, every_member
 from tests.helpers.ranks import run_ranks
 
 MAX_NORM = 0.1
 REFUSING = {
-    *("sgd on weights", "fp16", "bf16", "sign", "ef sign", "sparsified", "top-k", "random-k", "demo", "one-bit adam"),
-    *("dion", "local", "local delayed", "scaffold", "diloco", "muloco", "sparse loco", "streaming", "ring", "choco"),
+    *(
+        "sgd on weights",
+        "fp16",
+        "bf16",
+        "sign",
+        "ef sign",
+        "sparsified",
+        "top-k",
+        "random-k",
+        "demo",
+        "one-bit adam",
+    ),
+    *(
+        "dion",
+        "local",
+        "local delayed",
+        "scaffold",
+        "diloco",
+        "muloco",
+        "sparse loco",
+        "streaming",
+        "ring",
+        "choco",
+    ),
 }
 """The members whose workers exchange weights, compressed steps, or gradients with a loss scale."""
 
@@ -27,13 +59,16 @@ EXACT = {
     "default": lambda m, k: CentralizedSGD(k, m, lr=0.5),
     "overlap": lambda m, k: CentralizedSGD(k, m, lr=0.5, overlap=True),
     "by layer": lambda m, k: CentralizedSGD(k, m, lr=0.5, by_layer=True),
-    "in bf16": lambda m, k: CentralizedSGD(k, m, lr=0.5, aggregation=AllReduceAggregation(comm_dtype=torch.bfloat16)),
+    "in bf16": lambda m, k: CentralizedSGD(
+        k, m, lr=0.5, aggregation=AllReduceAggregation(comm_dtype=torch.bfloat16)
+    ),
     "any optimizer": lambda m, k: GenericCentralizedOptimizer(k, m, optimizer=partial(SGD, lr=0.5)),
 }
 
 
 def backward(model: Net, rank: int, world_size: int, step: int = 0) -> None:
-    """Add the gradients of this worker's share of a batch, as sums over samples divided by the samples of a share."""
+    """Add the gradients of this worker's share of a batch, as sums over samples divided by the
+    samples of a share."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(world_size, 8, 6, generator=generator)[rank]
     targets = torch.randn(world_size, 8, 3, generator=generator)[rank]
@@ -61,7 +96,9 @@ def member(name: str, rank: int, world_size: int) -> Any:
             norm = optimizer.clip_grad_norm_(MAX_NORM)
         except ValueError as error:
             return str(error)
-        clipped = torch.cat([g.double().reshape(-1) for g in gradients(model) if g is not None]).norm()
+        clipped = torch.cat(
+            [g.double().reshape(-1) for g in gradients(model) if g is not None]
+        ).norm()
         sent = optimizer.aggregation.bytes_sent
         optimizer.step()
         found.append((norm.item(), clipped.item(), optimizer.aggregation.bytes_sent - sent))
@@ -84,7 +121,10 @@ def exact(name: str, rank: int, world_size: int) -> Any:
 
 def with_a_scaler(rank: int, world_size: int) -> Any:
     model = net()
-    optimizer, scaler = CentralizedSGD(world_size, model, lr=0.5), DistributedGradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = (
+        CentralizedSGD(world_size, model, lr=0.5),
+        DistributedGradScaler("cpu", init_scale=8.0),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "backward", lambda loss, f=Tensor.backward: f(scaler.scale(loss)))
         backward(model, rank, world_size)
@@ -126,7 +166,9 @@ def trained() -> list[dict[Any, Any]]:
     return run_ranks(2, run_all, timeout_s=200)
 
 
-def alone(steps: int, norm_type: float, passes: tuple[int, ...] = (0,)) -> tuple[list[float], list[Tensor]]:
+def alone(
+    steps: int, norm_type: float, passes: tuple[int, ...] = (0,)
+) -> tuple[list[float], list[Tensor]]:
     """One worker on the joined batch, with torch's own clipping."""
     model, norms = net(), []
     optimizer = SGD(model.parameters(), lr=0.5)

@@ -1,4 +1,5 @@
-"""Rules that every distributed optimizer obeys with k real workers. A new one is a new line in the table."""
+"""Rules that every distributed optimizer obeys with k real workers. A new one is a new line in the
+table."""
 
 from __future__ import annotations
 
@@ -21,14 +22,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregation, StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    ChocoAggregation,
+    StreamingDiLoCoAggregation,
+)
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
@@ -67,13 +74,16 @@ Event = tuple[str, int, str]
 
 
 class Net(nn.Module):
-    """Parameters of many kinds: frozen, unused, without dimensions, used on some workers only, with buffers."""
+    """Parameters of many kinds: frozen, unused, without dimensions, used on some workers only, with
+    buffers."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, is_plain: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(6, 9)
         self.norm = nn.Identity() if is_plain else nn.BatchNorm1d(9)
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float32 if is_plain else torch.float64))
+        self.scale = nn.Parameter(
+            torch.ones((), dtype=torch.float32 if is_plain else torch.float64)
+        )
         self.sometimes = nn.Parameter(torch.empty(4, 9))
         self.unused = nn.Parameter(torch.empty(5))
         self.frozen = nn.Parameter(torch.empty(9), requires_grad=False)
@@ -86,7 +96,9 @@ class Net(nn.Module):
             self.to(dtype)
 
     def forward(self, inputs: Tensor, uses_sometimes: bool) -> Tensor:
-        hidden = torch.tanh(self.norm(self.first(inputs)) + self.frozen) * self.scale.to(inputs.dtype)
+        hidden = torch.tanh(self.norm(self.first(inputs)) + self.frozen) * self.scale.to(
+            inputs.dtype
+        )
         if uses_sometimes:
             hidden = hidden + (hidden @ self.sometimes.T) @ self.sometimes
         return self.last(hidden)
@@ -99,8 +111,8 @@ class Member:
     Args:
         make: Makes it of (model, rank, world_size).
         period: Steps from one agreement to the next.
-        without: For workers that do not agree to the bit but stay close: the same optimizer without communication, to
-            compare with.
+        without: For workers that do not agree to the bit but stay close: the same optimizer without
+            communication, to compare with.
         dtype: Of the model.
         takes_world_size: Whether a wrong number of workers can be given to ``make``.
         needs_cpu: Whether it works on the host's memory only.
@@ -138,9 +150,15 @@ def custom(model: Net, rank: int, world_size: int) -> CustomCentralizedOptimizer
 
 MEMBERS: dict[str, Member] = {
     "sgd": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9)),
-    "sgd by layer": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, by_layer=True)),
-    "sgd on weights": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, agg_grad=False)),
-    "sgd overlapped": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True)),
+    "sgd by layer": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, by_layer=True)
+    ),
+    "sgd on weights": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, agg_grad=False)
+    ),
+    "sgd overlapped": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True)
+    ),
     "sgd in small buckets": Member(
         lambda m, r, k: CentralizedSGD(
             k,
@@ -152,20 +170,29 @@ MEMBERS: dict[str, Member] = {
         )
     ),
     "sgd in fp16": Member(
-        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, aggregation=AllReduceAggregation(comm_dtype=torch.float16))
+        lambda m, r, k: CentralizedSGD(
+            k, m, lr=0.05, aggregation=AllReduceAggregation(comm_dtype=torch.float16)
+        )
     ),
     "sgd overlapped in bf16": Member(
         lambda m, r, k: CentralizedSGD(
             k,
             m,
             lr=0.05,
-            aggregation=AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16, bucket_size_bytes=200),
+            aggregation=AllReduceAggregation(
+                overlap=True, comm_dtype=torch.bfloat16, bucket_size_bytes=200
+            ),
         )
     ),
     "adam overlapped": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True)),
     "adam through shared memory": Member(
         lambda m, r, k: CentralizedAdam(
-            k, m, lr=0.01, aggregation=AllReduceAggregation(overlap=True, bucket_size_bytes=100, shared_memory=True)
+            k,
+            m,
+            lr=0.01,
+            aggregation=AllReduceAggregation(
+                overlap=True, bucket_size_bytes=100, shared_memory=True
+            ),
         ),
         needs_cpu=True,
     ),
@@ -174,18 +201,34 @@ MEMBERS: dict[str, Member] = {
     "fp16": Member(half, dtype=torch.float16),
     "bf16": Member(half, dtype=torch.bfloat16),
     "power 1": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k)),
-    "power 2 warm": Member(lambda m, r, k: PowerSGD(m, 0.05, momentum=0.9, world_size=k, rank=2, reuse_query=True)),
+    "power 2 warm": Member(
+        lambda m, r, k: PowerSGD(m, 0.05, momentum=0.9, world_size=k, rank=2, reuse_query=True)
+    ),
     "power by layer": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k, by_layer=True)),
     "qsgd": Member(lambda m, r, k: QSGD(k, m, lr=0.05, momentum=0.9), draws_on_device=True),
-    "sign": Member(lambda m, r, k: SignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
-    "ef sign": Member(lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
-    "sparsified": Member(lambda m, r, k: SparsifiedSGD(m.parameters(), lr=0.05, sparse_grad_size=2, world_size=k)),
-    "top-k": Member(lambda m, r, k: CentralizedSparsifiedSGD(m.named_parameters(), lr=0.05, world_size=k)),
-    "random-k": Member(
-        lambda m, r, k: CentralizedSparsifiedSGD(m.parameters(), lr=0.05, random_sparse=True, world_size=k)
+    "sign": Member(
+        lambda m, r, k: SignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)
     ),
-    "demo": Member(lambda m, r, k: DeMo(m.named_parameters(), lr=0.01, weight_decay=0.1, world_size=k)),
-    "one-bit adam": Member(lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, warmup_steps=1, world_size=k)),
+    "ef sign": Member(
+        lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)
+    ),
+    "sparsified": Member(
+        lambda m, r, k: SparsifiedSGD(m.parameters(), lr=0.05, sparse_grad_size=2, world_size=k)
+    ),
+    "top-k": Member(
+        lambda m, r, k: CentralizedSparsifiedSGD(m.named_parameters(), lr=0.05, world_size=k)
+    ),
+    "random-k": Member(
+        lambda m, r, k: CentralizedSparsifiedSGD(
+            m.parameters(), lr=0.05, random_sparse=True, world_size=k
+        )
+    ),
+    "demo": Member(
+        lambda m, r, k: DeMo(m.named_parameters(), lr=0.01, weight_decay=0.1, world_size=k)
+    ),
+    "one-bit adam": Member(
+        lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, warmup_steps=1, world_size=k)
+    ),
     "dion": Member(lambda m, r, k: Dion(m.named_parameters(), lr=0.01, rank=2, world_size=k)),
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "local delayed": Member(
@@ -196,9 +239,16 @@ MEMBERS: dict[str, Member] = {
     ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
-    "lars": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=10.0))),
-    "muon": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))),
-    "muloco": Member(lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3), period=3),
+    "lars": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=10.0))
+    ),
+    "muon": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))
+    ),
+    "muloco": Member(
+        lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3),
+        period=3,
+    ),
     "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
     "streaming": Member(
         lambda m, r, k: StreamingDiLoCo(
@@ -217,7 +267,9 @@ MEMBERS: dict[str, Member] = {
         takes_world_size=False,
     ),
     "choco": Member(
-        lambda m, r, k: ChocoSGD(model=m, lr=0.05, aggregation=ChocoAggregation(r, ring(r, k), ratio=0.5, gamma=0.5)),
+        lambda m, r, k: ChocoSGD(
+            model=m, lr=0.05, aggregation=ChocoAggregation(r, ring(r, k), ratio=0.5, gamma=0.5)
+        ),
         without=lambda m: SGD(m.parameters(), lr=0.05),
         takes_world_size=False,
     ),
@@ -243,7 +295,9 @@ class Recorder:
         assert 0 <= exposed_s <= total_s
         self.reported_bytes += size_bytes
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
         assert group > 1
         assert isinstance(overlapped, bool)
         self.collectives[op] += calls * size_bytes
@@ -257,10 +311,14 @@ class Recorder:
             for name, position in SENT.items():
                 patch.setattr(dist, name, self._listen(name, getattr(dist, name), position))
             start = SharedMemorySum.start
-            patch.setattr(SharedMemorySum, "start", self._listen("a sum through shared memory", start, 1))
+            patch.setattr(
+                SharedMemorySum, "start", self._listen("a sum through shared memory", start, 1)
+            )
             yield
 
-    def _listen(self, name: str, original: Callable[..., Any], position: int | None) -> Callable[..., Any]:
+    def _listen(
+        self, name: str, original: Callable[..., Any], position: int | None
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "batch_isend_irecv":
                 tensors = [transfer.tensor for transfer in args[0] if transfer.op is dist.isend]
@@ -311,7 +369,8 @@ def generator_states() -> list[Any]:
 
 
 def train(member: Member, rank: int, world_size: int) -> dict[str, Any]:
-    """A run with everything recorded, and in its middle a copy and a saved state that go on by themselves."""
+    """A run with everything recorded, and in its middle a copy and a saved state that go on by
+    themselves."""
     model = member.model()
     optimizer = member.make(model, rank, world_size)
     account = optimizer.aggregation
@@ -396,11 +455,17 @@ def run_all(rank: int, world_size: int, device_type: str = "cpu") -> dict[str, A
     global device
     device = torch.device(device_type)
     on_cpu = device_type == "cpu"
-    return {name: run_member(name, rank, world_size) for name in MEMBERS if on_cpu or not MEMBERS[name].needs_cpu}
+    return {
+        name: run_member(name, rank, world_size)
+        for name in MEMBERS
+        if on_cpu or not MEMBERS[name].needs_cpu
+    }
 
 
 @functools.cache
-def trained(world_size: int, backend: str = "gloo", device_type: str = "cpu") -> list[dict[str, Any]]:
+def trained(
+    world_size: int, backend: str = "gloo", device_type: str = "cpu"
+) -> list[dict[str, Any]]:
     """Return each worker's results, by member. One start of the processes serves all tests."""
     return run_ranks(world_size, run_all, device_type, backend=backend, timeout_s=100)
 
@@ -428,26 +493,34 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def spread(workers: list[list[Tensor]]) -> float:
     """Mean distance of the workers' parameters from their average."""
-    flat = torch.stack([torch.cat([p.double().reshape(-1) for p in tensors]) for tensors in workers])
+    flat = torch.stack(
+        [torch.cat([p.double().reshape(-1) for p in tensors]) for tensors in workers]
+    )
     return float((flat - flat.mean(0)).norm(dim=1).mean())
 
 
 @every_member
-def test_the_workers_agree_whenever_they_communicate(ranks: list[dict[str, Any]], name: str) -> None:
+def test_the_workers_agree_whenever_they_communicate(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     member, found = MEMBERS[name], results(ranks, name)
     if member.without is None:
         for step in range(member.period - 1, STEPS, member.period):
             first, *others = (result["history"][step] for result in found)
             assert all(same(first, other) for other in others), f"after step {step}"
     else:
-        last = {kind: spread([result[kind][-1] for result in found]) for kind in ("history", "without")}
+        last = {
+            kind: spread([result[kind][-1] for result in found]) for kind in ("history", "without")
+        }
         assert last["history"] < 0.8 * last["without"]
     start = parameters(member.model())
     assert not same(start, found[0]["history"][-1])
 
 
 @every_member
-def test_between_two_agreements_each_worker_goes_its_own_way(ranks: list[dict[str, Any]], name: str) -> None:
+def test_between_two_agreements_each_worker_goes_its_own_way(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     member, found = MEMBERS[name], results(ranks, name)
     if member.period > 1:
         assert all(not same(found[0]["history"][0], other["history"][0]) for other in found[1:])
@@ -463,13 +536,17 @@ def test_resuming_in_the_middle_is_bit_identical(ranks: list[dict[str, Any]], na
 
 
 @every_member
-def test_a_copy_from_the_middle_goes_on_bit_identically(ranks: list[dict[str, Any]], name: str) -> None:
+def test_a_copy_from_the_middle_goes_on_bit_identically(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     for result in results(ranks, name):
         assert same(result["copied"], result["history"][-1])
 
 
 @every_member
-def test_all_workers_call_the_same_collectives_in_one_fixed_order(ranks: list[dict[str, Any]], name: str) -> None:
+def test_all_workers_call_the_same_collectives_in_one_fixed_order(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     """Whatever parameters had a gradient where. The first step may have something to set up."""
     member, found = MEMBERS[name], results(ranks, name)
     events = found[0]["events"]
@@ -480,7 +557,9 @@ def test_all_workers_call_the_same_collectives_in_one_fixed_order(ranks: list[di
 
 
 @every_member
-def test_bytes_are_what_was_handed_to_the_collectives(ranks: list[dict[str, Any]], name: str) -> None:
+def test_bytes_are_what_was_handed_to_the_collectives(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     member = MEMBERS[name]
     for result in results(ranks, name):
         seen = [sum(size_bytes for _, size_bytes, _ in messages) for messages in result["events"]]
@@ -488,12 +567,17 @@ def test_bytes_are_what_was_handed_to_the_collectives(ranks: list[dict[str, Any]
         # On a GPU, a step's bytes are reported in this step or in the next one.
         counted, reported = [0, *accumulate(result["counted"])], [*accumulate(result["reported"])]
         late = counted if result["is late"] else counted[1:]
-        assert all(least <= found <= most for least, found, most in zip(late, reported, counted[1:], strict=False))
+        assert all(
+            least <= found <= most
+            for least, found, most in zip(late, reported, counted[1:], strict=False)
+        )
         assert sum(seen) > 0
 
 
 @every_member
-def test_the_record_of_collectives_names_each_kind_with_its_bytes(ranks: list[dict[str, Any]], name: str) -> None:
+def test_the_record_of_collectives_names_each_kind_with_its_bytes(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     member = MEMBERS[name]
     names = {"batch_isend_irecv": "neighbors", "a sum through shared memory": "shared_memory_sum"}
     for result in results(ranks, name):
@@ -514,7 +598,10 @@ def test_a_wrong_number_of_workers_is_refused(ranks: list[dict[str, Any]], name:
     k = len(ranks)
     for result in results(ranks, name):
         if MEMBERS[name].takes_world_size:
-            assert f"world_size is {k + 1}, but the process group has {k} workers" in result["wrong world"]
+            assert (
+                f"world_size is {k + 1}, but the process group has {k} workers"
+                in result["wrong world"]
+            )
 
 
 RULES = (
@@ -530,7 +617,9 @@ RULES = (
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, which two workers share")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU, which two workers share"
+)
 @pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if not member.needs_cpu])
 def test_the_rules_hold_on_a_gpu(ranks_on_a_gpu: list[dict[str, Any]], name: str) -> None:
     for rule in RULES:
@@ -540,14 +629,18 @@ def test_the_rules_hold_on_a_gpu(ranks_on_a_gpu: list[dict[str, Any]], name: str
 
 
 def assert_close_to_the_cpu(ranks: list[dict[str, Any]], name: str) -> None:
-    """Up to the first agreement: later, a rounding can decide about a sign or about which values are the largest."""
+    """Up to the first agreement: later, a rounding can decide about a sign or about which values
+    are the largest."""
     member = MEMBERS[name]
     rtol, atol = (0.01, 1e-3) if member.dtype == torch.float32 else (0.05, 0.02)
-    # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings, which Adam enlarges.
+    # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings,
+    # which Adam enlarges.
     compared = [n != "first.bias" for n, _ in member.model().named_parameters()]
     for on_gpu, on_cpu in zip(results(ranks, name), results(trained(2), name), strict=True):
         for step in range(member.period):
-            ours, theirs = (list(compress(found["history"][step], compared)) for found in (on_gpu, on_cpu))
+            ours, theirs = (
+                list(compress(found["history"][step], compared)) for found in (on_gpu, on_cpu)
+            )
             torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 

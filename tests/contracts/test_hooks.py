@@ -1,4 +1,5 @@
-"""Rules that every communication hook of DDP and of FSDP2 obeys; a new aggregation in their tables gets them, too."""
+"""Rules that every communication hook of DDP and of FSDP2 obeys; a new aggregation in their tables
+gets them, too."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Complex(nn.Module):
             nn.init.constant_(parameter, 0.25)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        products = (inputs.to(torch.complex64) @ self.matrix) * (inputs.to(torch.complex64) @ self.transposed)
+        products = (inputs.to(torch.complex64) @ self.matrix) * (
+            inputs.to(torch.complex64) @ self.transposed
+        )
         return self.head((products * self.scalar).abs())
 
 
@@ -50,7 +53,9 @@ def complex_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 def complex_gradients(kind: str, bucket_cap_mb: float, as_view: bool) -> Any:
     model = Complex()
-    ddp_model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view)
+    ddp_model = DistributedDataParallel(
+        model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view
+    )
     try:
         hook = as_ddp_hook(ddp_hook_workers.KINDS[kind](model), ddp_model)
     except TypeError as error:
@@ -95,7 +100,10 @@ def renamed() -> str:
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     layouts = [(25.0, False), (0.0001, False), (0.0001, True)]
     return {
-        "complex": {kind: [complex_gradients(kind, *layout) for layout in layouts] for kind in ddp_hook_workers.KINDS},
+        "complex": {
+            kind: [complex_gradients(kind, *layout) for layout in layouts]
+            for kind in ddp_hook_workers.KINDS
+        },
         "bytes": {kind: ddp_bytes(kind) for kind in ddp_hook_workers.KINDS},
         "renamed": renamed(),
     }
@@ -115,12 +123,17 @@ def test_both_halves_of_complex_gradients_are_averaged_or_the_hook_is_refused(ki
                 continue
             for step, gradients in enumerate(found):
                 model = Complex()
-                (sum(complex_loss(model, rank, step) for rank in range(WORLD_SIZE)) / WORLD_SIZE).backward()
+                (
+                    sum(complex_loss(model, rank, step) for rank in range(WORLD_SIZE)) / WORLD_SIZE
+                ).backward()
                 for name, parameter in model.named_parameters():
-                    # The real head is compressed by Dion and in half precision; complex numbers are not compressed.
+                    # The real head is compressed by Dion and in half precision; complex numbers are
+                    # not compressed.
                     if parameter.is_complex():
                         tolerance = 2e-2 if "bf16" in kind else 1e-5
-                        torch.testing.assert_close(gradients[name], parameter.grad, rtol=tolerance, atol=tolerance)
+                        torch.testing.assert_close(
+                            gradients[name], parameter.grad, rtol=tolerance, atol=tolerance
+                        )
 
 
 @pytest.mark.parametrize("kind", ddp_hook_workers.KINDS)
@@ -143,7 +156,9 @@ def run_fsdp(rank: int, world_size: int) -> dict[str, Any]:
         aggregation, last, add = sharded.state.aggregation, [], []
         aggregate = aggregation.aggregate
 
-        def recorded(*args: Any, aggregate: Any = aggregate, aggregation: Any = aggregation, **named: Any) -> None:
+        def recorded(
+            *args: Any, aggregate: Any = aggregate, aggregation: Any = aggregation, **named: Any
+        ) -> None:
             before = aggregation.bytes_sent
             aggregate(*args, **named)
             last.append(aggregation.last_bytes)  # noqa: B023

@@ -1,8 +1,8 @@
-"""Rules for layers that are frozen, unfrozen or get gradients by hand, which every distributed optimizer obeys.
+"""Rules for layers that are frozen, unfrozen or get gradients by hand, which every distributed
+optimizer obeys.
 
-They hold for each member of the table of :mod:`tests.contracts.test_distributed_optimizers`, so a new optimizer gets
-them by itself.
-"""
+They hold for each member of the table of :mod:`tests.contracts.test_distributed_optimizers`, so a
+new optimizer gets them by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch import average_weights, consensus_distance
-from tests.contracts.test_distributed_optimizers import MEMBERS, Member, Net, every_member, parameters, same, spread
+from tests.contracts.test_distributed_optimizers import (
+    MEMBERS,
+    Member,
+    Net,
+    every_member,
+    parameters,
+    same,
+    spread,
+)
 from tests.helpers.ranks import run_ranks
 
 STEPS = 12
@@ -76,9 +84,10 @@ class Case:
 
     Args:
         change: Gets the model, the step and the worker's rank.
-        is_before: Whether it comes before the backward pass; otherwise between the backward pass and the step.
-        changes_gradients: Whether it changes gradients by hand. If the backward pass has averaged them (overlap), that
-            must be done on all workers alike, as with DistributedDataParallel.
+        is_before: Whether it comes before the backward pass; otherwise between the backward pass
+            and the step.
+        changes_gradients: Whether it changes gradients by hand. If the backward pass has averaged
+            them (overlap), that must be done on all workers alike, as with DistributedDataParallel.
     """
 
     change: Change
@@ -95,10 +104,16 @@ CASES = {
     "unfrozen by one worker": Case(unfreeze_alone, is_before=True),
     "without a gradient on one worker": Case(lose_a_gradient, changes_gradients=True),
     "gradient by hand on one worker": Case(set_gradients_by_hand, changes_gradients=True),
-    "gradient by hand on all workers": Case(set_gradients_by_hand_everywhere, changes_gradients=True),
+    "gradient by hand on all workers": Case(
+        set_gradients_by_hand_everywhere, changes_gradients=True
+    ),
     "frozen until the end": Case(freeze_until_the_end),
 }
-FIRST = [position for position, (name, _) in enumerate(Net().named_parameters()) if name.startswith("first.")]
+FIRST = [
+    position
+    for position, (name, _) in enumerate(Net().named_parameters())
+    if name.startswith("first.")
+]
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -172,15 +187,23 @@ def test_the_distance_and_the_average_cover_all_parameters(case: str, name: str)
     found = results(name, case)
     first, *others = (result["average"] for result in found)
     assert all(same(first, other) for other in others)
-    workers = torch.stack([torch.cat([p.double().reshape(-1) for p in r["history"][-1]]) for r in found])
+    workers = torch.stack(
+        [torch.cat([p.double().reshape(-1) for p in r["history"][-1]]) for r in found]
+    )
     expected = float((workers - workers.mean(0)).square().sum(1).mean().sqrt())
-    assert all(result["distance"] == pytest.approx(expected, rel=1e-6, abs=1e-12) for result in found)
+    assert all(
+        result["distance"] == pytest.approx(expected, rel=1e-6, abs=1e-12) for result in found
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if member.without is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, member in MEMBERS.items() if member.without is not None]
+)
 def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str) -> None:
     found = results(name, "frozen until the end")
-    before, after = (spread([first_layer(result, step) for result in found]) for step in (CHANGE, -1))
+    before, after = (
+        spread([first_layer(result, step) for result in found]) for step in (CHANGE, -1)
+    )
     assert after < max(0.5 * before, 1e-6)  # three workers in a ring are equal up to rounding
 
 
@@ -188,9 +211,12 @@ def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str
 def test_a_frozen_layer_stays_after_the_next_average(name: str) -> None:
     """A layer that all workers have frozen does not move on, for example by an outer momentum."""
     member = MEMBERS[name]
-    # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get zeros as gradients.
+    # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get
+    # zeros as gradients.
     if member.without is None and name not in ("sparse loco", "fp16", "bf16"):
         for result in results(name, "frozen until the end"):
             settled = -(-(CHANGE + 1) // member.period) * member.period - 1
             # An average of three equal values may differ from them in the last bit.
-            torch.testing.assert_close(first_layer(result, settled), first_layer(result, -1), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                first_layer(result, settled), first_layer(result, -1), rtol=1e-6, atol=0
+            )

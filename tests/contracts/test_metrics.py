@@ -19,9 +19,15 @@ from mlbench_core.evaluation.pytorch.metrics import (
     TopKAccuracy,
 )
 
-CLASSES = (torch.tensor([[0.1, 0.5, 0.4], [0.8, 0.1, 0.1], [0.2, 0.2, 0.6]]), torch.tensor([1, 0, 0]))
+CLASSES = (
+    torch.tensor([[0.1, 0.5, 0.4], [0.8, 0.1, 0.1], [0.2, 0.2, 0.6]]),
+    torch.tensor([1, 0, 0]),
+)
 MASKS = (torch.tensor([0.9, 0.6, 0.2, 0.1]), torch.tensor([1, 0, 1, 0]))
-SENTENCES = (["the cat sat on the mat", "hello big world"], ["the cat is on the mat", "hello world"])
+SENTENCES = (
+    ["the cat sat on the mat", "hello big world"],
+    ["the cat is on the mat", "hello world"],
+)
 
 FAMILY: list[tuple[Callable[[], MLBenchMetric], tuple[Any, Any]]] = [
     (TopKAccuracy, CLASSES),

@@ -1,4 +1,5 @@
-"""Rules for workers with different models: every distributed optimizer refuses them, on all workers."""
+"""Rules for workers with different models: every distributed optimizer refuses them, on all
+workers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.test_distributed_optimizers import MEMBERS, Member, Net, every_member, take_step
+from tests.contracts.test_distributed_optimizers import (
+    MEMBERS,
+    Member,
+    Net,
+    every_member,
+    take_step,
+)
 from tests.helpers.ranks import run_ranks
 
 DIFFERENCES = {
@@ -33,7 +40,9 @@ def change(model: Net, what: str) -> None:
         model.unused = parameter
         return
     dtype = (
-        parameter.dtype if what != "dtype" else (torch.float64 if parameter.dtype == torch.float32 else torch.float32)
+        parameter.dtype
+        if what != "dtype"
+        else (torch.float64 if parameter.dtype == torch.float32 else torch.float32)
     )
     changed = torch.zeros(6 if what == "shape" else 5, dtype=dtype)
     model.unused = nn.Parameter(changed, requires_grad=what != "requires_grad")
@@ -57,8 +66,13 @@ def train(member: Member, what: str, rank: int, world_size: int) -> str:
 
 
 def run_all(rank: int, world_size: int, what: str) -> dict[str, str]:
-    # Messages with a delay are on their way when the workers compare their models, and may have another size.
-    return {name: train(member, what, rank, world_size) for name, member in MEMBERS.items() if not is_late(name)}
+    # Messages with a delay are on their way when the workers compare their models, and may have
+    # another size.
+    return {
+        name: train(member, what, rank, world_size)
+        for name, member in MEMBERS.items()
+        if not is_late(name)
+    }
 
 
 def run_late(rank: int, world_size: int, name: str, what: str) -> str:
@@ -82,9 +96,16 @@ def test_all_workers_name_the_difference(what: str, name: str) -> None:
     else:
         found = [result[name] for result in trained(what)]
     assert len(set(found)) == 1
-    if name in ("fp16", "bf16"):  # which aggregate the parameters that are trainable at the start, in the same order
+    if name in (
+        "fp16",
+        "bf16",
+    ):  # which aggregate the parameters that are trainable at the start, in the same order
         assert what == "order" or re.search(
-            "model must have the same parameters on all workers, but .*'(unused|frozen|first.weight)'", found[0]
+            (
+                "model must have the same parameters on all workers, but "
+                ".*'(unused|frozen|first.weight)'"
+            ),
+            found[0],
         )
     elif name in NAMELESS:
         assert "model must have the same parameters on all workers, but" in found[0]

@@ -1,7 +1,7 @@
 """An infinity or nan of one worker is seen by all workers in the same step, or at the next average.
 
-"Seen" means that weights (or gradients, of hooks) are not finite. An overflow that all workers skip counts too.
-"""
+"Seen" means that weights (or gradients, of hooks) are not finite. An overflow that all workers skip
+counts too."""
 
 from __future__ import annotations
 
@@ -82,18 +82,26 @@ class Net(nn.Module):
 
 def streaming(quantize: bool) -> Callable[[Any, int, int], StreamingDiLoCo]:
     options: dict[str, Any] = {"period": 3, "fragments": 1, "delay": 1, "quantize": quantize}
-    return lambda m, r, k: StreamingDiLoCo(k, m, lr=0.01, aggregation=StreamingDiLoCoAggregation(**options))
+    return lambda m, r, k: StreamingDiLoCo(
+        k, m, lr=0.01, aggregation=StreamingDiLoCoAggregation(**options)
+    )
 
 
-def generic(aggregation: Aggregation, model: nn.Module, **options: Any) -> GenericCentralizedOptimizer:
-    return GenericCentralizedOptimizer(None, model, optimizer=partial(SGD, lr=0.1), aggregation=aggregation, **options)
+def generic(
+    aggregation: Aggregation, model: nn.Module, **options: Any
+) -> GenericCentralizedOptimizer:
+    return GenericCentralizedOptimizer(
+        None, model, optimizer=partial(SGD, lr=0.1), aggregation=aggregation, **options
+    )
 
 
 MORE: dict[str, Member] = {
     **{
         f"choco {kind}": Member(
             lambda m, r, k, kind=kind: ChocoSGD(  # type: ignore[misc]
-                model=m, lr=0.05, aggregation=ChocoAggregation(r, ring(r, k), compression=kind, ratio=0.01)
+                model=m,
+                lr=0.05,
+                aggregation=ChocoAggregation(r, ring(r, k), compression=kind, ratio=0.01),
             )
         )
         for kind in ("top_k", "random_k", "sign", "identity")
@@ -102,26 +110,40 @@ MORE: dict[str, Member] = {
     "streaming, whole": Member(streaming(quantize=False), period=3),
     "sparse loco unquantized": Member(
         lambda m, r, k: SparseLoCo(
-            k, m, lr=0.01, period=3, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(bits=None))
+            k,
+            m,
+            lr=0.01,
+            period=3,
+            aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(bits=None)),
         ),
         period=3,
     ),
     "one-bit adam in the warm-up": Member(
-        lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, aggregation=OneBitAggregation(warmup_steps=100))
+        lambda m, r, k: OneBitAdam(
+            m.named_parameters(), lr=0.01, aggregation=OneBitAggregation(warmup_steps=100)
+        )
     ),
     "qsgd by the largest": Member(
         lambda m, r, k: QSGD(k, m, lr=0.05, aggregation=QSGDAggregation(norm=math.inf, levels=127))
     ),
     "power in half precision": Member(
         lambda m, r, k: PowerSGD(
-            m, lr=0.05, aggregation=PowerAggregation(m, world_size=k, comm_dtype=torch.float16, error_feedback=False)
+            m,
+            lr=0.05,
+            aggregation=PowerAggregation(
+                m, world_size=k, comm_dtype=torch.float16, error_feedback=False
+            ),
         )
     ),
     "sign by layer": Member(lambda m, r, k: generic(SignAggregation(), m, by_layer=True)),
     "random-k without memory": Member(
-        lambda m, r, k: generic(SparsifiedAggregation(m, size=2, random=True, error_feedback=False), m)
+        lambda m, r, k: generic(
+            SparsifiedAggregation(m, size=2, random=True, error_feedback=False), m
+        )
     ),
-    "ef sign in bf16": Member(lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01), dtype=torch.bfloat16),
+    "ef sign in bf16": Member(
+        lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01), dtype=torch.bfloat16
+    ),
 }
 ALL = {**MEMBERS, **MORE}
 DELAYS = {"local delayed": 2, "streaming": 2, "streaming in 4 bits": 1, "streaming, whole": 1}
@@ -149,7 +171,9 @@ def train(name: str, rank: int, world_size: int, value: str, injected: int, dura
     return model.is_finite() and not skipped
 
 
-def train_with_hook(name: str, rank: int, world_size: int, value: str, injected: int, duration: str) -> bool:
+def train_with_hook(
+    name: str, rank: int, world_size: int, value: str, injected: int, duration: str
+) -> bool:
     """Whether the gradients of torch's DistributedDataParallel are finite in the last step."""
     model = Net()
     wrapped = DistributedDataParallel(_Loss(model))
@@ -186,7 +210,8 @@ def trained() -> list[dict[Any, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("train", name) for name in ALL), *(("train_with_hook", name) for name in HOOKS)]
+    ("kind", "name"),
+    [*(("train", name) for name in ALL), *(("train_with_hook", name) for name in HOOKS)],
 )
 def test_all_workers_see_what_is_not_finite_on_one(kind: str, name: str) -> None:
     for rank, found in enumerate(trained()):
@@ -198,7 +223,9 @@ def test_all_workers_see_what_is_not_finite_on_one(kind: str, name: str) -> None
 def train_in_a_ring(rank: int, world_size: int) -> list[list[bool]]:
     """Whether the weights are finite after each step, if worker 1 has a nan in the first."""
     result = []
-    makers: list[Callable[[Net], Any]] = [lambda m: DecentralizedSGD(rank, ring(rank, world_size), m, lr=0.1)]
+    makers: list[Callable[[Net], Any]] = [
+        lambda m: DecentralizedSGD(rank, ring(rank, world_size), m, lr=0.1)
+    ]
     makers += [partial(_make, f"choco {kind}", rank, world_size) for kind in ("random_k", "sign")]
     for make in makers:
         model, seen = Net(), []
@@ -246,8 +273,13 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
     "EF-sign": aggregations.EFSignAggregation,
     "top-k": lambda: SparsifiedAggregation(None, size=2),
     "random-k": lambda: SparsifiedAggregation(None, size=2, random=True),
-    "random-k without memory": lambda: SparsifiedAggregation(None, size=2, random=True, error_feedback=False),
-    **{f"chunked top-k, {b} bits": lambda b=b: ChunkedTopKAggregation(bits=b) for b in (None, 1, 2, 8)},  # type: ignore[misc]
+    "random-k without memory": lambda: SparsifiedAggregation(
+        None, size=2, random=True, error_feedback=False
+    ),
+    **{
+        f"chunked top-k, {b} bits": lambda b=b: ChunkedTopKAggregation(bits=b)
+        for b in (None, 1, 2, 8)
+    },  # type: ignore[misc]
     "QSGD": QSGDAggregation,
     "QSGD by the largest": lambda: QSGDAggregation(norm=math.inf),
     "DeMo": aggregations.DeMoAggregation,
@@ -260,7 +292,9 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_one_worker_alone_sees_it_wherever_it_is_and_forgets_it(name: str, dtype: torch.dtype) -> None:
+def test_one_worker_alone_sees_it_wherever_it_is_and_forgets_it(
+    name: str, dtype: torch.dtype
+) -> None:
     for value, place in itertools.product(VALUES, (0, 77, -1)):
         aggregation = AGGREGATIONS[name]()
         for is_wrong in (False, True, False):

@@ -14,14 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch import StreamingDiLoCoAggregation
-from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.centralized import (
+    EFSignAggregation,
+    PowerAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
@@ -61,7 +67,9 @@ def adamw(model: nn.Module) -> Optimizer:
 
 MEMBERS: dict[str, Make] = {
     "sgd": lambda model: CentralizedSGD(1, model, lr=0.05),
-    "momentum": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda model: CentralizedSGD(
+        1, model, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "sgd by layer": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, by_layer=True),
     "sgd on weights": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, agg_grad=False),
     "sgd overlapped": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap=True),
@@ -70,7 +78,9 @@ MEMBERS: dict[str, Make] = {
     ),
     "adam": lambda model: CentralizedAdam(1, model, lr=0.05),
     "amsgrad": lambda model: CentralizedAdam(1, model, lr=0.05, amsgrad=True, weight_decay=0.01),
-    "custom": lambda model: CustomCentralizedOptimizer(model, 1, adamw(model), average_world=True, grad_clip=0.7),
+    "custom": lambda model: CustomCentralizedOptimizer(
+        model, 1, adamw(model), average_world=True, grad_clip=0.7
+    ),
     "generic": lambda model: GenericCentralizedOptimizer(None, model, optimizer=adamw(model)),
     "qsgd": lambda model: QSGD(1, model, lr=0.05, momentum=0.9, weight_decay=0.01),
     "sign": lambda model: SignSGD(model.parameters(), lr=0.05),
@@ -78,14 +88,23 @@ MEMBERS: dict[str, Make] = {
         model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, world_size=1
     ),
     "ef sign": lambda model: EFSignSGD(model.parameters(), lr=0.05, momentum=0.5, dampening=0.1),
-    "top-k": lambda model: SparsifiedSGD(model.parameters(), lr=0.05, weight_decay=0.01, sparse_grad_size=5),
-    "top 90 %": lambda model: CentralizedSparsifiedSGD(model.parameters(), lr=0.05, sparse_grad_size=0.9),
+    "top-k": lambda model: SparsifiedSGD(
+        model.parameters(), lr=0.05, weight_decay=0.01, sparse_grad_size=5
+    ),
+    "top 90 %": lambda model: CentralizedSparsifiedSGD(
+        model.parameters(), lr=0.05, sparse_grad_size=0.9
+    ),
     "random-k": lambda model: CentralizedSparsifiedSGD(
         model.parameters(), lr=0.05, sparse_grad_size=5, random_sparse=True, average_world=False
     ),
-    "composed ef sign": lambda model: CentralizedSGD(1, model, lr=0.05, aggregation=EFSignAggregation()),
+    "composed ef sign": lambda model: CentralizedSGD(
+        1, model, lr=0.05, aggregation=EFSignAggregation()
+    ),
     "composed random-k": lambda model: GenericCentralizedOptimizer(
-        None, model, optimizer=adamw(model), aggregation=SparsifiedAggregation(model, size=0.3, random=True)
+        None,
+        model,
+        optimizer=adamw(model),
+        aggregation=SparsifiedAggregation(model, size=0.3, random=True),
     ),
     "power": lambda model: PowerSGD(model, lr=0.05, momentum=0.9, weight_decay=0.01, rank=1),
     "warm power": lambda model: PowerSGD(
@@ -95,26 +114,40 @@ MEMBERS: dict[str, Make] = {
         aggregation=PowerAggregation(model, reuse_query=True, start_after_steps=2),
     ),
     "composed power": lambda model: GenericCentralizedOptimizer(
-        None, model, optimizer=adamw(model), aggregation=PowerAggregation(model, comm_dtype=torch.bfloat16)
+        None,
+        model,
+        optimizer=adamw(model),
+        aggregation=PowerAggregation(model, comm_dtype=torch.bfloat16),
     ),
-    "named": lambda model: get_optimizer("centralized_sgd", world_size=1, model=model, lr=0.05, momentum=0.9),
-    "decentralized sgd": lambda model: DecentralizedSGD(0, [], model, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "named": lambda model: get_optimizer(
+        "centralized_sgd", world_size=1, model=model, lr=0.05, momentum=0.9
+    ),
+    "decentralized sgd": lambda model: DecentralizedSGD(
+        0, [], model, lr=0.05, momentum=0.9, weight_decay=0.01
+    ),
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
     "local sgd delayed": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4, delay=2),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
-    "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
+    "one-bit adam": lambda model: OneBitAdam(
+        model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4
+    ),
     "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
     "streaming": lambda model: StreamingDiLoCo(
-        1, model, lr=0.05, aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True)
+        1,
+        model,
+        lr=0.05,
+        aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True),
     ),
     # No momentum: the rate is part of it, so a rate of 0 would not stop the steps at once.
     "lars": lambda model: GenericCentralizedOptimizer(
         None, model, optimizer=partial(LARS, lr=0.05, momentum=0, trust_coefficient=0.5)
     ),
-    "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05)),
+    "muon": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(MuonAdamW, lr=0.05)
+    ),
     "muloco": lambda model: DiLoCo(1, model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
@@ -134,7 +167,9 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, cycle_momentum=False),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)], milestones=[2]
+        o,
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)],
+        milestones=[2],
     ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, gamma=0.9)]
@@ -201,7 +236,10 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def owes(optimizer: Optimizer) -> bool:
     """Whether it remembers steps, which are still taken when the learning rate has fallen to 0."""
-    return isinstance(optimizer, CompressedOptimizer) and "memory" in optimizer.aggregation.state_dict()
+    return (
+        isinstance(optimizer, CompressedOptimizer)
+        and "memory" in optimizer.aggregation.state_dict()
+    )
 
 
 def settled(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -220,7 +258,9 @@ def test_is_a_torch_optimizer_that_learns(make: Make) -> None:
     first = loss_and_gradients(model, 0)
     for _ in range(60):
         loss_and_gradients(model, 0)
-        assert optimizer.step() is (True if isinstance(optimizer, CustomCentralizedOptimizer) else None)
+        assert optimizer.step() is (
+            True if isinstance(optimizer, CustomCentralizedOptimizer) else None
+        )
     assert loss_and_gradients(model, 0) < 0.8 * first
 
 
@@ -257,7 +297,9 @@ def test_a_scheduler_changes_the_steps(make: Make) -> None:
     scheduler.step()
     before = settled(model, optimizer)
     train(model, optimizer, range(1, 3))
-    torch.testing.assert_close(settled(model, optimizer), before, rtol=0, atol=1e-6 * owes(optimizer))
+    torch.testing.assert_close(
+        settled(model, optimizer), before, rtol=0, atol=1e-6 * owes(optimizer)
+    )
 
 
 @every_member
@@ -372,7 +414,9 @@ def test_gradients_are_cleared_to_none_or_zero(make: Make) -> None:
     optimizer = make(model)
     loss_and_gradients(model, 0)
     optimizer.zero_grad(set_to_none=False)
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
+    )
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -385,7 +429,9 @@ def test_hooks_run_once_with_the_optimizer_they_were_registered_on(make: Make) -
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", o)))
     optimizer.register_state_dict_pre_hook(lambda o: seen.append(("state", o)))
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mine": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda o, state: {k: v for k, v in state.items() if k != "mine"})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda o, state: {k: v for k, v in state.items() if k != "mine"}
+    )
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(("loaded", o)))
     train(model, optimizer, range(1))
     state = optimizer.state_dict()
@@ -531,9 +577,13 @@ class TestByName:
 
     def test_a_world_that_is_not_there_is_refused(self, name: str) -> None:
         if "neighbors" in inspect.signature(optimizers[name]).parameters:
-            with pytest.raises(ValueError, match=r"neighbors has \[1\]: rank 0's neighbors must be other ranks"):
+            with pytest.raises(
+                ValueError, match=r"neighbors has \[1\]: rank 0's neighbors must be other ranks"
+            ):
                 get_optimizer(name, neighbors=[1], model=make_model(), lr=0.1)
-            with pytest.raises(ValueError, match="rank must be 0, the rank of this process among 1, not 1"):
+            with pytest.raises(
+                ValueError, match="rank must be 0, the rank of this process among 1, not 1"
+            ):
                 get_optimizer(name, rank=1, neighbors=[], model=make_model(), lr=0.1)
             return
         with pytest.raises(ValueError, match="world_size is 2, but there is 1 process"):
@@ -556,7 +606,10 @@ def test_the_outer_rate_of_diloco_is_checked_too() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown optimizer 'sdg'; known are centralized_adam, centralized_sgd"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer must be one of centralized_adam, centralized_sgd.*, not 'sdg'",
+    ):
         get_optimizer("sdg", lr=0.1)
 
 
@@ -564,4 +617,4 @@ def test_an_unknown_name_is_a_key_error_too() -> None:
     """Version 3.0 looked names up in a dictionary."""
     with pytest.raises(KeyError) as raised:
         get_optimizer("sdg", lr=0.1)
-    assert str(raised.value).startswith("unknown optimizer 'sdg'; known are ")
+    assert str(raised.value).startswith("optimizer must be one of centralized_adam, ")

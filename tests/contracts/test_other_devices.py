@@ -1,8 +1,7 @@
 """Every distributed optimizer resumes on another device than that of the checkpoint.
 
-The other device is ``meta``, whose tensors have no values. An operation with tensors of two devices is an error there,
-as on a GPU.
-"""
+The other device is ``meta``, whose tensors have no values. An operation with tensors of two devices
+is an error there, as on a GPU."""
 
 from __future__ import annotations
 
@@ -34,11 +33,17 @@ READ_VALUES = {
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dictionaries and lists, without numbers of steps, which torch keeps on the CPU."""
+    """Return the tensors in nested dictionaries and lists, without numbers of steps, which torch
+    keeps on the CPU."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for key, item in value.items() if key not in ("step", "generator") for t in tensors(item)]
+        return [
+            t
+            for key, item in value.items()
+            if key not in ("step", "generator")
+            for t in tensors(item)
+        ]
     return [t for item in value for t in tensors(item)] if isinstance(value, list | tuple) else []
 
 

@@ -1,8 +1,9 @@
-"""Every optimizer trains parameters without elements, without dimensions, of one element, and of any strides.
+"""Every optimizer trains parameters without elements, without dimensions, of one element, and of
+any strides.
 
-The contract tests of distributed optimizers have a parameter without dimensions. Here a model has all of these kinds.
-Parameters without elements change nothing: the others move as in the same model without them, bit for bit.
-"""
+The contract tests of distributed optimizers have a parameter without dimensions. Here a model has
+all of these kinds. Parameters without elements change nothing: the others move as in the same model
+without them, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation, as_ddp_hook
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    StreamingDiLoCoAggregation,
+    as_ddp_hook,
+)
 from mlbench_core.optim.pytorch import QSGD, CentralizedSGD, LocalSGD, StreamingDiLoCo
 from tests.aggregation.ddp_hook_workers import KINDS as HOOKS
 from tests.contracts.test_distributed_optimizers import MEMBERS, Member
@@ -29,7 +34,8 @@ EMPTY = {"rows": (0, 4), "columns": (4, 0), "list": (0,), "kernel": (2, 0, 3, 3)
 
 
 class Net(nn.Module):
-    """Parameters of many shapes and strides. Those without elements come last, so that all others keep their places."""
+    """Parameters of many shapes and strides. Those without elements come last, so that all others
+    keep their places."""
 
     def __init__(self, has_empty: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -76,11 +82,14 @@ ALL = {
     "streaming one by one": Member(partial(streaming, False), period=11),
     "streaming one by one in 4 bits": Member(partial(streaming, True), period=11),
     "local by layer, delayed": Member(
-        lambda m, r, k: LocalSGD(k, m, lr=0.05, period=3, delay=1, by_layer=True), period=3, without=lambda m: None
+        lambda m, r, k: LocalSGD(k, m, lr=0.05, period=3, delay=1, by_layer=True),
+        period=3,
+        without=lambda m: None,
     ),
     "qsgd by layer": Member(lambda m, r, k: QSGD(k, m, lr=0.05, by_layer=True)),
 }
-# Their fragments follow from the positions of all parameters, or their random numbers from the number of messages.
+# Their fragments follow from the positions of all parameters, or their random numbers from the
+# number of messages.
 COUNTS_ALL = {"streaming one by one", "streaming one by one in 4 bits", "qsgd by layer"}
 
 
@@ -113,7 +122,9 @@ def run_all(rank: int, world_size: int) -> dict[Any, Any]:
         for name in names:
             for has_empty in (False, True):
                 try:
-                    found[function.__name__, name, has_empty] = function(name, rank, world_size, has_empty)
+                    found[function.__name__, name, has_empty] = function(
+                        name, rank, world_size, has_empty
+                    )
                 except Exception:
                     found[function.__name__, name, has_empty] = traceback.format_exc()
     return found
@@ -126,12 +137,17 @@ def trained(world_size: int) -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("train", name) for name in ALL), *(("train_with_hook", name) for name in HOOKS)]
+    ("kind", "name"),
+    [*(("train", name) for name in ALL), *(("train_with_hook", name) for name in HOOKS)],
 )
 def test_parameters_of_every_shape_train(kind: str, name: str, world_size: int) -> None:
     if kind == "train_with_hook" and world_size == 1:
         pytest.skip("DDP needs a process group")
-    start = dict(Net(has_empty=True, dtype=ALL[name].dtype if kind == "train" else torch.float32).named_parameters())
+    start = dict(
+        Net(
+            has_empty=True, dtype=ALL[name].dtype if kind == "train" else torch.float32
+        ).named_parameters()
+    )
     for found in trained(world_size):
         weights, without = found[kind, name, True], found[kind, name, False]
         assert not isinstance(weights, str), weights

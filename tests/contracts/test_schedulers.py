@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,8 +25,12 @@ FAMILY: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "linear without warm-up": lambda o: lr.LRLinearWarmUp(o, 0.01, 0.3, 0),
     "multi-step": lambda o: lr.MultiStepLRLinearWarmUp(o, 0.1, [9, 15], 0.3, 0.01, 5),
     "multi-step without milestones": lambda o: lr.MultiStepLRLinearWarmUp(o, 0.1, [], 0.3),
-    "plateau by epochs": lambda o: lr.ReduceLROnPlateauWithWarmup(o, 0.01, 0.3, 5, factor=0.5, patience=2),
-    "plateau by batches": lambda o: lr.ReduceLROnPlateauWithWarmup(o, 0.01, 0.3, 2, 4, factor=0.5, patience=2),
+    "plateau by epochs": lambda o: lr.ReduceLROnPlateauWithWarmup(
+        o, 0.01, 0.3, 5, factor=0.5, patience=2
+    ),
+    "plateau by batches": lambda o: lr.ReduceLROnPlateauWithWarmup(
+        o, 0.01, 0.3, 2, 4, factor=0.5, patience=2
+    ),
     "sparsified": lambda o: lr.SparsifiedSGDLR(o, 2.0, 0.1, 10.0),
     "time": lambda o: lr.TimeDecayLR(o, 2.0),
     "time without shift": lambda o: lr.TimeDecayLR(o, 0),
@@ -84,7 +90,10 @@ def test_get_last_lr_is_what_the_groups_have(make) -> None:
 def test_groups_do_not_touch_each_other(make) -> None:
     """Two groups have the rates that each would have alone."""
     both = rates_of(make(optimizer_of(0.1, 0.4)), STEPS)
-    first, second = rates_of(make(optimizer_of(0.1)), STEPS), rates_of(make(optimizer_of(0.4)), STEPS)
+    first, second = (
+        rates_of(make(optimizer_of(0.1)), STEPS),
+        rates_of(make(optimizer_of(0.4)), STEPS),
+    )
     assert both == [[a[0], b[0]] for a, b in zip(first, second, strict=True)]
 
 
@@ -95,7 +104,10 @@ def test_a_resumed_schedule_goes_on_bit_by_bit(make, stop: int) -> None:
     interrupted = make(optimizer_of(0.1, 0.4))
     rates_of(interrupted, stop)
     file = io.BytesIO()
-    torch.save({"schedule": interrupted.state_dict(), "optimizer": interrupted.optimizer.state_dict()}, file)
+    torch.save(
+        {"schedule": interrupted.state_dict(), "optimizer": interrupted.optimizer.state_dict()},
+        file,
+    )
     file.seek(0)
     saved: dict[str, Any] = torch.load(file, weights_only=True)
     resumed = make(optimizer_of(0.1, 0.4))
@@ -124,7 +136,8 @@ def test_two_schedules_of_one_kind_share_nothing(make) -> None:
 
 @every_schedule
 def test_a_rate_kept_in_a_tensor_works(make) -> None:
-    """Capturable and compiled optimizers keep their rate in a tensor, which must stay the same object."""
+    """Capturable and compiled optimizers keep their rate in a tensor, which must stay the same
+    object."""
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     expected = rates_of(make(optimizer_of(0.1)), STEPS)

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -24,7 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
     consensus_distance,
 )
-from mlbench_core.aggregation.pytorch.topology import Topology, from_edges, ring
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
     QSGD,
@@ -52,7 +54,8 @@ Make = Callable[[nn.Module, float], Optimizer]
 
 
 class Net(nn.Module):
-    """A matrix that is compressed, vectors, and statistics that each worker takes of its own batches.
+    """A matrix that is compressed, vectors, and statistics that each worker takes of its own
+    batches.
 
     Only worker 0 has gradients of ``lone`` that are not zero.
     """
@@ -77,7 +80,9 @@ def _fp16(model: nn.Module, lr: float) -> Optimizer:
     return optimizer
 
 
-def _choco(model: nn.Module, lr: float, topology: Topology | None = None, **options: Any) -> Optimizer:
+def _choco(
+    model: nn.Module, lr: float, topology: Topology | None = None, **options: Any
+) -> Optimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     exchange = ChocoAggregation(topology=topology or ring(size), **options)
     return ChocoSGD(model=model, lr=lr, momentum=0.9, aggregation=exchange)
@@ -114,10 +119,14 @@ OPTIMIZERS: dict[str, Make] = {
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
-        model=m, lr=lr, aggregation=StreamingDiLoCoAggregation(period=4, fragments=1, delay=0, mixing=0)
+        model=m,
+        lr=lr,
+        aggregation=StreamingDiLoCoAggregation(period=4, fragments=1, delay=0, mixing=0),
     ),
     "diloco": lambda m, lr: DiLoCo(model=m, lr=lr, period=4),
-    "diloco adam": lambda m, lr: DiLoCo(model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)),
+    "diloco adam": lambda m, lr: DiLoCo(
+        model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)
+    ),
 }
 REMEMBERING = {
     "power",
@@ -160,7 +169,10 @@ def train(model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
     """Steps on noise of the worker's own, the same in every run."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        batch, target = torch.randn(8, 5, generator=generator), torch.randn(8, 6, generator=generator)
+        batch, target = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 6, generator=generator),
+        )
         optimizer.zero_grad()
         loss = ((model(batch) - target) ** 2).mean()
         if isinstance(optimizer, FP16Optimizer):
@@ -179,7 +191,9 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def save_best(folder: Path, rank: int, model: nn.Module, optimizer: Any, freq: CheckpointFreq) -> None:
+def save_best(
+    folder: Path, rank: int, model: nn.Module, optimizer: Any, freq: CheckpointFreq
+) -> None:
     tracker = SimpleNamespace(current_epoch=1)
     Checkpointer(folder, rank, freq).save(tracker, model, optimizer, None, is_best=True)
     if torch.distributed.is_initialized():
@@ -187,7 +201,8 @@ def save_best(folder: Path, rank: int, model: nn.Module, optimizer: Any, freq: C
 
 
 def resume_from_best(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """By optimizer: whether a run that goes on from the best epoch has the bits of the uninterrupted one."""
+    """By optimizer: whether a run that goes on from the best epoch has the bits of the
+    uninterrupted one."""
     result = {}
     own = [torch.distributed.new_group([other]) for other in range(world_size)][rank]
     alone: Make = lambda m, lr: CentralizedSGD(  # noqa: E731
@@ -209,7 +224,8 @@ def resume_from_best(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def save_all(rank: int, world_size: int, folder: str) -> None:
-    """Every optimizer's state, in one folder each for both frequencies, after eight steps, when all have just met."""
+    """Every optimizer's state, in one folder each for both frequencies, after eight steps, when all
+    have just met."""
     for name, make in OPTIMIZERS.items():
         model = Net()
         optimizer = make(model, 0.1)
@@ -225,10 +241,15 @@ def average(model: nn.Module) -> Tensor:
     return flat / torch.distributed.get_world_size()
 
 
-def stand_still(rank: int, world_size: int, folder: str, steps: int = 8) -> dict[tuple[str, str], Any]:
-    """What 8 steps with learning rate 0 do to the workers' average after a resume, and to what they remember."""
+def stand_still(
+    rank: int, world_size: int, folder: str, steps: int = 8
+) -> dict[tuple[str, str], Any]:
+    """What 8 steps with learning rate 0 do to the workers' average after a resume, and to what they
+    remember."""
     result = {}
-    for (name, make), freq in itertools.product(OPTIMIZERS.items(), (CheckpointFreq.BEST, CheckpointFreq.ALL)):
+    for (name, make), freq in itertools.product(
+        OPTIMIZERS.items(), (CheckpointFreq.BEST, CheckpointFreq.ALL)
+    ):
         model = Net()
         optimizer = make(model, 0.0)
         if name.startswith("diloco"):  # outer momentum goes on by itself, which is no drift
@@ -258,8 +279,12 @@ def stop(optimizer: Any) -> None:
 
 
 def other_graph(rank: int, world_size: int) -> dict[str, Any]:
-    """ChocoSGD on a ring, resumed on a line, from states of two moments, from rank 0's, and as it was."""
-    graphs = {"ring": ring(world_size), "line": from_edges(world_size, [(i, i + 1) for i in range(world_size - 1)])}
+    """ChocoSGD on a ring, resumed on a line, from states of two moments, from rank 0's, and as it
+    was."""
+    graphs = {
+        "ring": ring(world_size),
+        "line": from_edges(world_size, [(i, i + 1) for i in range(world_size - 1)]),
+    }
     model = Net()
     optimizer = _choco(model, 0.1, graphs["ring"], compression="random_k", ratio=0.4)
     train(model, optimizer, range(6), rank)
@@ -270,7 +295,12 @@ def other_graph(rank: int, world_size: int) -> dict[str, Any]:
     torch.distributed.broadcast_object_list(of_rank_0, 0)
     states += of_rank_0
     result = {}
-    cases = {"line": ("line", 0), "two moments": ("ring", rank % 2), "rank 0's": ("ring", 2), "fits": ("ring", 0)}
+    cases = {
+        "line": ("line", 0),
+        "two moments": ("ring", rank % 2),
+        "rank 0's": ("ring", 2),
+        "fits": ("ring", 0),
+    }
     for case, (graph, moment) in cases.items():
         resumed_model = Net()
         resumed = _choco(resumed_model, 0.0, graphs[graph], compression="random_k", ratio=0.4)

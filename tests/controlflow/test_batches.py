@@ -9,9 +9,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mlbench_core.controlflow.pytorch.batches import convert_dtype, iterate_dataloader, maybe_range, prepare_batch
+from mlbench_core.controlflow.pytorch.batches import (
+    convert_dtype,
+    iterate_dataloader,
+    maybe_range,
+    prepare_batch,
+)
 
-DTYPES = [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
+DTYPES = [
+    ("fp16", torch.float16),
+    ("bf16", torch.bfloat16),
+    ("fp32", torch.float32),
+    ("fp64", torch.float64),
+]
 
 
 def test_maybe_range_counts_to_a_maximum_or_for_ever() -> None:
@@ -63,7 +73,10 @@ def test_floats_are_converted_and_targets_on_request(name, dtype) -> None:
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_integer_images_become_numbers_that_a_model_takes(name, dtype) -> None:
     for kind in (torch.uint8, torch.int8, torch.int16, torch.int32):
-        images, labels = torch.tensor([[0, 100], [7, 1]], dtype=kind), torch.tensor([0, 1], dtype=kind)
+        images, labels = (
+            torch.tensor([[0, 100], [7, 1]], dtype=kind),
+            torch.tensor([0, 1], dtype=kind),
+        )
         ((data, target),) = iterate_dataloader([(images, labels)], name)
         assert data.dtype == dtype
         assert data.tolist() == images.tolist()
@@ -87,7 +100,9 @@ class Source(NamedTuple):
 
 def test_nested_batches() -> None:
     source = Source(torch.zeros(2, dtype=torch.float64), torch.tensor([1, 2]))
-    (data, target) = prepare_batch([source, {"mask": torch.ones(2, dtype=torch.float64)}], ["text"], "fp32")
+    (data, target) = prepare_batch(
+        [source, {"mask": torch.ones(2, dtype=torch.float64)}], ["text"], "fp32"
+    )
     assert isinstance(data[0], Source)
     assert data[0].tokens.dtype == data[1]["mask"].dtype == torch.float32
     assert data[0].lengths.dtype == torch.int64

@@ -22,9 +22,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq, remove_checkpoints
+from mlbench_core.controlflow.pytorch.checkpoint import (
+    Checkpointer,
+    CheckpointFreq,
+    remove_checkpoints,
+)
 from mlbench_core.errors import CheckpointError
-from mlbench_core.evaluation.goals import AccuracyAfterTime, task1_time_to_accuracy_goal, time_to_accuracy_goal
+from mlbench_core.evaluation.goals import (
+    AccuracyAfterTime,
+    task1_time_to_accuracy_goal,
+    time_to_accuracy_goal,
+)
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.forked import run_script
 
@@ -32,7 +40,9 @@ from tests.helpers.forked import run_script
 @pytest.fixture(autouse=True)
 def generators_and_variables_kept(no_leaks: None) -> Iterator[None]:
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    with mock.patch.dict(os.environ):  # the first torch optimizer of a process sets TORCHINDUCTOR_CACHE_DIR
+    with mock.patch.dict(
+        os.environ
+    ):  # the first torch optimizer of a process sets TORCHINDUCTOR_CACHE_DIR
         yield
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
@@ -42,21 +52,26 @@ def generators_and_variables_kept(no_leaks: None) -> Iterator[None]:
 class Run:
     """A small training run: dropout, momentum, a schedule, shuffled batches.
 
-    Every generator is seeded and the learning rate is low, so that no run diverges: NaN would equal no NaN.
-    """
+    Every generator is seeded and the learning rate is low, so that no run diverges: NaN would equal
+    no NaN."""
 
     def __init__(self, seed: int = 1) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
         self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+            torch.nn.Linear(4, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
         self.order = torch.Generator().manual_seed(seed)
         data = torch.linspace(-1, 1, 48).reshape(12, 4)
-        self.loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True, generator=self.order)
+        self.loader = DataLoader(
+            TensorDataset(data), batch_size=4, shuffle=True, generator=self.order
+        )
         self.tracker = Tracker([], "1", 0)
         self.tracker.start()
 
@@ -85,7 +100,9 @@ def _tracker(epoch: int) -> Any:
     return SimpleNamespace(current_epoch=epoch)
 
 
-def _save(folder: Path, epoch: int, value: float, best: bool = False, rank: int = 0, freq: str = "all") -> None:
+def _save(
+    folder: Path, epoch: int, value: float, best: bool = False, rank: int = 0, freq: str = "all"
+) -> None:
     model = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(model.weight, value)
     Checkpointer(folder, rank, CheckpointFreq(freq)).save(_tracker(epoch), model, None, None, best)
@@ -100,12 +117,16 @@ def _load(folder: Path, rank: int = 0, **arguments: Any) -> float:
 @pytest.mark.parametrize(
     "goal", [time_to_accuracy_goal(70.5), AccuracyAfterTime(0.0), task1_time_to_accuracy_goal, None]
 )
-def test_a_tracker_made_from_a_checkpoint_has_its_goal_and_judges_its_metrics(tmp_path: Path, goal: Any) -> None:
+def test_a_tracker_made_from_a_checkpoint_has_its_goal_and_judges_its_metrics(
+    tmp_path: Path, goal: Any
+) -> None:
     accuracy = SimpleNamespace(name="Prec@1")
     before = Tracker([accuracy], "1", 0, goal)
     before.validation()
     before.record_metric(accuracy, 60.0)
-    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(before, torch.nn.Linear(1, 1), None, None, True)
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(
+        before, torch.nn.Linear(1, 1), None, None, True
+    )
     tracker = Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None)[4]
     assert tracker.goal == before.goal
     tracker.validation()
@@ -116,7 +137,9 @@ def test_a_tracker_made_from_a_checkpoint_has_its_goal_and_judges_its_metrics(tm
     assert tracker.goal_reached == (goal is not None)
 
 
-def test_a_goal_that_is_code_is_missed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_goal_that_is_code_is_missed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def goal(metric_name: str, value: float, tracker: Tracker) -> str | None:
         return None
 
@@ -144,7 +167,9 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     found, model, optimizer, scheduler, tracker = Checkpointer.load(
         tmp_path, 0, resumed.model, resumed.optimizer, resumed.scheduler, sampler=resumed.order
     )
-    assert model is resumed.model and optimizer is resumed.optimizer and scheduler is resumed.scheduler
+    assert (
+        model is resumed.model and optimizer is resumed.optimizer and scheduler is resumed.scheduler
+    )
     assert isinstance(tracker, Tracker)
     assert (tracker.current_epoch, found.freq, found.save_stats) == (3, CheckpointFreq.ALL, True)
     assert tracker.get_total_train_time() > 0
@@ -169,11 +194,15 @@ def test_a_tracker_of_the_callers_is_restored(tmp_path: Path) -> None:
 def test_files_hold_no_code_and_no_tracker_without_save_stats(tmp_path: Path) -> None:
     run = Run()
     Checkpointer(tmp_path, 2, CheckpointFreq.ALL, save_stats=False).save(*run.state(), is_best=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["0_2.pth.tar"]  # rank 0 writes the best one
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "0_2.pth.tar"
+    ]  # rank 0 writes the best one
     state = torch.load(tmp_path / "0_2.pth.tar", weights_only=True)
     assert state["tracker"] is None
     assert state["model"].keys() == run.model.state_dict().keys()
-    checkpointer, *_, tracker = Checkpointer.load(tmp_path, 2, run.model, run.optimizer, run.scheduler)
+    checkpointer, *_, tracker = Checkpointer.load(
+        tmp_path, 2, run.model, run.optimizer, run.scheduler
+    )
     assert tracker is None
     assert not checkpointer.save_stats
     mine = Tracker([], "1", 2)
@@ -299,7 +328,10 @@ def test_a_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_file_before(tmp_path: Path, where: str) -> None:
     _save(tmp_path, 0, 1.0)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch(where, side_effect=full), pytest.raises(CheckpointError, match=r"0_0\.pth\.tar.*No space left"):
+    with (
+        mock.patch(where, side_effect=full),
+        pytest.raises(CheckpointError, match=r"0_0\.pth\.tar.*No space left"),
+    ):
         _save(tmp_path, 0, 2.0)
     assert os.listdir(tmp_path) == ["0_0.pth.tar"]
     assert _load(tmp_path) == 1.0
@@ -315,8 +347,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 checkpointer = Checkpointer(sys.argv[1], 0, CheckpointFreq.ALL)
 checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1, 1), None, None, False)
+larger = torch.nn.Linear(1000, 100)
 try:
-    checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1000, 100), None, None, False)
+    checkpointer.save(SimpleNamespace(current_epoch=0), larger, None, None, False)
 except CheckpointError as error:
     print(error)
 """
@@ -452,7 +485,9 @@ def test_the_epoch_of_a_distributed_sampler_is_kept(tmp_path: Path) -> None:
     sampler, resumed = make(), make()
     sampler.set_epoch(5)
     model = torch.nn.Linear(1, 1)
-    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(_tracker(5), model, None, None, False, sampler=sampler)
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(
+        _tracker(5), model, None, None, False, sampler=sampler
+    )
     Checkpointer.load(tmp_path, 0, model, None, None, sampler=resumed)
     assert list(resumed) == list(sampler) != list(make())
 
@@ -484,7 +519,9 @@ def test_the_epoch_may_be_given_as_in_version_3(
     tmp_path: Path, positional: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
     model, optimizer = torch.nn.Linear(1, 1), None
-    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(_tracker(1), model, optimizer, None, *positional, **named)
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(
+        _tracker(1), model, optimizer, None, *positional, **named
+    )
     assert sorted(os.listdir(tmp_path)) == ["5_0.pth.tar", "model_best.pth.tar"]
     assert torch.load(tmp_path / "5_0.pth.tar", weights_only=True)["epoch"] == 5
 
@@ -492,10 +529,17 @@ def test_the_epoch_may_be_given_as_in_version_3(
 def test_all_arguments_by_name_or_without_an_epoch(tmp_path: Path) -> None:
     model, order = torch.nn.Linear(1, 1), torch.Generator().manual_seed(4)
     checkpointer = Checkpointer(tmp_path, 0, CheckpointFreq.ALL)
-    checkpointer.save(tracker=_tracker(1), model=model, optimizer=None, scheduler=None, is_best=False)
+    checkpointer.save(
+        tracker=_tracker(1), model=model, optimizer=None, scheduler=None, is_best=False
+    )
     checkpointer.save(_tracker(2), model, None, None, 1)  # a number for a flag
     checkpointer.save(_tracker(3), model, None, None, False, order)
-    assert sorted(os.listdir(tmp_path)) == ["1_0.pth.tar", "2_0.pth.tar", "3_0.pth.tar", "model_best.pth.tar"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "1_0.pth.tar",
+        "2_0.pth.tar",
+        "3_0.pth.tar",
+        "model_best.pth.tar",
+    ]
     found = torch.Generator()
     Checkpointer.load(tmp_path, 0, model, None, None, sampler=found)
     assert torch.equal(found.get_state(), order.get_state())
@@ -514,7 +558,9 @@ def test_statistics_are_written_as_json(tmp_path: Path, freq: CheckpointFreq) ->
         found = json.loads(path.read_text(), parse_constant=pytest.fail)
         assert (found["run_id"], found["rank"], found["epoch"]) == ("1", 0, 2)
         loss = run.tracker.records["train_loss"]
-        assert found["records"]["train_loss"] == {str(epoch): value for epoch, value in loss.items()}
+        assert found["records"]["train_loss"] == {
+            str(epoch): value for epoch, value in loss.items()
+        }
         assert found["records"]["train_odd"] == {"1": None, "2": None}
         remove_checkpoints(tmp_path)
         assert not os.listdir(tmp_path)

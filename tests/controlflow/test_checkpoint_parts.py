@@ -1,4 +1,5 @@
-"""Which files of several workers belong together: parts, kills between them, files of other saves."""
+"""Which files of several workers belong together: parts, kills between them, files of other
+saves."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import pytest
 import torch
 
 from mlbench_core.controlflow.pytorch import checkpoint_files
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq, determine_restore_ckpt_path
+from mlbench_core.controlflow.pytorch.checkpoint import (
+    Checkpointer,
+    CheckpointFreq,
+    determine_restore_ckpt_path,
+)
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError
 from mlbench_core.optim.pytorch import EFSignSGD
@@ -37,20 +42,30 @@ def world(size: int, run: str = "run1") -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def generator_kept(no_leaks: None) -> Iterator[None]:
     state = torch.get_rng_state()
-    with mock.patch.dict(os.environ):  # the first torch optimizer of a process sets TORCHINDUCTOR_CACHE_DIR
+    with mock.patch.dict(
+        os.environ
+    ):  # the first torch optimizer of a process sets TORCHINDUCTOR_CACHE_DIR
         yield
     torch.set_rng_state(state)
 
 
 class Worker:
-    """A model whose weight is the epoch's number, and an optimizer whose memory is that of rank and epoch."""
+    """A model whose weight is the epoch's number, and an optimizer whose memory is that of rank and
+    epoch."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.model = torch.nn.Linear(1, 1, bias=False)
         self.optimizer = EFSignSGD(self.model.named_parameters(), lr=0.1, world_size=1)
 
-    def save(self, folder: Path, epoch: int, freq: CheckpointFreq = BEST, size: int = 2, run: str = "run1") -> None:
+    def save(
+        self,
+        folder: Path,
+        epoch: int,
+        freq: CheckpointFreq = BEST,
+        size: int = 2,
+        run: str = "run1",
+    ) -> None:
         torch.nn.init.constant_(self.model.weight, epoch)
         with mock.patch.object(process_groups, "world_size", return_value=1):
             self.optimizer.aggregation.load_state_dict(
@@ -96,7 +111,11 @@ def test_a_kill_between_the_parts_leaves_the_save_before(
     assert not caplog.records
     names = sorted(os.listdir(tmp_path))
     if freq is BEST:  # the save before is gone
-        assert names == ["model_best.2-run1-0.0of2.pth.tar", "model_best.2-run1-0.1of2.pth.tar", "model_best.pth.tar"]
+        assert names == [
+            "model_best.2-run1-0.0of2.pth.tar",
+            "model_best.2-run1-0.1of2.pth.tar",
+            "model_best.pth.tar",
+        ]
         assert os.path.samefile(tmp_path / names[0], tmp_path / names[2])
 
 
@@ -107,7 +126,9 @@ def test_parts_of_different_saves_are_not_mixed(
     both = workers(2)
     both[1].save(tmp_path, 3, freq, run="killed")
     both[0].save(tmp_path, 3, freq, run="again")
-    kept = memory(0, 3) if freq is ALL else None  # rank 0's file of an epoch may lie in a folder that is not shared
+    kept = (
+        memory(0, 3) if freq is ALL else None
+    )  # rank 0's file of an epoch may lie in a folder that is not shared
     assert both[0].load(tmp_path) == (3.0, kept)
     caplog.clear()
     assert both[1].load(tmp_path) == (3.0, None)
@@ -125,7 +146,10 @@ def test_without_own_files_the_memory_starts_afresh(
     assert "is of worker 0 of 2, and this is worker 2 of 3" in caplog.text
     assert len(caplog.records) == 1
     caplog.clear()
-    assert Worker(1).load(tmp_path, size=3) == (1.0, None)  # another number of workers: all of them start afresh
+    assert Worker(1).load(tmp_path, size=3) == (
+        1.0,
+        None,
+    )  # another number of workers: all of them start afresh
     assert len(caplog.records) == 1
     caplog.clear()
     for path in tmp_path.glob("*1of2*" if freq is BEST else "1_1*"):
@@ -222,7 +246,10 @@ def test_an_epoch_that_is_saved_twice_makes_two_saves(tmp_path: Path) -> None:
         checkpointer = Checkpointer(tmp_path, 1)
         for _ in range(2):
             checkpointer.save(SimpleNamespace(current_epoch=7), model, None, None, is_best=True)
-    assert sorted(os.listdir(tmp_path)) == ["model_best.7-run1-0.1of2.pth.tar", "model_best.7-run1-1.1of2.pth.tar"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "model_best.7-run1-0.1of2.pth.tar",
+        "model_best.7-run1-1.1of2.pth.tar",
+    ]
 
 
 def test_a_file_system_without_links(tmp_path: Path) -> None:
@@ -244,7 +271,9 @@ def test_the_path_to_restore(tmp_path: Path) -> None:
     assert determine_restore_ckpt_path(2, tmp_path, "run7") == str(run / "4_0.pth.tar")
     for worker in workers(2):
         worker.save(tmp_path / "best", 1)
-    assert determine_restore_ckpt_path(1, tmp_path, "best") == str(tmp_path / "best" / "model_best.pth.tar")
+    assert determine_restore_ckpt_path(1, tmp_path, "best") == str(
+        tmp_path / "best" / "model_best.pth.tar"
+    )
     with pytest.raises(FileNotFoundError, match="no checkpoint of rank 0 in"):
         determine_restore_ckpt_path(0, tmp_path, "another")
 
@@ -279,7 +308,8 @@ def save_on_and_on(rank, epoch, acknowledge, permits):
     checkpointer = Checkpointer(folder, rank)
     while True:
         epoch += 1
-        checkpointer.save(SimpleNamespace(current_epoch=epoch), *make(rank, epoch), None, is_best=True)
+        tracker = SimpleNamespace(current_epoch=epoch)
+        checkpointer.save(tracker, *make(rank, epoch), None, is_best=True)
         os.write(acknowledge, b"+")
         os.read(permits, 1)  # as a collective would, of the next epoch
 
@@ -321,7 +351,8 @@ for attempt in range(20 * kills):
         loaded.add(int(model.weight[0, 0]))
     done = loaded.pop()
     assert not loaded and whole <= done <= whole + 1, (done, loaded, whole)
-    partial += any(f"best.{done + 1}-" in name or name.endswith(".tmp") for name in os.listdir(folder))
+    names = os.listdir(folder)
+    partial += any(f"best.{done + 1}-" in name or name.endswith(".tmp") for name in names)
 print(done, partial)
 """
 

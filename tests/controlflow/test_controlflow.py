@@ -26,7 +26,8 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture
 def log(mocker) -> Any:
-    """What is sent to the master, as calls of ``LogMetrics.log(run_id, rank, epoch, name, value)``."""
+    """What is sent to the master, as calls of ``LogMetrics.log(run_id, rank, epoch, name,
+    value)``."""
     return mocker.patch("mlbench_core.tracking.tracker.LogMetrics").log
 
 
@@ -37,7 +38,10 @@ def sent(log: Any) -> list[str]:
 def batches_of(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of 4 features and 3 classes."""
     generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+    return [
+        (torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+        for n in sizes
+    ]
 
 
 def linear_model() -> nn.Linear:
@@ -117,13 +121,17 @@ def test_at_most_so_many_batches() -> None:
 
 def test_a_round_without_batches() -> None:
     metric = TopKAccuracy()
-    assert validation_round([], linear_model(), F.cross_entropy, [metric], "fp32") == ({metric: 0.0}, 0.0)
+    assert validation_round([], linear_model(), F.cross_entropy, [metric], "fp32") == (
+        {metric: 0.0},
+        0.0,
+    )
 
 
 def test_a_second_round_starts_anew() -> None:
     metric = TopKAccuracy()
     rounds = [
-        validation_round(batches_of(sizes), linear_model(), F.cross_entropy, [metric], "fp32") for sizes in (SIZES, [5])
+        validation_round(batches_of(sizes), linear_model(), F.cross_entropy, [metric], "fp32")
+        for sizes in (SIZES, [5])
     ]
     fresh = TopKAccuracy()
     expected = validation_round(batches_of([5]), linear_model(), F.cross_entropy, [fresh], "fp32")
@@ -133,14 +141,20 @@ def test_a_second_round_starts_anew() -> None:
 def test_targets_are_converted_on_request() -> None:
     data, target = torch.rand(6, 1), torch.tensor([0, 1, 1, 0, 1, 0]).unsqueeze(1)
     model = nn.Sigmoid()
-    _, loss = validation_round([(data, target)], model, F.binary_cross_entropy, [], "fp64", transform_target_type=True)
-    assert loss == pytest.approx(F.binary_cross_entropy(data.double().sigmoid(), target.double()).item(), rel=1e-12)
+    _, loss = validation_round(
+        [(data, target)], model, F.binary_cross_entropy, [], "fp64", transform_target_type=True
+    )
+    assert loss == pytest.approx(
+        F.binary_cross_entropy(data.double().sigmoid(), target.double()).item(), rel=1e-12
+    )
 
 
 def test_the_tracker_is_told_of_the_round(log) -> None:
     tracker = Tracker([TopKAccuracy()], "run", 0)
     tracker.train()
-    validation_round(batches_of([4]), linear_model(), F.cross_entropy, tracker.metrics, "fp32", tracker)
+    validation_round(
+        batches_of([4]), linear_model(), F.cross_entropy, tracker.metrics, "fp32", tracker
+    )
     assert not tracker.is_training
     assert tracker.get_total_val_time() > 0
     assert tracker.get_total_train_time() == 0
@@ -148,9 +162,17 @@ def test_the_tracker_is_told_of_the_round(log) -> None:
 
 def older_call(tracker: Tracker | None, metrics: list[Any], **kwargs: Any) -> Any:
     """The published tutorial's call, word for word."""
-    val_set, model, loss_func, run_id, rank, n = batches_of([4, 4]), linear_model(), F.cross_entropy, "1", 0, 1
+    val_set, model, loss_func, run_id, rank, n = (
+        batches_of([4, 4]),
+        linear_model(),
+        F.cross_entropy,
+        "1",
+        0,
+        1,
+    )
     return validation_round(
-        val_set, model, loss_func, metrics, run_id, rank, 'fp32', transform_target_type=None, use_cuda=False,
+        val_set, model, loss_func, metrics, run_id, rank, 'fp32', transform_target_type=None,
+        use_cuda=False,
         max_batch_per_epoch=n, tracker=tracker
     )  # fmt: skip
 
@@ -162,7 +184,9 @@ def test_the_older_call_is_deprecated_but_works_and_records(log) -> None:
         result = older_call(tracker, [metric])
     with pytest.warns(deprecation.DeprecatedWarning):
         assert older_call(None, [metric]) == result
-    expected = validation_round(batches_of([4, 4]), linear_model(), F.cross_entropy, [metric], "fp32", max_batches=1)
+    expected = validation_round(
+        batches_of([4, 4]), linear_model(), F.cross_entropy, [metric], "fp32", max_batches=1
+    )
     assert result == expected
     assert tracker.epoch_stats["val_global_Prec@1"].avg == expected[0][metric]
     assert "val_global_Prec@1" in sent(log)
@@ -177,12 +201,16 @@ def test_the_older_call_by_position_or_keyword(log) -> None:
     with pytest.warns(deprecation.DeprecatedWarning):
         assert validation_round(*arguments, "1", 0, "fp32", None, False, None, tracker) == expected
     with pytest.warns(deprecation.DeprecatedWarning):
-        assert validation_round(*arguments, run_id="1", rank=0, dtype="fp32", tracker=tracker) == expected
+        assert (
+            validation_round(*arguments, run_id="1", rank=0, dtype="fp32", tracker=tracker)
+            == expected
+        )
 
 
 def test_the_signature_is_the_present_one() -> None:
     assert list(inspect.signature(validation_round).parameters) == [
-        "dataloader", "model", "loss_function", "metrics", "dtype", "tracker", "transform_target_type", "use_cuda",
+        "dataloader", "model", "loss_function", "metrics", "dtype", "tracker",
+        "transform_target_type", "use_cuda",
         "max_batches",
     ]  # fmt: skip
 
@@ -236,11 +264,15 @@ def test_only_rank_0_sends_what_stands_for_all_workers(log) -> None:
 
 def test_goals_on_the_metric_without_global_see_its_values(log) -> None:
     metric = TopKAccuracy()
-    tracker = Tracker([metric], "run", 0, goal=lambda name, value, _: name if name == "val_Prec@1" else None)
+    tracker = Tracker(
+        [metric], "run", 0, goal=lambda name, value, _: name if name == "val_Prec@1" else None
+    )
     record_validation_stats({metric: 60.0}, 1.5, tracker)
     assert tracker.epoch_stats["val_Prec@1"].avg == 60.0
     assert tracker.goal_text == "val_Prec@1"
-    assert str(tracker).count("_Prec@1 60") == 1  # one of the two equal numbers is enough in the line of status
+    assert (
+        str(tracker).count("_Prec@1 60") == 1
+    )  # one of the two equal numbers is enough in the line of status
 
 
 def test_the_best_epoch_is_that_of_the_primary_metric(log) -> None:
@@ -257,7 +289,9 @@ def test_the_best_epoch_is_that_of_the_primary_metric(log) -> None:
 
 def test_the_goal_is_reached_by_the_accuracy_of_all_workers(log) -> None:
     metric = TopKAccuracy()
-    tracker = Tracker([metric], "run", 0, goal=task1_time_to_accuracy_goal)  # uncalled, as the published tutorial does
+    tracker = Tracker(
+        [metric], "run", 0, goal=task1_time_to_accuracy_goal
+    )  # uncalled, as the published tutorial does
     tracker.train()
     record_train_batch_stats(0, 0.1, torch.zeros(8, 3), {metric: 100.0}, tracker, 1)
     record_validation_stats({metric: 79.9}, 1.0, tracker)
@@ -265,7 +299,9 @@ def test_the_goal_is_reached_by_the_accuracy_of_all_workers(log) -> None:
     record_validation_stats({metric: 80.0}, 1.0, tracker)
     assert tracker.goal_reached
     (text,) = [call.args[4] for call in log.call_args_list if call.args[3] == "TaskResult"]
-    assert text.startswith("80% Top 1 Validation Accuracy reached in 0.000 seconds, Compute: 0.000 seconds")
+    assert text.startswith(
+        "80% Top 1 Validation Accuracy reached in 0.000 seconds, Compute: 0.000 seconds"
+    )
 
 
 def test_models_may_give_sentences() -> None:
@@ -274,10 +310,18 @@ def test_models_may_give_sentences() -> None:
             return sentences
 
     bleu = BLEUScore()
-    batches = [(["one two three four", "five"], ["one two three four", "six"]), (["a b c d e"], ["a b c d e"])]
+    batches = [
+        (["one two three four", "five"], ["one two three four", "six"]),
+        (["a b c d e"], ["a b c d e"]),
+    ]
     losses = iter([1.0, 4.0])
-    values, loss = validation_round(batches, Echo(), lambda o, t: torch.tensor(next(losses)), [bleu], "fp32")
-    translations, references = [s for b, _ in batches for s in b], [s for _, b in batches for s in b]
+    values, loss = validation_round(
+        batches, Echo(), lambda o, t: torch.tensor(next(losses)), [bleu], "fp32"
+    )
+    translations, references = (
+        [s for b, _ in batches for s in b],
+        [s for _, b in batches for s in b],
+    )
     assert values[bleu] == pytest.approx(
         sacrebleu.corpus_bleu(translations, [references], tokenize="intl", lowercase=True).score
     )

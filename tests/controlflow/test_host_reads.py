@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlbench_core.controlflow.pytorch import compute_train_batch_metrics, record_train_batch_stats, train_round
+from mlbench_core.controlflow.pytorch import (
+    compute_train_batch_metrics,
+    record_train_batch_stats,
+    train_round,
+)
 from mlbench_core.controlflow.pytorch.controlflow import LOG_EVERY_N_BATCHES
 from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens
 from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
-from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, MLBenchMetric, Perplexity, TopKAccuracy
+from mlbench_core.evaluation.pytorch.metrics import (
+    DiceCoefficient,
+    F1Score,
+    MLBenchMetric,
+    Perplexity,
+    TopKAccuracy,
+)
 from mlbench_core.models.pytorch.resnet import get_resnet_model
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.utils import Tracker
@@ -54,7 +64,8 @@ class HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
-        # item(), float() and tolist(); bool(); and cpu(), which the round is to call on whole transfers only.
+        # item(), float() and tolist(); bool(); and cpu(), which the round is to call on whole
+        # transfers only.
         if name in ("_local_scalar_dense", "is_nonzero") or (name == "_to_copy" and to_host):
             self.counts[name] += 1
         return func(*args, **kwargs)
@@ -106,13 +117,17 @@ def waits_of_a_round(count: int, with_tracker: bool = True, sized: bool = True) 
     batches = batches_of(count)
     with HostReads() as reads:
         loader = batches if sized else iter(batches)
-        train_round(loader, model, optimizer, F.cross_entropy, metrics, None, "fp32", tracker=tracker)
+        train_round(
+            loader, model, optimizer, F.cross_entropy, metrics, None, "fp32", tracker=tracker
+        )
     return reads.waits
 
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("with_tracker", [True, False])
-def test_a_round_waits_for_the_device_once_per_logging_interval(with_tracker: bool, sized: bool) -> None:
+def test_a_round_waits_for_the_device_once_per_logging_interval(
+    with_tracker: bool, sized: bool
+) -> None:
     waits_of_a_round(1)  # the first optimizer reads numbers of its own
     intervals = 4
     few = waits_of_a_round(LOG_EVERY_N_BATCHES, with_tracker, sized)
@@ -139,7 +154,8 @@ def test_a_round_of_1000_batches_reads_at_most_once_in_25_with_a_sink_of_raw_lin
     tracker = Tracker([TopKAccuracy()], "run", 0, sinks=[lines], goal=task1_time_to_accuracy_goal)
     with HostReads() as reads:
         train_round(
-            batches_of(count), model, SGD(model.parameters(), 0.1), F.cross_entropy, tracker.metrics, None, "fp32",
+            batches_of(count), model, SGD(model.parameters(), 0.1), F.cross_entropy,
+            tracker.metrics, None, "fp32",
             tracker=tracker,
         )  # fmt: skip
     assert 0 < reads.waits <= count / 25
@@ -157,9 +173,15 @@ def test_a_round_by_tokens_waits_once_per_logging_interval() -> None:
     def waits(count: int) -> int:
         model = nn.Embedding(4, 4)
         optimizer = SumSGD(model.parameters(), lr=0.1)
-        batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
+        batch = {
+            "net_input": {"input": torch.tensor([[1, 2]])},
+            "target": torch.tensor([[2, 3]]),
+            "ntokens": 2,
+        }
         with HostReads() as reads:
-            train_round_by_tokens([batch] * count, model, optimizer, LabelSmoothing(0), tracker=Tracker([], "run", 0))
+            train_round_by_tokens(
+                [batch] * count, model, optimizer, LabelSmoothing(0), tracker=Tracker([], "run", 0)
+            )
         return reads.waits
 
     waits(1)
@@ -184,7 +206,14 @@ def test_deferred_values_are_those_of_a_loop_that_reads_each_batch(count: int, l
         tracker = Tracker(metrics, "run", 0, sinks=[lambda *record, seen=seen: seen.append(record)])
         if is_deferred:
             loss = train_round(
-                batches_of(count), model, optimizer, F.cross_entropy, metrics, None, "fp32", tracker=tracker
+                batches_of(count),
+                model,
+                optimizer,
+                F.cross_entropy,
+                metrics,
+                None,
+                "fp32",
+                tracker=tracker,
             )
         else:
             total = 0.0
@@ -201,7 +230,9 @@ def test_deferred_values_are_those_of_a_loop_that_reads_each_batch(count: int, l
                 total += value.item() * 6
             loss = total / (count * 6)
         sent.append([call.args for call in log.call_args_list])
-        means = {name: (meter.val, meter.sum, meter.count) for name, meter in tracker.epoch_stats.items()}
+        means = {
+            name: (meter.val, meter.sum, meter.count) for name, meter in tracker.epoch_stats.items()
+        }
         runs.append((loss, recorded(tracker), seen, means, tracker.records))
     assert sent[0] == sent[1]
     assert runs[0] == runs[1]
@@ -210,7 +241,16 @@ def test_deferred_values_are_those_of_a_loop_that_reads_each_batch(count: int, l
 def test_times_of_deferred_values_are_those_of_their_batches() -> None:
     tracker = Tracker([], "run", 0)
     model = model_of()
-    train_round(batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", tracker=tracker)
+    train_round(
+        batches_of(30),
+        model,
+        SGD(model.parameters(), 0.1),
+        F.cross_entropy,
+        [],
+        None,
+        "fp32",
+        tracker=tracker,
+    )
     times = [entry[4] for entry in tracker.history if entry[1] == "train_loss"]
     assert len(set(times)) == 30 and times == sorted(times)
 
@@ -226,7 +266,14 @@ def test_an_interrupted_round_records_the_batches_before() -> None:
 
     with pytest.raises(ArithmeticError, match="stop"):
         train_round(
-            batches_of(9), model, SGD(model.parameters(), 0.1), loss_function, [], None, "fp32", tracker=tracker
+            batches_of(9),
+            model,
+            SGD(model.parameters(), 0.1),
+            loss_function,
+            [],
+            None,
+            "fp32",
+            tracker=tracker,
         )
     assert tracker.epoch_stats["train_loss"].count == 5 * 6
 
@@ -235,20 +282,28 @@ def test_a_loss_that_is_not_a_number_is_recorded_as_such() -> None:
     tracker = Tracker([], "run", 0)
     model = model_of()
     loss = train_round(
-        batches_of(3), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * float("nan"), [], None,
+        batches_of(3), model, SGD(model.parameters(), 0.0),
+        lambda output, _: output.sum() * float("nan"), [], None,
         "fp32", tracker=tracker,
     )  # fmt: skip
     assert loss != loss
     assert tracker.epoch_stats["train_loss"].val != tracker.epoch_stats["train_loss"].val
 
 
-@pytest.mark.parametrize("metric", [TopKAccuracy(), Perplexity(), LastColumn(F1Score()), LastColumn(DiceCoefficient())])
+@pytest.mark.parametrize(
+    "metric", [TopKAccuracy(), Perplexity(), LastColumn(F1Score()), LastColumn(DiceCoefficient())]
+)
 def test_no_metric_copies_a_number_from_the_host(metric: MLBenchMetric) -> None:
-    """A tensor that is made of a Python number on the host waits for the device when it is copied there."""
+    """A tensor that is made of a Python number on the host waits for the device when it is copied
+    there."""
 
     class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func.overloadpacket.__name__ not in ("lift_fresh", "lift_fresh_copy"), "a tensor of a Python number"
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            assert func.overloadpacket.__name__ not in ("lift_fresh", "lift_fresh_copy"), (
+                "a tensor of a Python number"
+            )
             return func(*args, **(kwargs or {}))
 
     output, target = torch.rand(6, 2), torch.arange(6) % 2
@@ -267,7 +322,14 @@ def test_a_number_that_is_no_tensor_is_recorded_exactly() -> None:
     record_train_batch_stats(0, 0.1, torch.zeros(4, 1), {Share(): 0.7}, tracker, None)
     model = model_of()
     train_round(
-        batches_of(2), model, SGD(model.parameters(), 0.1), F.cross_entropy, [Share()], None, "fp32", tracker=tracker
+        batches_of(2),
+        model,
+        SGD(model.parameters(), 0.1),
+        F.cross_entropy,
+        [Share()],
+        None,
+        "fp32",
+        tracker=tracker,
     )
     values = [entry[1:3] for entry in recorded(tracker)]
     assert values[:2] == [("train_loss", 0.1), ("train_share", 0.7)]
@@ -290,7 +352,8 @@ def test_a_goal_on_a_training_statistic_is_reached_at_its_batch(has_metric: bool
     tracker, model = Tracker([], "run", 0, goal=goal), model_of()
     batch_idx = iter(range(20))
     train_round(
-        batches_of(20), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * 0 + next(batch_idx), [],
+        batches_of(20), model, SGD(model.parameters(), 0.0),
+        lambda output, _: output.sum() * 0 + next(batch_idx), [],
         None, "fp32", tracker=tracker,
     )  # fmt: skip
     assert tracker.time_to_goal_s == sum(tracker.batch_times[:4])
@@ -303,7 +366,8 @@ def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
         tracker = Tracker([], "run", 0, goal=goal)
         with HostReads() as reads:
             train_round(
-                batches_of(LOG_EVERY_N_BATCHES), model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32",
+                batches_of(LOG_EVERY_N_BATCHES), model, SGD(model.parameters(), 0.1),
+                F.cross_entropy, [], None, "fp32",
                 tracker=tracker,
             )  # fmt: skip
         return reads.waits
@@ -318,10 +382,16 @@ def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
 def test_no_step_of_task_1a_waits_for_the_gpu() -> None:
     """Batches that are augmented on the device, autocast, and CentralizedSGD."""
     images = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8)
-    dataset = ImageDataset(images, torch.arange(96) % 10, list("0123456789"), (0.5,) * 3, (0.5,) * 3, Augmentation())
+    dataset = ImageDataset(
+        images, torch.arange(96) % 10, list("0123456789"), (0.5,) * 3, (0.5,) * 3, Augmentation()
+    )
     batches = ImageBatches(dataset.to("cuda"), 8, memory_format=torch.channels_last)
-    model = get_resnet_model("resnet20", 1, "fp32", num_classes=10, use_cuda=True).to(memory_format=torch.channels_last)
-    optimizer = CentralizedSGD(world_size=1, model=model, lr=0.1, momentum=0.9, by_layer=False, use_cuda=True)
+    model = get_resnet_model("resnet20", 1, "fp32", num_classes=10, use_cuda=True).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = CentralizedSGD(
+        world_size=1, model=model, lr=0.1, momentum=0.9, by_layer=False, use_cuda=True
+    )
 
     def watched() -> Iterator[tuple[Tensor, Tensor]]:
         # The first steps load kernels, and the last one reads the loss of the round.

@@ -45,11 +45,15 @@ def start(folder: Path, *argv: str, **options: Any) -> None:
         parser.add_argument("--batch-size", type=int, default=8)
 
     roots = [f"--root-{name}={folder / name}" for name in ("dataset", "checkpoint", "output")]
-    run_task(partial(train, **options), "task9z", add_arguments, argv=["--checkpoint", *argv, *roots])
+    run_task(
+        partial(train, **options), "task9z", add_arguments, argv=["--checkpoint", *argv, *roots]
+    )
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): digest(path) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): digest(path) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def damage(folder: Path) -> None:
@@ -71,7 +75,12 @@ def delete(folder: Path) -> None:
             None,
             r"does not fit the optimizer .* another optimizer, with the settings .*momen",
         ),
-        ((), {"optimizer": "rprop"}, None, r"does not fit the optimizer .* and without capturable, etas, step_sizes"),
+        (
+            (),
+            {"optimizer": "rprop"},
+            None,
+            r"does not fit the optimizer .* and without capturable, etas, step_sizes",
+        ),
         ((), {"width": 3}, None, r"does not fit the model .* size mismatch"),
         (("--optimizer", "adam"), {}, None, r"algorithm was 'sgd' and is 'adam': "),
         (("--dataset", "other"), {}, None, r"dataset was 'digits' and is 'other': "),
@@ -142,25 +151,35 @@ def test_all_workers_accept_the_checkpoint_or_none(tmp_path: Path) -> None:
     run_ranks(2, _fail, str(tmp_path), 0)
     saved = content(tmp_path)
     told = run_ranks(2, _two_workers, str(tmp_path))
-    assert told == [("another worker cannot continue from its checkpoint: see its error", None), ("does not fit", None)]
+    assert told == [
+        ("another worker cannot continue from its checkpoint: see its error", None),
+        ("does not fit", None),
+    ]
     assert content(tmp_path) == saved
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_failed_run_has_the_lines_of_the_worker_that_ended_last(first: int, tmp_path: Path) -> None:
+def test_a_failed_run_has_the_lines_of_the_worker_that_ended_last(
+    first: int, tmp_path: Path
+) -> None:
     run_ranks(2, _fail, str(tmp_path), first)
     assert verify_folder(tmp_path) == []
     assert not list(tmp_path.glob("metrics.rank-*.jsonl"))
     run = read_result(tmp_path)["run"]
     assert (run["state"], run["reason"]) == ("failed", "ZeroDivisionError:")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [sum(f'"rank":{rank},"kind":"end"' in line for line in lines) for rank in (0, 1)] == [1, 1]
+    assert [sum(f'"rank":{rank},"kind":"end"' in line for line in lines) for rank in (0, 1)] == [
+        1,
+        1,
+    ]
 
 
 def test_a_resume_with_fewer_workers_is_refused(tmp_path: Path) -> None:
     with RunResults(tmp_path, Configuration(workers=1, options={"lr": (1, 2)}), "7"):
         pass
-    with RunResults(tmp_path, Configuration(workers=1, options={"lr": (1, 2), "epochs": 5}), "7", resume=True):
+    with RunResults(
+        tmp_path, Configuration(workers=1, options={"lr": (1, 2), "epochs": 5}), "7", resume=True
+    ):
         pass
     saved = content(tmp_path)
     with pytest.raises(ConfigurationError, match="workers was 1 and is 2: give the same settings"):

@@ -16,14 +16,20 @@ def test_best_checkpoints_resume_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1), (2, 3), (2, 2)])
-def test_weights_stand_still_with_another_number_of_workers(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
+def test_weights_stand_still_with_another_number_of_workers(
+    tmp_path: Path, saved_by: int, loaded_by: int
+) -> None:
     """They do as well with as many, if only rank 0's file of the best epoch is left."""
     run_ranks(saved_by, workers.save_all, str(tmp_path))
     if saved_by == loaded_by:
         for part in (*tmp_path.glob("*/model_best.*of*"), *tmp_path.glob("*-ALL/1_*")):
             part.unlink()
     for result in run_ranks(loaded_by, workers.stand_still, str(tmp_path)):
-        drifting = {case: found for case, found in result.items() if found["moved"] > 1e-5 or found["apart"] > 2}
+        drifting = {
+            case: found
+            for case, found in result.items()
+            if found["moved"] > 1e-5 or found["apart"] > 2
+        }
         assert not drifting
         for (name, freq), found in result.items():
             is_own = name in workers.REMEMBERING

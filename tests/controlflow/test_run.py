@@ -46,10 +46,18 @@ class FakeWorker:
 
     def run(self, folder: Path, *argv: str, **options: Any) -> None:
         roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
-        run_task(self.train, "task9z", add_run_arguments, argv=["--run_id", "7", *argv, *roots], **options)
+        run_task(
+            self.train,
+            "task9z",
+            add_run_arguments,
+            argv=["--run_id", "7", *argv, *roots],
+            **options,
+        )
 
 
-def test_arguments_reach_backend_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_reach_backend_and_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeWorker(monkeypatch)
 
     def prepare(args: argparse.Namespace) -> None:
@@ -63,7 +71,10 @@ def test_arguments_reach_backend_and_training(tmp_path: Path, monkeypatch: pytes
     assert (run.rank, run.world_size, run.run_id, run.gpu, run.light, run.validation_only) == (
         1, 3, "7", False, True, False,
     )  # fmt: skip
-    assert (run.dataset_dir, run.ckpt_run_dir) == (str(tmp_path / "torch" / "task9z"), str(tmp_path / "task9z" / "7"))
+    assert (run.dataset_dir, run.ckpt_run_dir) == (
+        str(tmp_path / "torch" / "task9z"),
+        str(tmp_path / "task9z" / "7"),
+    )
     assert run.args.prepared
     assert not (tmp_path / "task9z" / "7" / "result.json").exists()  # rank 0 writes it
 
@@ -79,12 +90,22 @@ def test_the_output_folder_gets_the_result(
         result = read_result(folder)
         configuration = result["configuration"]
         # The other two workers of this run do not exist.
-        assert (result["run"]["id"], result["run"]["state"], result["goal"]) == ("7", "unfinished", None)
-        assert (configuration["workers"], configuration["seed"], configuration["division"]) == (3, 3, "open")
+        assert (result["run"]["id"], result["run"]["state"], result["goal"]) == (
+            "7",
+            "unfinished",
+            None,
+        )
+        assert (configuration["workers"], configuration["seed"], configuration["division"]) == (
+            3,
+            3,
+            "open",
+        )
         assert (configuration["options"], configuration["changed"]) == ({"epochs": 2}, [])
 
 
-def test_rank_0_writes_to_the_sinks_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_writes_to_the_sinks_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in (0, 1):
         path = tmp_path / f"{rank}.csv"
         fake = FakeWorker(monkeypatch, rank=rank)
@@ -107,16 +128,28 @@ class Sink:
         self.is_closed = True
 
 
-def start(folder: Path, *argv: str, validation_only: bool = False, rank: int = 0, output_dir: str | None = None) -> Run:
+def start(
+    folder: Path,
+    *argv: str,
+    validation_only: bool = False,
+    rank: int = 0,
+    output_dir: str | None = None,
+) -> Run:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser, epochs=3)
     args = parser.parse_args(argv)
-    args.run_id, args.gpu, args.light_target, args.validation_only = "7", False, False, validation_only
+    args.run_id, args.gpu, args.light_target, args.validation_only = (
+        "7",
+        False,
+        False,
+        validation_only,
+    )
     return Run(args, rank, 1, str(folder), str(folder), output_dir=output_dir)
 
 
 class Training:
-    """Trains nothing: each epoch adds 1 to a weight, and its validation loss is what a list says."""
+    """Trains nothing: each epoch adds 1 to a weight, and its validation loss is what a list
+    says."""
 
     def __init__(self, losses: list[float], goal: Any = None) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)
@@ -131,11 +164,15 @@ class Training:
         loss = self.losses.pop(0)
         return {self.metric: -loss}, loss
 
-    def train(self, run: Run, shares: dict[int, float] | None = None, budget: int | None = None) -> list[int]:
+    def train(
+        self, run: Run, shares: dict[int, float] | None = None, budget: int | None = None
+    ) -> list[int]:
         """Return the epochs; those with a share are trained in parts."""
         run.track([self.metric], self.goal)
         epochs = []
-        for epoch in run.epochs(self.model, self.optimizer, self.scheduler, self.validate, budget=budget):
+        for epoch in run.epochs(
+            self.model, self.optimizer, self.scheduler, self.validate, budget=budget
+        ):
             epochs.append(epoch)
             run.tracker.train()
             run.tracker.record_loss(10.0 * epoch)
@@ -171,11 +208,17 @@ def test_a_run_that_only_validates_trains_and_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: list[Any] = []
-    monkeypatch.setattr(Tracker, "publish_summary", lambda tracker, world_size: published.append(world_size))
+    monkeypatch.setattr(
+        Tracker, "publish_summary", lambda tracker, world_size: published.append(world_size)
+    )
     with start(tmp_path, "--checkpoint") as run:
         Training([3.0, 2.0, 1.0]).train(run)
     assert published == [1]
-    assert sorted(path.name for path in tmp_path.glob("*_0.pth.tar")) == ["1_0.pth.tar", "2_0.pth.tar", "3_0.pth.tar"]
+    assert sorted(path.name for path in tmp_path.glob("*_0.pth.tar")) == [
+        "1_0.pth.tar",
+        "2_0.pth.tar",
+        "3_0.pth.tar",
+    ]
     training = Training([2.5, 1.5, 0.5])
     with start(tmp_path, validation_only=True) as run:
         assert training.train(run) == []
@@ -208,15 +251,21 @@ def test_the_best_checkpoint_is_validated_if_no_other_is_kept(tmp_path: Path) ->
         Training([3.0, 1.0, 2.0]).train(run)
     with start(tmp_path, validation_only=True, output_dir=str(tmp_path)) as run:
         Training([0.25]).train(run)
-    assert stats_in(tmp_path) == [[{"epoch": 2, "loss": 0.25, "Prec@1": -0.25}], [{"epoch": 2, "loss": 10.0}]]
+    assert stats_in(tmp_path) == [
+        [{"epoch": 2, "loss": 0.25, "Prec@1": -0.25}],
+        [{"epoch": 2, "loss": 10.0}],
+    ]
 
 
 def run_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Train until the time of the slower worker is over, and validate the checkpoints that both workers have."""
+    """Train until the time of the slower worker is over, and validate the checkpoints that both
+    workers have."""
     own = Path(folder, str(rank))
     # An epoch takes worker 0 ten seconds and worker 1 twenty.
     seconds = mock.patch.object(
-        Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * (tracker.current_epoch + 1)
+        Tracker,
+        "get_total_train_time",
+        lambda tracker: 10.0 * (rank + 1) * (tracker.current_epoch + 1),
     )
     goal = TimeToGoal("val_global_Prec@1", -100.0, description="Score of {threshold}")
     with seconds, start(own, "--checkpoint", "--goal-after", "35", rank=rank) as run:
@@ -237,7 +286,10 @@ def run_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_workers_with_other_clocks_and_other_files_do_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(2, run_worker, str(tmp_path))
     assert first["epochs"] == second["epochs"] == [0, 1]
-    assert (first["goal"]["value"], second["goal"]["value"]) == (-3.0, -3.0)  # the best, and not the last
+    assert (first["goal"]["value"], second["goal"]["value"]) == (
+        -3.0,
+        -3.0,
+    )  # the best, and not the last
     assert (first["goal"]["time_to_goal_s"], second["goal"]["time_to_goal_s"]) == (20.0, 40.0)
     assert first["goal"]["text"].startswith("Score of -3.000 after 20.000 seconds")
     assert first["left"] == second["left"] == []
@@ -245,7 +297,8 @@ def test_workers_with_other_clocks_and_other_files_do_the_same(tmp_path: Path) -
 
 
 def limited_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Train with a limit of 35 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    """Train with a limit of 35 s; an epoch takes 10 s on the first worker and 20 s on the
+    second."""
     own = Path(folder, str(rank))
     seconds = mock.patch.object(
         Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch
@@ -257,7 +310,9 @@ def limited_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             mock.patch.dict(os.environ, {TRAIN_LIMIT: "35"}),
             start(own / name, "--past-goal", rank=rank) as run,
         ):
-            epochs = Training([3.0, 4.0, 2.0, 1.0], TimeToGoal("val_global_Prec@1", threshold)).train(run)
+            epochs = Training(
+                [3.0, 4.0, 2.0, 1.0], TimeToGoal("val_global_Prec@1", threshold)
+            ).train(run)
         found[name] = (epochs, run.tracker.goal_reached)
     return found
 
@@ -270,16 +325,25 @@ def test_a_run_ends_at_the_limit_of_its_training_time_on_all_workers(tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "a minute"])
-def test_a_wrong_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_wrong_limit_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv(TRAIN_LIMIT, text)
-    with pytest.raises(ConfigurationError, match=f"{TRAIN_LIMIT} must be a positive number"), start(tmp_path):
+    with (
+        pytest.raises(ConfigurationError, match=f"{TRAIN_LIMIT} must be a positive number"),
+        start(tmp_path),
+    ):
         pass
 
 
-def test_a_goal_after_a_time_takes_the_place_of_a_value_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_goal_after_a_time_takes_the_place_of_a_value_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with start(tmp_path, "--goal-after", "5") as run:
         for goal in (None, lambda name, value, tracker: None):
-            with pytest.raises(ConfigurationError, match="--goal-after needs a task whose goal is a value"):
+            with pytest.raises(
+                ConfigurationError, match="--goal-after needs a task whose goal is a value"
+            ):
                 run.track([], goal)
     fake = FakeWorker(monkeypatch)
     with pytest.raises(SystemExit):
@@ -287,13 +351,15 @@ def test_a_goal_after_a_time_takes_the_place_of_a_value_only(tmp_path: Path, mon
     assert "backend" not in fake.seen
 
 
-def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validation(tmp_path: Path) -> None:
+def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validation(
+    tmp_path: Path,
+) -> None:
     training = Training([3.0, 2.0], TimeToGoal("val_global_prec@1", 80))
     with start(tmp_path) as run, pytest.raises(ConfigurationError) as caught:
         training.train(run)
     assert str(caught.value) == (
-        "metric of the goal must be a statistic that this run records, not 'val_global_prec@1': use one of train_loss, "
-        "val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
+        "metric of the goal must be a statistic that this run records, not 'val_global_prec@1': "
+        "use one of train_loss, val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
     )
     assert training.losses == [2.0]
 
@@ -303,7 +369,10 @@ def test_the_goal_says_if_the_primary_metric_shall_become_small(tmp_path: Path) 
     name = "val_global_Prec@1"
     for goal in (TimeToGoal(name, 20, minimize=True), AccuracyAfterTime(20, name, minimize=True)):
         with start(tmp_path) as run:
-            with pytest.raises(ConfigurationError, match=r"minimize must be True, as in the goal on val_global_Prec@1"):
+            with pytest.raises(
+                ConfigurationError,
+                match=r"minimize must be True, as in the goal on val_global_Prec@1",
+            ):
                 run.track([metric], goal, minimize=False)
             assert run.track([metric], goal).minimize
 
@@ -313,7 +382,9 @@ def test_the_limit_ends_the_epoch_after_the_part_in_which_it_lies(
 ) -> None:
     training = Training([3.0, 2.5, 1.0, 2.75], TimeToGoal("val_global_Prec@1", 80))
     # A validation of each part takes one loss from the list, and a part 10 s.
-    monkeypatch.setattr(Tracker, "get_total_train_time", lambda tracker: 10.0 * (4 - len(training.losses)))
+    monkeypatch.setattr(
+        Tracker, "get_total_train_time", lambda tracker: 10.0 * (4 - len(training.losses))
+    )
     monkeypatch.setenv(TRAIN_LIMIT, "15")
     with start(tmp_path, "--checkpoint") as run:
         assert training.train(run, {0: 0.25}) == [0]
@@ -322,7 +393,9 @@ def test_the_limit_ends_the_epoch_after_the_part_in_which_it_lies(
 
 
 @pytest.mark.parametrize("past_goal", [False, True])
-def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(tmp_path: Path, past_goal: bool) -> None:
+def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(
+    tmp_path: Path, past_goal: bool
+) -> None:
     def goal(name: str, value: float, tracker: Tracker) -> str | None:
         return "reached" if name == "val_global_loss" and value < 2 else None
 

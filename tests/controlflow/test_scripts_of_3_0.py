@@ -17,7 +17,11 @@ from mlbench_core.controlflow.pytorch import (
     record_validation_stats,
     validation_round,
 )
-from mlbench_core.controlflow.pytorch.helpers import convert_dtype, iterate_dataloader, prepare_batch
+from mlbench_core.controlflow.pytorch.helpers import (
+    convert_dtype,
+    iterate_dataloader,
+    prepare_batch,
+)
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch.process_groups import global_average
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
@@ -48,7 +52,9 @@ def images() -> TensorDataset:
     generator = torch.Generator().manual_seed(4)
     labels = torch.arange(100) % 2
     pixels = torch.randint(0, 150, (100, 6), generator=generator)
-    pixels += 100 * torch.cat([labels[:, None].repeat(1, 3), 1 - labels[:, None].repeat(1, 3)], dim=1)
+    pixels += 100 * torch.cat(
+        [labels[:, None].repeat(1, 3), 1 - labels[:, None].repeat(1, 3)], dim=1
+    )
     return TensorDataset(pixels.to(torch.uint8), labels)
 
 
@@ -80,11 +86,15 @@ def validate_with_the_library(
     def loss_of(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output / 255, target)  # of a linear model without bias
 
-    values, loss = validation_round(loader, model, loss_of, metrics, dtype="fp32", tracker=tracker, use_cuda=False)
+    values, loss = validation_round(
+        loader, model, loss_of, metrics, dtype="fp32", tracker=tracker, use_cuda=False
+    )
     return record_validation_stats(values, loss, tracker=tracker, rank=rank)
 
 
-def validate_by_hand(loader: Any, model: nn.Module, metrics: list[MLBenchMetric], tracker: Tracker, rank: int) -> bool:
+def validate_by_hand(
+    loader: Any, model: nn.Module, metrics: list[MLBenchMetric], tracker: Tracker, rank: int
+) -> bool:
     model.eval()
     tracker.validation()
     tracker.validation_start()
@@ -93,7 +103,9 @@ def validate_by_hand(loader: Any, model: nn.Module, metrics: list[MLBenchMetric]
         metric.reset()
     with torch.no_grad():
         for data, target in loader:
-            data, target = prepare_batch(data, target, "fp32", transform_target_dtype=False, use_cuda=False)
+            data, target = prepare_batch(
+                data, target, "fp32", transform_target_dtype=False, use_cuda=False
+            )
             output = model(data / 255)
             loss_sum += F.cross_entropy(output, target).item() * len(data)
             count += len(data)
@@ -135,7 +147,9 @@ def run_script(rank: int, world_size: int, by_hand: bool) -> dict[str, Any]:
         "weights": [w.tolist() for w in model.parameters()],
         "best": best,
         "value": (tracker.best_metric_value, tracker.best_epoch),
-        "records": {name: list(values.values()) for name, values in tracker.records.items() if "val" in name},
+        "records": {
+            name: list(values.values()) for name, values in tracker.records.items() if "val" in name
+        },
         "epochs": len(tracker.epoch_metrics["agg"]),
         "steps": sorted(tracker.epoch_metrics),
         "sent": [entry.args[3] for entry in log_metrics.log.call_args_list],
@@ -159,17 +173,31 @@ def test_a_script_trains_validates_and_reaches_its_goal(world_size: int) -> None
             assert result["best"][-1]
             assert result["value"] == (accuracies[-1], len(accuracies) - 1)
             assert result["epochs"] == len(accuracies) <= EPOCHS
-            assert {"agg", "backprop", "comp_loss", "comp_metrics", "fwd_pass", "init"} <= set(result["steps"])
+            assert {"agg", "backprop", "comp_loss", "comp_metrics", "fwd_pass", "init"} <= set(
+                result["steps"]
+            )
             assert result["text"].startswith("80% Top 1 Validation Accuracy reached in ")
             assert result["val_s"] > 0
             sent = result["sent"]
-            assert sent.count("TaskResult") == sent.count("TotalCumulativeTrainTime") == (1 if rank == 0 else 0)
+            assert (
+                sent.count("TaskResult")
+                == sent.count("TotalCumulativeTrainTime")
+                == (1 if rank == 0 else 0)
+            )
             assert ("val_global_Prec@1" in sent) == (rank == 0)
-            for name in ("train_loss", "train_Prec@1", "fwd_pass", "cum_fwd_pass", "CumulativeTrainTimeEpoch"):
+            for name in (
+                "train_loss",
+                "train_Prec@1",
+                "fwd_pass",
+                "cum_fwd_pass",
+                "CumulativeTrainTimeEpoch",
+            ):
                 assert name in sent
 
 
-def test_values_of_a_batch_can_be_indexed_and_the_same_metric_serves_training_and_validation() -> None:
+def test_values_of_a_batch_can_be_indexed_and_the_same_metric_serves_training_and_validation() -> (
+    None
+):
     accuracy, f1 = TopKAccuracy(), F1Score()
     output, target = torch.tensor([[0.2, 0.8], [0.9, 0.1]]), torch.tensor([1, 1])
     assert accuracy(output, target)[0].item() == 50.0

@@ -45,7 +45,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_defaults_lie_below_the_users_folder_and_exist(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_defaults_lie_below_the_users_folder_and_exist(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     environment.setenv("MLBENCH_HOME", str(tmp_path))
     folders = {
         "dataset_dir": str(tmp_path / "datasets/torch/task1a"),
@@ -53,7 +55,13 @@ def test_defaults_lie_below_the_users_folder_and_exist(environment: pytest.Monke
         "output_dir": str(tmp_path / "output/task1a/1"),
     }
     others = {"run_id": "1", "rank": 0, "backend": "gloo", "hosts": None}
-    assert call() == {**folders, **others, "validation_only": False, "gpu": False, "light_target": False}
+    assert call() == {
+        **folders,
+        **others,
+        "validation_only": False,
+        "gpu": False,
+        "light_target": False,
+    }
     assert all(Path(folder).is_dir() for folder in folders.values())
 
 
@@ -61,17 +69,38 @@ def test_the_task_is_called_by_keyword_whatever_the_order_of_its_parameters() ->
     seen = []
 
     def hosts_first(
-        run_id, dataset_dir, ckpt_run_dir, output_dir, rank, hosts, backend, validation_only, gpu, light_target
+        run_id,
+        dataset_dir,
+        ckpt_run_dir,
+        output_dir,
+        rank,
+        hosts,
+        backend,
+        validation_only,
+        gpu,
+        light_target,
     ):  # type: ignore[no-untyped-def]
         seen.append((rank, hosts, backend, light_target))
 
     def backend_first(
-        run_id, dataset_dir, ckpt_run_dir, output_dir, rank, backend, hosts, validation_only, gpu, light_target
+        run_id,
+        dataset_dir,
+        ckpt_run_dir,
+        output_dir,
+        rank,
+        backend,
+        hosts,
+        validation_only,
+        gpu,
+        light_target,
     ):  # type: ignore[no-untyped-def]
         seen.append((rank, hosts, backend, light_target))
 
     for main in (hosts_first, backend_first):
-        task_main(main, argv=["--hosts", "127.0.0.1,127.0.0.1", "--rank", "1", "--backend", "mpi", "--light"])
+        task_main(
+            main,
+            argv=["--hosts", "127.0.0.1,127.0.0.1", "--rank", "1", "--backend", "mpi", "--light"],
+        )
     assert seen == [(1, "127.0.0.1,127.0.0.1", "mpi", True)] * 2
 
 
@@ -80,12 +109,22 @@ def test_every_task_has_its_own_data_folder() -> None:
     assert "wmt17" not in call(uid="a")["dataset_dir"]
 
 
-@pytest.mark.parametrize("spell", [lambda name: name, lambda n: n.replace("_", "-"), lambda n: n.replace("-", "_")])
+@pytest.mark.parametrize(
+    "spell", [lambda name: name, lambda n: n.replace("_", "-"), lambda n: n.replace("-", "_")]
+)
 def test_both_spellings_of_every_option(spell: Any, tmp_path: Path) -> None:
     def option(name: str) -> str:
         return "--" + spell(name)
 
-    values = [option("run_id"), "7", option("validation_only"), option("gpu"), option("light"), option("rank"), "1"]
+    values = [
+        option("run_id"),
+        "7",
+        option("validation_only"),
+        option("gpu"),
+        option("light"),
+        option("rank"),
+        "1",
+    ]
     values += [option("backend"), "MPI", option("hosts"), "a,b"]
     for name in ("dataset", "checkpoint", "output"):
         values += [option(f"root-{name}"), str(tmp_path / name)]
@@ -103,8 +142,21 @@ def test_both_spellings_of_every_option(spell: Any, tmp_path: Path) -> None:
     }
 
 
-def test_options_may_be_shortened_as_in_version_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = ["--run", "7", "--root-data", str(tmp_path), "--root_ch", str(tmp_path), "--val", "--back", "gloo", "--li"]
+def test_options_may_be_shortened_as_in_version_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [
+        "--run",
+        "7",
+        "--root-data",
+        str(tmp_path),
+        "--root_ch",
+        str(tmp_path),
+        "--val",
+        "--back",
+        "gloo",
+        "--li",
+    ]
     seen = call(*short)
     assert seen["run_id"] == "7" and seen["backend"] == "gloo"
     assert seen["dataset_dir"] == str(tmp_path / "torch/task1a")
@@ -118,7 +170,9 @@ def test_gpu_means_nccl_unless_said_otherwise() -> None:
     assert call("--gpu", "--backend", "gloo")["backend"] == "gloo"
 
 
-def test_torchrun_gives_the_rank_and_hosts_are_left_to_its_environment(environment: pytest.MonkeyPatch) -> None:
+def test_torchrun_gives_the_rank_and_hosts_are_left_to_its_environment(
+    environment: pytest.MonkeyPatch,
+) -> None:
     environment.setenv("RANK", "3")
     environment.setenv("WORLD_SIZE", "4")
     seen = call()
@@ -133,7 +187,9 @@ def test_a_broken_torchrun_environment_is_refused(
     assert "torchrun gives rank 4 in a world of 4" in error_of(capsys)
 
 
-def test_mpirun_gives_the_rank(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mpirun_gives_the_rank(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     environment.setenv("OMPI_COMM_WORLD_RANK", "2")
     environment.setenv("OMPI_COMM_WORLD_SIZE", "3")
     assert call("--backend", "mpi")["rank"] == 2
@@ -159,7 +215,11 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
     ],
 )
 def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
-    environment: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str], has_mpi4py: bool, backend: str
+    environment: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    argv: list[str],
+    has_mpi4py: bool,
+    backend: str,
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
@@ -171,7 +231,10 @@ def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hosts", "a,b", "--rank", "2"], "rank is 2, but hosts names 2 workers (a,b): rank must be 0 to 1"),
+        (
+            ["--hosts", "a,b", "--rank", "2"],
+            "rank is 2, but hosts names 2 workers (a,b): rank must be 0 to 1",
+        ),
         (["--hosts", "a,b", "--rank", "-1"], "rank must be 0 to 1"),
         (["--hosts", "a,b"], "rank must be 0 to 1, another one for each worker"),
         (
@@ -184,7 +247,9 @@ def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_wrong_arguments_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_end_with_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in error_of(capsys, *argv)
 
 
@@ -253,16 +318,23 @@ def test_arguments_of_the_function_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("argv", "seconds"), [((), 1800.0), (("--timeout", "2.5"), 2.5)])
-def test_the_timeout_reaches_a_task_that_takes_arguments(argv: tuple[str, ...], seconds: float) -> None:
+def test_the_timeout_reaches_a_task_that_takes_arguments(
+    argv: tuple[str, ...], seconds: float
+) -> None:
     assert call(*argv, add_arguments=lambda parser: None)["args"].timeout == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timeout_is_a_positive_number_of_seconds(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         call("--timeout", text, add_arguments=lambda parser: None)
     assert stop.value.code == 2
-    assert f"argument --timeout: must be a positive number of seconds, not {text!r}" in capsys.readouterr().err
+    assert (
+        f"argument --timeout: must be a positive number of seconds, not {text!r}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +347,9 @@ def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.Cap
         (["--seed", "4294967296"], "must be a whole number from 0 to 2^32 - 1, not '4294967296'"),
     ],
 )
-def test_arguments_of_a_training_are_checked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_a_training_are_checked(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         call(*argv, add_arguments=add_run_arguments)
     assert ended.value.code == 2
@@ -284,9 +358,9 @@ def test_arguments_of_a_training_are_checked(argv: list[str], message: str, caps
 
 def test_a_task_ends_without_a_last_look_at_every_object(tmp_path: Path) -> None:
     code = (
-        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
-        "from mlbench_core.controlflow.task_arguments import task_main\n"
-        "task_main(lambda **others: print(gc.get_freeze_count()), argv=['--hosts', 'a', '--rank', '0'])"
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\nfrom "
+        "mlbench_core.controlflow.task_arguments import task_main\ntask_main(lambda **others: "
+        "print(gc.get_freeze_count()), argv=['--hosts', 'a', '--rank', '0'])"
     )
     env = {**os.environ, "MLBENCH_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

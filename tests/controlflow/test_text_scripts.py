@@ -1,8 +1,8 @@
-"""Training loops of tasks 3a, 4a and 4b in the style of version 3.0: what they call, and in which shapes.
+"""Training loops of tasks 3a, 4a and 4b in the style of version 3.0: what they call, and in which
+shapes.
 
-The loops are written as scripts of 3.0 are: they broadcast the sequence lengths, take ``output[0]`` of the Transformer
-and flatten by hand, and read the constants of ``wmt16_config``.
-"""
+The loops are written as scripts of 3.0 are: they broadcast the sequence lengths, take ``output[0]``
+of the Transformer and flatten by hand, and read the constants of ``wmt16_config``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset, WMT16Dataset, WMT17Dataset, build_collate_fn, get_batches
+from mlbench_core.dataset.nlp.pytorch import (
+    Wikitext2Dataset,
+    WMT16Dataset,
+    WMT17Dataset,
+    build_collate_fn,
+    get_batches,
+)
 from mlbench_core.dataset.nlp.pytorch.wmt16 import WMT16Tokenizer, wmt16_config
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
@@ -47,11 +53,19 @@ class Arguments:
 
 
 def write_texts(folder: Path) -> None:
-    """A text for the language model, and pairs in words with vocabularies, as archives of 3.0 had them."""
+    """A text for the language model, and pairs in words with vocabularies, as archives of 3.0 had
+    them."""
     draw = random.Random(0)
     for part, words in (("train", 500), ("valid", 90)):
-        (folder / f"wiki.{part}.tokens").write_text(" ".join(WORDS[i % 3] for i in range(words)) + "\n")
-    for name, pairs in (("train", 24), ("train.tok.clean.bpe.32000", 24), ("newstest2013", 5), ("validation", 5)):
+        (folder / f"wiki.{part}.tokens").write_text(
+            " ".join(WORDS[i % 3] for i in range(words)) + "\n"
+        )
+    for name, pairs in (
+        ("train", 24),
+        ("train.tok.clean.bpe.32000", 24),
+        ("newstest2013", 5),
+        ("validation", 5),
+    ):
         lines = [" ".join(draw.choices(WORDS, k=draw.randint(2, 6))) + "\n" for _ in range(pairs)]
         for lang in ("en", "de"):
             (folder / f"{name}.{lang}").write_text("".join(lines))
@@ -59,7 +73,11 @@ def write_texts(folder: Path) -> None:
 
 
 def detached(hidden: Any) -> Any:
-    return hidden.detach() if isinstance(hidden, torch.Tensor) else type(hidden)(detached(part) for part in hidden)
+    return (
+        hidden.detach()
+        if isinstance(hidden, torch.Tensor)
+        else type(hidden)(detached(part) for part in hidden)
+    )
 
 
 def set_sequence_lengths(dataset: Wikitext2Dataset, rank: int) -> None:
@@ -81,7 +99,9 @@ def language_model(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     val_set.generate_batches(3)
     model = LSTMLanguageModel(len(train_set.dictionary), 8, 12, 2, 0, 0, 0, 0, 0, tie_weights=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    c_optimizer = CustomCentralizedOptimizer(model, world_size, optimizer, grad_clip=0.25, average_world=True)
+    c_optimizer = CustomCentralizedOptimizer(
+        model, world_size, optimizer, grad_clip=0.25, average_world=True
+    )
     criterion = torch.nn.CrossEntropyLoss()
     losses = []
     for epoch in range(2):
@@ -110,18 +130,29 @@ def language_model(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             output, hidden = model(data, hidden)
             total += criterion(output, targets).item() * len(targets)
     lengths = train_set.sequence_lengths.tolist()
-    return {"losses": losses, "weights": model.state_dict(), "validation": total, "lengths": lengths}
+    return {
+        "losses": losses,
+        "weights": model.state_dict(),
+        "validation": total,
+        "lengths": lengths,
+    }
 
 
 def gnmt(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Task 4a: one epoch in half precision."""
-    train_data = WMT16Dataset(folder, train=True, download=False, lazy=True, preprocessed=True, math_precision="fp16")
+    train_data = WMT16Dataset(
+        folder, train=True, download=False, lazy=True, preprocessed=True, math_precision="fp16"
+    )
     train_data.prepare()
     tokenizer = WMT16Tokenizer(folder, math_precision="fp16")
     part = partition_dataset_by_rank(train_data, rank, world_size)
     loader = DataLoader(part, batch_size=6, collate_fn=build_collate_fn(sort=True))
-    model = GNMT(tokenizer.vocab_size, hidden_size=16, num_layers=2, dropout=0.0, share_embedding=True).half()
-    optimizer = FP16Optimizer(model, world_size, grad_clip=5.0, init_scale=1024, max_scale=8192, average_custom=True)
+    model = GNMT(
+        tokenizer.vocab_size, hidden_size=16, num_layers=2, dropout=0.0, share_embedding=True
+    ).half()
+    optimizer = FP16Optimizer(
+        model, world_size, grad_clip=5.0, init_scale=1024, max_scale=8192, average_custom=True
+    )
     optimizer.set_optimizer(torch.optim.Adam([optimizer.fp32_params], lr=0.02))
     criterion = LabelSmoothing(padding_idx=wmt16_config.PAD, smoothing=0.1)
     updates = 0
@@ -135,7 +166,12 @@ def gnmt(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     translations, references = translator.translate(data, target)
     bleu = BLEUScore()
     bleu.update(bleu(translations, references), len(references))
-    return {"updates": updates, "weights": model.state_dict(), "references": references, "bleu": bleu.average().item()}
+    return {
+        "updates": updates,
+        "weights": model.state_dict(),
+        "references": references,
+        "bleu": bleu.average().item(),
+    }
 
 
 def transformer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -147,9 +183,13 @@ def transformer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     model = TransformerModel(Arguments(), train_set.src_dict, train_set.trg_dict)
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
     optimizer = CustomCentralizedOptimizer(model, world_size, adam, average_custom=True)
-    criterion = LabelSmoothing(padding_idx=train_set.trg_dict.pad(), smoothing=0.1, fast_xentropy=True)
+    criterion = LabelSmoothing(
+        padding_idx=train_set.trg_dict.pad(), smoothing=0.1, fast_xentropy=True
+    )
     losses = []
-    for i, sample in enumerate(DataLoader(train_set, batch_sampler=mine, collate_fn=train_set.collater)):
+    for i, sample in enumerate(
+        DataLoader(train_set, batch_sampler=mine, collate_fn=train_set.collater)
+    ):
         data, target = sample["net_input"], sample["target"]
         optimizer.zero_grad()
         output = model(**data) if i % 2 else model(*data.values())
@@ -161,13 +201,22 @@ def transformer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         dist.all_reduce(tokens)
         optimizer.step(denom=tokens.item())
         losses.append(loss.item() / sample["ntokens"])
-    generator = SequenceGenerator(model, train_set.src_dict, train_set.trg_dict, beam_size=4, len_penalty=0.6)
+    generator = SequenceGenerator(
+        model, train_set.src_dict, train_set.trg_dict, beam_size=4, len_penalty=0.6
+    )
     sample = validation_set.collater([validation_set[i] for i in range(len(validation_set))])
     model.eval()
-    translated, targets = generator.translate_batch(sample, maxlen_a=1, maxlen_b=2, remove_bpe=None, ignore_case=True)
+    translated, targets = generator.translate_batch(
+        sample, maxlen_a=1, maxlen_b=2, remove_bpe=None, ignore_case=True
+    )
     metric = BLEUScore(use_raw=True)
     metric.update(metric(translated, targets), len(targets))
-    return {"losses": losses, "weights": model.state_dict(), "references": targets, "bleu": metric.average().item()}
+    return {
+        "losses": losses,
+        "weights": model.state_dict(),
+        "references": targets,
+        "bleu": metric.average().item(),
+    }
 
 
 def all_three(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
@@ -190,9 +239,14 @@ def test_loops_of_3_0_train(tmp_path: Path, world_size: int) -> None:
     assert len(text["losses"]) > 4 and text["losses"][-1] < text["losses"][0] - 0.1
     for result in results:
         assert result["language_model"]["lengths"] == text["lengths"]
-        assert result["language_model"]["validation"] == text["validation"]  # every worker reads all streams, as in 3.0
+        assert (
+            result["language_model"]["validation"] == text["validation"]
+        )  # every worker reads all streams, as in 3.0
         assert result["gnmt"]["updates"] == 24 // 6 // world_size
         assert result["gnmt"]["references"][0].split()[0] in WORDS
         assert result["transformer"]["references"][0].split()[0] in WORDS
-        assert all(0.5 < loss < 6 for loss in result["transformer"]["losses"]) and result["transformer"]["losses"]
+        assert (
+            all(0.5 < loss < 6 for loss in result["transformer"]["losses"])
+            and result["transformer"]["losses"]
+        )
         assert all(0 <= result[loop]["bleu"] <= 100 for loop in ("gnmt", "transformer"))

@@ -12,7 +12,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
@@ -63,7 +65,9 @@ def test_a_round_is_the_plain_loop() -> None:
     batches = batches_of(5)
     model = model_of()
     plain = copy.deepcopy(model)
-    loss = train_round(batches, model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32")
+    loss = train_round(
+        batches, model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32"
+    )
     optimizer, losses = SGD(plain.parameters(), 0.1), []
     for data, target in batches:
         optimizer.zero_grad()
@@ -85,18 +89,31 @@ class MarkingSGD(SGD):
             tracker.record_batch_opt_step()
 
 
-@pytest.mark.parametrize(("optimizer_class", "update"), [(SGD, ["opt_step"]), (MarkingSGD, ["agg", "opt_step"])])
-def test_every_step_of_a_batch_is_marked_once_in_order(optimizer_class, update, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("optimizer_class", "update"), [(SGD, ["opt_step"]), (MarkingSGD, ["agg", "opt_step"])]
+)
+def test_every_step_of_a_batch_is_marked_once_in_order(
+    optimizer_class, update, monkeypatch
+) -> None:
     tracker = Tracker([], "run", 0)
     marks: list[str] = []
     real = tracker.record_batch_step
     monkeypatch.setattr(tracker, "record_batch_step", lambda name: (marks.append(name), real(name)))
     model = model_of()
     train_round(
-        batches_of(1), model, optimizer_class(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32",
+        batches_of(1), model, optimizer_class(model.parameters(), 0.1), F.cross_entropy, [], None,
+        "fp32",
         tracker=tracker,
     )  # fmt: skip
-    assert marks == ["batch_load", "init", "fwd_pass", "comp_loss", "backprop", *update, "comp_metrics"]
+    assert marks == [
+        "batch_load",
+        "init",
+        "fwd_pass",
+        "comp_loss",
+        "backprop",
+        *update,
+        "comp_metrics",
+    ]
     assert tracker.summary().samples == 8
 
 
@@ -106,7 +123,8 @@ def test_loss_and_metrics_are_recorded_and_the_last_batch_is_sent(log) -> None:
     tracker.validation()
     model = model_of()
     train_round(
-        batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [metric], None, "fp32", tracker=tracker,
+        batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [metric], None,
+        "fp32", tracker=tracker,
         max_batch_per_epoch=28,
     )  # fmt: skip
     assert tracker.epoch_stats["train_loss"].count == 28 * 8
@@ -145,21 +163,50 @@ def test_schedules_per_batch_or_epoch() -> None:
     for per, steps in (("batch", 5), ("epoch", 1)):
         optimizer = SGD(model.parameters(), 1.0)
         schedule = StepLR(optimizer, 1, gamma=0.5)
-        train_round(batches_of(5), model, optimizer, F.cross_entropy, [], schedule, "fp32", schedule_per=per)
+        train_round(
+            batches_of(5), model, optimizer, F.cross_entropy, [], schedule, "fp32", schedule_per=per
+        )
         assert optimizer.param_groups[0]["lr"] == 0.5**steps
     with pytest.raises(ValueError, match="'step'"):
-        train_round(batches_of(1), model, optimizer, F.cross_entropy, [], schedule, "fp32", schedule_per="step")
+        train_round(
+            batches_of(1),
+            model,
+            optimizer,
+            F.cross_entropy,
+            [],
+            schedule,
+            "fp32",
+            schedule_per="step",
+        )
 
 
 def test_a_plateau_schedule_warms_up_by_batches_and_waits_for_validation() -> None:
     model = model_of()
     optimizer = SGD(model.parameters(), 1.0)
     by_batches = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 1.0, 2, batches_per_epoch=5)
-    train_round(batches_of(5), model, optimizer, F.cross_entropy, [], by_batches, "fp32", schedule_per="batch")
+    train_round(
+        batches_of(5),
+        model,
+        optimizer,
+        F.cross_entropy,
+        [],
+        by_batches,
+        "fp32",
+        schedule_per="batch",
+    )
     assert optimizer.param_groups[0]["lr"] == 0.5
     by_epochs = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 1.0, 2)
     for per in ("batch", "epoch"):
-        train_round(batches_of(5), model, optimizer, F.cross_entropy, [], by_epochs, "fp32", schedule_per=per)
+        train_round(
+            batches_of(5),
+            model,
+            optimizer,
+            F.cross_entropy,
+            [],
+            by_epochs,
+            "fp32",
+            schedule_per=per,
+        )
     assert optimizer.param_groups[0]["lr"] == 0.0
 
 
@@ -173,11 +220,15 @@ def test_loss_scaling_optimizers_do_their_own_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_accumulated_batches_are_one_big_batch_and_the_rest_is_the_last_update(weighted: bool) -> None:
+def test_accumulated_batches_are_one_big_batch_and_the_rest_is_the_last_update(
+    weighted: bool,
+) -> None:
     batches = batches_of(5)
     model = model_of()
     big = copy.deepcopy(model)
-    joined = [tuple(torch.cat(part) for part in zip(*batches[i : i + 2], strict=True)) for i in (0, 2, 4)]
+    joined = [
+        tuple(torch.cat(part) for part in zip(*batches[i : i + 2], strict=True)) for i in (0, 2, 4)
+    ]
     train_round(joined, big, SGD(big.parameters(), 0.1), F.cross_entropy, [], None, "fp32")
     seen: list[int] = []
 
@@ -194,7 +245,8 @@ def test_accumulated_batches_are_one_big_batch_and_the_rest_is_the_last_update(w
     schedule = StepLR(optimizer, 1, gamma=1.0)
     tracker = Tracker([], "run", 0)
     train_round(
-        batches, model, optimizer, summed if weighted else F.cross_entropy, [], schedule, "fp32", "batch",
+        batches, model, optimizer, summed if weighted else F.cross_entropy, [], schedule, "fp32",
+        "batch",
         tracker=tracker, update_freq=2, step_arguments=divisor if weighted else None,
     )  # fmt: skip
     assert torch.allclose(model.weight, big.weight, atol=1e-7)
@@ -207,16 +259,31 @@ def test_accumulation_needs_a_length_and_a_count() -> None:
     model = model_of()
     optimizer = SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="update_freq is 2, but list_iterator has no length"):
-        train_round(iter(batches_of(2)), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=2)
+        train_round(
+            iter(batches_of(2)), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=2
+        )
     with pytest.raises(ValueError, match="update_freq must be at least 1, not 0"):
-        train_round(batches_of(2), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=0)
+        train_round(
+            batches_of(2), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=0
+        )
 
 
-def accumulate(rank: int, world_size: int, batches: Any, overlap: bool) -> tuple[torch.Tensor, float]:
+def accumulate(
+    rank: int, world_size: int, batches: Any, overlap: bool
+) -> tuple[torch.Tensor, float]:
     model = model_of()
     exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=0)
     optimizer = CentralizedSGD(world_size, model, 0.1, aggregation=exchange)
-    train_round(batches[rank::world_size], model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=3)
+    train_round(
+        batches[rank::world_size],
+        model,
+        optimizer,
+        F.cross_entropy,
+        [],
+        None,
+        "fp32",
+        update_freq=3,
+    )
     return model.weight.detach(), optimizer.aggregation.bytes_sent
 
 
@@ -227,21 +294,42 @@ def accumulate_both_ways(rank: int, world_size: int, batches: Any) -> Any:
 def test_workers_send_accumulated_gradients_once() -> None:
     batches = batches_of(8)
     model = model_of()
-    train_round(batches[:6], model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", update_freq=6)
-    train_round(batches[6:], model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", update_freq=2)
+    train_round(
+        batches[:6],
+        model,
+        SGD(model.parameters(), 0.1),
+        F.cross_entropy,
+        [],
+        None,
+        "fp32",
+        update_freq=6,
+    )
+    train_round(
+        batches[6:],
+        model,
+        SGD(model.parameters(), 0.1),
+        F.cross_entropy,
+        [],
+        None,
+        "fp32",
+        update_freq=2,
+    )
     for ways in run_ranks(2, accumulate_both_ways, batches):
         for weight, _ in ways:
             assert torch.allclose(weight, model.weight, atol=1e-6)
         assert ways[0][1] == ways[1][1] > 0  # overlapped: no message for the batches in between
 
 
-def training(model: nn.Module, epochs: int, folder: Path | None = None, **kwargs: Any) -> TrainValidation:
+def training(
+    model: nn.Module, epochs: int, folder: Path | None = None, **kwargs: Any
+) -> TrainValidation:
     metrics = [TopKAccuracy()]
     optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
     scheduler = StepLR(optimizer, 1, gamma=0.9)
     checkpoint = Checkpointer(str(folder), 0, CheckpointFreq.ALL) if folder is not None else None
     return TrainValidation(
-        model, optimizer, F.cross_entropy, metrics, scheduler, 8, epochs, 0, 1, "run", "fp32", checkpoint=checkpoint,
+        model, optimizer, F.cross_entropy, metrics, scheduler, 8, epochs, 0, 1, "run", "fp32",
+        checkpoint=checkpoint,
         **kwargs,
     )  # fmt: skip
 
@@ -255,7 +343,8 @@ def test_training_stops_at_the_goal() -> None:
 
 
 def train_for_25_s(rank: int, world_size: int) -> int:
-    """Train with a limit of 25 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    """Train with a limit of 25 s; an epoch takes 10 s on the first worker and 20 s on the
+    second."""
     seconds = mock.patch.object(
         Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch
     )
@@ -288,7 +377,9 @@ def test_batches_can_be_dealt_out_anew_each_epoch() -> None:
         seeds.append(len(seeds))
         return batches_of(2, seed=seeds[-1])
 
-    training(model_of(), 3, validate=False).run(dataloader_train_fn=make, repartition_per_epoch=True)
+    training(model_of(), 3, validate=False).run(
+        dataloader_train_fn=make, repartition_per_epoch=True
+    )
     assert seeds == [0, 1, 2]
     seeds.clear()
     training(model_of(), 3, validate=False).run(dataloader_train_fn=make)
@@ -299,7 +390,9 @@ def test_missing_batches_are_named() -> None:
     with pytest.raises(ValueError, match="dataloader_val"):
         training(model_of(), 1).run(batches_of(1))
     with pytest.raises(ValueError, match="not both"):
-        training(model_of(), 1).run(batches_of(1), batches_of(1), dataloader_train_fn=lambda: batches_of(1))
+        training(model_of(), 1).run(
+            batches_of(1), batches_of(1), dataloader_train_fn=lambda: batches_of(1)
+        )
     with pytest.raises(ValueError, match="checkpoint="):
         training(model_of(), 1).run(batches_of(1), batches_of(1), resume=True)
 
@@ -307,7 +400,8 @@ def test_missing_batches_are_named() -> None:
 def train_and_average(rank: int, world_size: int) -> list[float]:
     model = model_of()
     run = TrainValidation(
-        model, SGD(model.parameters(), 0.05), F.cross_entropy, [TopKAccuracy()], None, 8, 1, rank, world_size, "run",
+        model, SGD(model.parameters(), 0.05), F.cross_entropy, [TopKAccuracy()], None, 8, 1, rank,
+        world_size, "run",
         "fp32", average_models=True,
     )  # fmt: skip
     run.run(batches_of(3, seed=rank), batches_of(2, seed=50 + rank))
@@ -319,7 +413,15 @@ def test_models_are_averaged_after_each_epoch() -> None:
     alone = []
     for rank in (0, 1):
         model = model_of()
-        train_round(batches_of(3, seed=rank), model, SGD(model.parameters(), 0.05), F.cross_entropy, [], None, "fp32")
+        train_round(
+            batches_of(3, seed=rank),
+            model,
+            SGD(model.parameters(), 0.05),
+            F.cross_entropy,
+            [],
+            None,
+            "fp32",
+        )
         alone.append(model.weight.detach().flatten())
     assert workers[0] == workers[1] == pytest.approx(((alone[0] + alone[1]) / 2).tolist(), rel=1e-6)
 
@@ -335,7 +437,15 @@ def evaluate_checkpoints(rank: int, world_size: int, folder: str) -> list[dict[s
             model.weight[0] *= -1
         checkpointer.save(tracker, model, None, None, is_best=False)
     flow = CheckpointsEvaluationControlFlow(
-        folder, rank, world_size, checkpointer, model_of(), 3, F.cross_entropy, [TopKAccuracy()], dtype="fp32"
+        folder,
+        rank,
+        world_size,
+        checkpointer,
+        model_of(),
+        3,
+        F.cross_entropy,
+        [TopKAccuracy()],
+        dtype="fp32",
     )
     return flow.evaluate_by_epochs(batches_of(2, seed=rank))
 
@@ -353,7 +463,8 @@ def test_each_epochs_averaged_model_is_evaluated(world_size: int, tmp_path) -> N
         values, loss = validation_round(batches, model, F.cross_entropy, [metric], "fp32")
         for of_rank in results:
             assert of_rank[epoch] == {
-                "epoch": epoch, "loss": pytest.approx(loss, rel=1e-6), "Prec@1": pytest.approx(values[metric]),
+                "epoch": epoch, "loss": pytest.approx(loss, rel=1e-6),
+                "Prec@1": pytest.approx(values[metric]),
             }  # fmt: skip
 
 
@@ -364,7 +475,18 @@ def test_the_tracker_may_be_started_before(tmp_path: Path) -> None:
     tracker.start()
     started_at = tracker.start_time
     training = TrainValidation(
-        model, optimizer, F.cross_entropy, [metric], StepLR(optimizer, 1), 8, 2, 0, 1, "1", "fp32", tracker=tracker
+        model,
+        optimizer,
+        F.cross_entropy,
+        [metric],
+        StepLR(optimizer, 1),
+        8,
+        2,
+        0,
+        1,
+        "1",
+        "fp32",
+        tracker=tracker,
     )
     training.run(batches_of(3), batches_of(2, seed=4))
     assert tracker.start_time == started_at

@@ -12,7 +12,11 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlbench_core.controlflow.pytorch.translation import epoch_parts, train_round_by_tokens, translation_round
+from mlbench_core.controlflow.pytorch.translation import (
+    epoch_parts,
+    train_round_by_tokens,
+    translation_round,
+)
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore
 from mlbench_core.models.pytorch.transformer import TransformerConfig, TransformerModel
@@ -20,7 +24,9 @@ from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from tests.helpers.ranks import run_ranks
 
 SIZES = {"embed_dim": 16, "ffn_embed_dim": 32, "layers": 1, "attention_heads": 2}
-TINY: dict[str, Any] = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+TINY: dict[str, Any] = {
+    f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()
+}
 
 
 class Words:
@@ -50,7 +56,14 @@ def make_batches(sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
             "prev_output_tokens": F.pad(target[:, :-1], (1, 0), value=1),
         }
         count = int((target != 0).sum())
-        batches.append({"id": torch.arange(sentences), "net_input": net_input, "target": target, "ntokens": count})
+        batches.append(
+            {
+                "id": torch.arange(sentences),
+                "net_input": net_input,
+                "target": target,
+                "ntokens": count,
+            }
+        )
     return batches
 
 
@@ -63,7 +76,9 @@ def make_model() -> TransformerModel:
     torch.manual_seed(1)
     words = Words()
     return TransformerModel(
-        TransformerConfig(**TINY, dropout=0.0, attention_dropout=0.0, relu_dropout=0.0), words, words
+        TransformerConfig(**TINY, dropout=0.0, attention_dropout=0.0, relu_dropout=0.0),
+        words,
+        words,
     )
 
 
@@ -71,8 +86,11 @@ def flat(model: TransformerModel) -> Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
 
 
-def updated(world_size: int, batches: list[dict[str, Any]], precision: str, freq: int) -> tuple[Tensor, float]:
-    """Weights after one epoch of plain gradient descent, which unlike Adam shows a wrong divisor; and the loss."""
+def updated(
+    world_size: int, batches: list[dict[str, Any]], precision: str, freq: int
+) -> tuple[Tensor, float]:
+    """Weights after one epoch of plain gradient descent, which unlike Adam shows a wrong divisor;
+    and the loss."""
     model = make_model()
     if precision == "fp16":
         half = FP16Optimizer(model.half(), world_size, init_scale=2**7, average_custom=True)
@@ -82,7 +100,9 @@ def updated(world_size: int, batches: list[dict[str, Any]], precision: str, freq
     inside = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True)
     autocast = torch.bfloat16 if precision == "bf16" else None
-    loss = train_round_by_tokens(batches, model, optimizer, LOSS, update_freq=freq, autocast=autocast)
+    loss = train_round_by_tokens(
+        batches, model, optimizer, LOSS, update_freq=freq, autocast=autocast
+    )
     return flat(model), loss
 
 
@@ -113,13 +133,21 @@ def translate_twice(batch: Mapping[str, Any]) -> list[tuple[list[str], list[str]
 
 
 def rounds_on_a_worker(rank: int, world_size: int) -> dict[str, Any]:
-    mine = BATCHES[rank::world_size] + BATCHES[rank:1]  # worker 0 has one more, which would wait for ever
+    mine = (
+        BATCHES[rank::world_size] + BATCHES[rank:1]
+    )  # worker 0 has one more, which would wait for ever
     weights = {p: updated(world_size, mine, p, 2) for p in ("fp32", "bf16", "fp16")}
     evaluated = [*BATCHES[:5:world_size], {}] if rank else [*BATCHES[1:5:world_size]]
     bleu, cased = BLEUScore(), BLEUScore(lowercase=False)
     values, loss = translation_round(evaluated, make_model(), LOSS, translate_twice, [bleu, cased])
     parts = [len(part) for part in epoch_parts(mine, 0.5)]
-    return {"weights": weights, "bleu": values[bleu], "cased": values[cased], "loss": loss, "parts": parts}
+    return {
+        "weights": weights,
+        "bleu": values[bleu],
+        "cased": values[cased],
+        "loss": loss,
+        "parts": parts,
+    }
 
 
 def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
@@ -133,7 +161,10 @@ def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
             assert float((weights - reference).norm()) < tolerance * moved, precision
     # Validation: each worker's share counts with its tokens and n-grams.
     texts = [translate(batch) for batch in BATCHES[:5]]
-    translations, references = [t for out, _ in texts for t in out], [t for _, ref in texts for t in ref]
+    translations, references = (
+        [t for out, _ in texts for t in out],
+        [t for _, ref in texts for t in ref],
+    )
     whole = sacrebleu.corpus_bleu(translations, [references], tokenize="intl", lowercase=True)
     model = make_model().eval()
     with torch.no_grad():
@@ -142,7 +173,9 @@ def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
         assert result["bleu"] == pytest.approx(whole.score, abs=1e-4)
         assert result["parts"] == [2, 1]  # of 3 batches, though worker 0 has 4
         assert result["cased"] == 0.0  # "W3" is another word than "w3"
-        assert result["loss"] == pytest.approx(float(loss) / sum(b["ntokens"] for b in BATCHES[:5]), rel=1e-5)
+        assert result["loss"] == pytest.approx(
+            float(loss) / sum(b["ntokens"] for b in BATCHES[:5]), rel=1e-5
+        )
 
 
 def test_parts_of_an_epoch_are_the_epoch_and_end_with_updates() -> None:

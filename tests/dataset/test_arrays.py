@@ -17,7 +17,13 @@ from mlbench_core.dataset.imagerecognition.arrays import (
     digits_arrays,
     mnist_arrays,
 )
-from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, MNIST, Digits, ImageBatches, ImageDataset
+from mlbench_core.dataset.imagerecognition.pytorch import (
+    CIFAR10V1,
+    MNIST,
+    Digits,
+    ImageBatches,
+    ImageDataset,
+)
 from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from tests.helpers.data import test_data
 
@@ -39,11 +45,16 @@ def test_digits_are_those_of_torch(train: bool, size: int) -> None:
     assert_same(arrays, dataset)
     if train:
         assert dataset.augmentation is not None
-        assert (arrays.padding, arrays.flip) == (dataset.augmentation.padding, dataset.augmentation.flip)
+        assert (arrays.padding, arrays.flip) == (
+            dataset.augmentation.padding,
+            dataset.augmentation.flip,
+        )
 
 
 def test_digits_smaller_than_they_are_are_refused() -> None:
-    with pytest.raises(ValueError, match="size must be at least 8, the size of the digits themselves, not 7"):
+    with pytest.raises(
+        ValueError, match="size must be at least 8, the size of the digits themselves, not 7"
+    ):
         digits_arrays(True, 7)
 
 
@@ -70,7 +81,9 @@ def numbered(count: int, padding: int = 1, flip: bool = True) -> ImageArrays:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("train", [True, False])
-def test_parts_are_those_of_torch_and_every_worker_has_as_many_batches(world_size: int, train: bool) -> None:
+def test_parts_are_those_of_torch_and_every_worker_has_as_many_batches(
+    world_size: int, train: bool
+) -> None:
     arrays = numbered(13)
     images = torch.zeros(13, 3, 4, 4, dtype=torch.uint8)
     dataset = ImageDataset(images, torch.arange(13), list("abcdefghijklm"), arrays.mean, arrays.std)
@@ -84,7 +97,9 @@ def test_parts_are_those_of_torch_and_every_worker_has_as_many_batches(world_siz
 
 def test_an_epoch_shows_each_image_once_in_an_order_of_its_own() -> None:
     batches = ArrayBatches(numbered(10), 4, train=True, seed=5)
-    first, again, second = (np.concatenate([y for _, y in batches.epoch(n)]).tolist() for n in (0, 0, 1))
+    first, again, second = (
+        np.concatenate([y for _, y in batches.epoch(n)]).tolist() for n in (0, 0, 1)
+    )
     assert first == again
     assert first != second
     assert sorted(first) == sorted(second) == list(range(10))
@@ -94,7 +109,9 @@ def test_an_epoch_shows_each_image_once_in_an_order_of_its_own() -> None:
 
 def test_another_seed_and_another_rank_see_other_orders() -> None:
     orders = [
-        np.concatenate([y for _, y in ArrayBatches(numbered(40), 8, train=True, seed=seed).epoch(0)]).tolist()
+        np.concatenate(
+            [y for _, y in ArrayBatches(numbered(40), 8, train=True, seed=seed).epoch(0)]
+        ).tolist()
         for seed in (0, 1)
     ]
     assert orders[0] != orders[1]
@@ -107,7 +124,9 @@ def test_every_crop_and_mirroring_occurs_and_no_other(flip: bool) -> None:
     crops = [padded[i : i + 4, j : j + 4] for i in range(3) for j in range(3)]
     crops += [crop[:, ::-1] for crop in crops] if flip else []
     found = arrays.batch(np.arange(400), np.random.default_rng(0))
-    assert {image.astype(np.uint8).tobytes() for image in found} == {crop.tobytes() for crop in crops}
+    assert {image.astype(np.uint8).tobytes() for image in found} == {
+        crop.tobytes() for crop in crops
+    }
 
 
 def test_validation_images_are_not_augmented() -> None:

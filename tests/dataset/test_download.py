@@ -1,4 +1,5 @@
-"""Downloads against a real server that misbehaves on demand, and archives that try to leave their folder."""
+"""Downloads against a real server that misbehaves on demand, and archives that try to leave their
+folder."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         same = self.headers.get("If-Range") in (None, server.etag)
-        start = int(re.fullmatch(r"bytes=(\d+)-", wanted).group(1)) if wanted and server.ranges and same else 0
+        start = (
+            int(re.fullmatch(r"bytes=(\d+)-", wanted).group(1))
+            if wanted and server.ranges and same
+            else 0
+        )
         size = len(server.body)
         if start >= size:
             self.send_response(416)
@@ -137,10 +142,15 @@ def test_a_changed_file_is_not_mixed_with_the_old_one(server: Server, tmp_path: 
     assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY[::-1]
 
 
-def test_left_over_bytes_of_another_file_are_noticed_by_the_checksum(server: Server, tmp_path: Path) -> None:
+def test_left_over_bytes_of_another_file_are_noticed_by_the_checksum(
+    server: Server, tmp_path: Path
+) -> None:
     (tmp_path / "file.part").write_bytes(b"x" * 1000)
     (tmp_path / "file.part.mark").write_text('"one"')
-    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert (
+        download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes()
+        == BODY
+    )
 
 
 def test_left_over_bytes_without_a_mark_are_not_used(server: Server, tmp_path: Path) -> None:
@@ -151,25 +161,36 @@ def test_left_over_bytes_without_a_mark_are_not_used(server: Server, tmp_path: P
 def test_a_complete_part_needs_no_more_bytes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(BODY)
     (tmp_path / "file.part.mark").write_text('"one"')
-    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert (
+        download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes()
+        == BODY
+    )
     assert server.requests == [f"bytes={len(BODY)}-"]
 
 
 def test_a_server_without_ranges_starts_anew(server: Server, tmp_path: Path) -> None:
     server.cuts, server.ranges = [100_000], False
-    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert (
+        download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes()
+        == BODY
+    )
 
 
 @pytest.mark.parametrize("digest", [{"sha256": "0" * 64}, {"md5": "0" * 32}])
-def test_a_wrong_checksum_keeps_nothing(server: Server, tmp_path: Path, digest: dict[str, str]) -> None:
-    with pytest.raises(DownloadError, match=r"its (sha256|md5) must be 0+, not [0-9a-f]+; it was deleted"):
+def test_a_wrong_checksum_keeps_nothing(
+    server: Server, tmp_path: Path, digest: dict[str, str]
+) -> None:
+    message = r"its (sha256|md5) is [0-9a-f]+, not 0+; it was deleted"
+    with pytest.raises(DownloadError, match=message):
         download.progress_download(server.url, tmp_path / "file", **digest)
     assert left_over(tmp_path) == []
 
 
 def test_a_file_with_the_right_checksum_is_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(BODY)
-    download.progress_download(server.url, tmp_path / "file", md5=hashlib.md5(BODY).hexdigest().upper())
+    download.progress_download(
+        server.url, tmp_path / "file", md5=hashlib.md5(BODY).hexdigest().upper()
+    )
     assert server.requests == []
     (tmp_path / "file").write_bytes(b"old")
     assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
@@ -194,7 +215,9 @@ def test_a_full_disk_is_told_before_the_transfer(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(DownloadError, match=r"the disk is full: .* needs 512000 more bytes, .* has 1000"):
+    with pytest.raises(
+        DownloadError, match=r"the disk is full: .* needs 512000 more bytes, .* has 1000"
+    ):
         download.progress_download(server.url, tmp_path / "file")
 
 
@@ -212,7 +235,10 @@ def test_bad_attempts(tmp_path: Path) -> None:
 
 
 def test_progress_is_shown_on_a_terminal_only(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     download.progress_download(server.url, tmp_path / "quiet")
     assert capsys.readouterr() == ("", "")
@@ -246,7 +272,9 @@ def test_tar_is_downloaded_once_and_unpacked(server: Server, tmp_path: Path) -> 
     server.body = tar_of((member("folder/a.txt"), b"hello"))
     root = tmp_path / "data"
     for _ in range(2):
-        assert download.maybe_download_and_extract_tar_gz(str(root), "file.tar.gz", server.url) == root
+        assert (
+            download.maybe_download_and_extract_tar_gz(str(root), "file.tar.gz", server.url) == root
+        )
         assert (root / "folder" / "a.txt").read_bytes() == b"hello"
     assert len(server.requests) == 1
 
@@ -284,8 +312,12 @@ def test_a_link_that_lies_in_the_folder_is_no_way_out(tmp_path: Path) -> None:
     assert left_over(outside) == []
 
 
-def test_a_disk_that_fills_up_during_unpacking_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file.tar.gz").write_bytes(tar_of((member("first.txt"), BODY), (member("folder/second.txt"), BODY)))
+def test_a_disk_that_fills_up_during_unpacking_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file.tar.gz").write_bytes(
+        tar_of((member("first.txt"), BODY), (member("folder/second.txt"), BODY))
+    )
     copy, copied = tarfile.copyfileobj, []
 
     def fill(source: io.BytesIO, target: io.BytesIO, *rest: object) -> None:
@@ -297,8 +329,12 @@ def test_a_disk_that_fills_up_during_unpacking_leaves_no_file(tmp_path: Path, mo
 
     with monkeypatch.context() as inner:
         inner.setattr(tarfile, "copyfileobj", fill)
-        with pytest.raises(DatasetError, match=r"file.tar.gz could not be unpacked: .*No space left on device"):
-            download.maybe_download_and_extract_tar_gz(tmp_path, "file.tar.gz", "http://127.0.0.1:1/")
+        with pytest.raises(
+            DatasetError, match=r"file.tar.gz could not be unpacked: .*No space left on device"
+        ):
+            download.maybe_download_and_extract_tar_gz(
+                tmp_path, "file.tar.gz", "http://127.0.0.1:1/"
+            )
     assert left_over(tmp_path) == [".file.tar.gz.lock", "file.tar.gz"]
     (tmp_path / ".file.tar.gz.unpacking").mkdir()  # of a process that was killed
     download.maybe_download_and_extract_tar_gz(tmp_path, "file.tar.gz", "http://127.0.0.1:1/")
@@ -356,7 +392,9 @@ def test_bz2(server: Server, tmp_path: Path) -> None:
         (download.maybe_download_and_extract_zip, "a.zip", b"nothing"),
     ],
 )
-def test_damaged_archives_are_named(tmp_path: Path, extract: Callable[..., Path], name: str, content: bytes) -> None:
+def test_damaged_archives_are_named(
+    tmp_path: Path, extract: Callable[..., Path], name: str, content: bytes
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=f"{name} is damaged"):
         extract(tmp_path, name, "http://127.0.0.1:1/")
@@ -365,8 +403,10 @@ def test_damaged_archives_are_named(tmp_path: Path, extract: Callable[..., Path]
 
 def test_an_archive_with_a_wrong_checksum_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(zip_of("a.txt"))
-    with pytest.raises(DatasetError, match=r"a.zip is damaged: its md5 must be"):
-        download.maybe_download_and_extract_zip(tmp_path, "a.zip", "http://127.0.0.1:1/", md5="0" * 32)
+    with pytest.raises(DatasetError, match=r"a.zip is damaged: its md5 is"):
+        download.maybe_download_and_extract_zip(
+            tmp_path, "a.zip", "http://127.0.0.1:1/", md5="0" * 32
+        )
     assert not (tmp_path / "a.txt").exists()
 
 
@@ -379,11 +419,17 @@ def test_a_file_name_stays_in_the_folder(tmp_path: Path, name: str) -> None:
 # --- data sets that download themselves
 
 
-def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+def test_cifar_downloads_what_is_missing_once(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataloader = pytest.importorskip(
+        "mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError
+    )
     record = bytes([3]) + bytes(range(256)) * 12
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    server.body = tar_of(*((member(f"cifar-10-batches-bin/{name}.bin"), record * 2) for name in names))
+    server.body = tar_of(
+        *((member(f"cifar-10-batches-bin/{name}.bin"), record * 2) for name in names)
+    )
     monkeypatch.setattr(published, "CIFAR10_URL", server.url)
     monkeypatch.setattr(published, "CIFAR10_ARCHIVE_MD5", hashlib.md5(server.body).hexdigest())
     monkeypatch.setattr(published, "_CIFAR10_RECORDS", 2)
@@ -395,17 +441,25 @@ def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, mo
     assert len(server.requests) == 1
 
 
-def test_a_wrong_cifar_archive_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+def test_a_wrong_cifar_archive_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataloader = pytest.importorskip(
+        "mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError
+    )
     monkeypatch.setattr(published, "CIFAR10_URL", server.url)
-    with pytest.raises(DownloadError, match="must be c32a1d4ab5d03f1284b67883e8d87530"):
+    with pytest.raises(DownloadError, match="not c32a1d4ab5d03f1284b67883e8d87530"):
         dataloader.CIFAR10V1(tmp_path, download=True)
 
 
-def test_mnist_downloads_and_checks(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+def test_mnist_downloads_and_checks(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataloader = pytest.importorskip(
+        "mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError
+    )
     monkeypatch.setattr(published, "MNIST_URL", server.url + "/")
-    with pytest.raises(DownloadError, match="must be 9fb629c4189551a2d022fa330f9573f3"):
+    with pytest.raises(DownloadError, match="not 9fb629c4189551a2d022fa330f9573f3"):
         dataloader.MNIST(tmp_path, train=False, download=True)
 
 

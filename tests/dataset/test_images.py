@@ -1,4 +1,5 @@
-"""Image data sets: what is read, what is refused, and that whole batches are what single images would be."""
+"""Image data sets: what is read, what is refused, and that whole batches are what single images
+would be."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_every_crop_is_torchvisions() -> None:
     draws = all_draws(4)
     images = tiny(len(draws.tops)).images
     found = crop_and_flip(images, draws, 4)
-    for index, (top, left, flip) in enumerate(zip(draws.tops, draws.lefts, draws.flips, strict=True)):
+    for index, (top, left, flip) in enumerate(
+        zip(draws.tops, draws.lefts, draws.flips, strict=True)
+    ):
         crop = functional.crop(functional.pad(images[index], 4), int(top), int(left), 32, 32)
         assert torch.equal(found[index], functional.hflip(crop) if flip else crop)
 
@@ -78,7 +81,9 @@ def test_every_crop_is_torchvisions() -> None:
 def test_the_batch_is_the_plain_reference(padding: int, size: int) -> None:
     images = tiny(50, size=size).images
     draws = Augmentation(padding).draw(50, torch.Generator().manual_seed(3))
-    assert torch.equal(crop_and_flip(images, draws, padding), crop_and_flip_reference(images, draws, padding))
+    assert torch.equal(
+        crop_and_flip(images, draws, padding), crop_and_flip_reference(images, draws, padding)
+    )
 
 
 def test_offsets_and_flips_are_uniform() -> None:
@@ -89,7 +94,9 @@ def test_offsets_and_flips_are_uniform() -> None:
     chi_square = ((seen - 400) ** 2 / 400).sum().item()
     assert chi_square < 124.8  # 80 degrees of freedom: above that in 1 of 1,000 seeds
     flips = draws.flips.double()
-    assert (flips.sum().item() - count / 2) ** 2 / (count / 4) < 10.8  # 1 degree of freedom, likewise
+    assert (flips.sum().item() - count / 2) ** 2 / (
+        count / 4
+    ) < 10.8  # 1 degree of freedom, likewise
     together = torch.corrcoef(torch.stack([draws.tops.double(), draws.lefts.double(), flips]))
     assert (together - torch.eye(3)).abs().max() < 0.03
 
@@ -98,7 +105,9 @@ def test_torchvision_draws_from_the_same_distribution() -> None:
     """The crops of a marked pixel fall where torchvision's fall, equally often."""
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     image[:, 10, 12] = 255
-    steps = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()])
+    steps = transforms.Compose(
+        [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = {tuple(steps(image)[0].nonzero()[0].tolist()) for _ in range(3000)}
@@ -110,7 +119,9 @@ def test_torchvision_draws_from_the_same_distribution() -> None:
 
 def test_normalisation_is_torchvisions() -> None:
     dataset = tiny(4)
-    steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize(dataset.mean, dataset.std)])
+    steps = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize(dataset.mean, dataset.std)]
+    )
     expected = torch.stack([steps(array) for array in dataset.data])
     assert torch.allclose(dataset.batch(range(4))[0], expected, atol=1e-6)
 
@@ -172,7 +183,9 @@ def test_a_transform_takes_the_place_of_augmentation_and_normalization() -> None
     expected = dataset.images[:, :, 1, 0].float()
     assert torch.equal(dataset[2][0], expected[2])
     assert dataset[2][1] == 2
-    assert torch.equal(next(iter(DataLoader(Partition(dataset, [3, 1]), batch_size=2)))[0], expected[[3, 1]])
+    assert torch.equal(
+        next(iter(DataLoader(Partition(dataset, [3, 1]), batch_size=2)))[0], expected[[3, 1]]
+    )
     for augment in (True, False):
         batches = ImageBatches(dataset, 4, augment=augment, shuffle=False)
         assert torch.equal(next(iter(batches))[0], expected)
@@ -211,7 +224,10 @@ def test_single_samples_are_augmented_from_the_global_generator() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": torch.zeros(2, 3, 4, 4)}, r"images must be uint8 \(N, C, H, W\), not torch.float32"),
+        (
+            {"images": torch.zeros(2, 3, 4, 4)},
+            r"images must be uint8 \(N, C, H, W\), not torch.float32",
+        ),
         ({"targets": torch.zeros(3)}, r"targets must have shape \(2,\) as images, not \(3,\)"),
         ({"mean": (0.5,)}, "mean and std must have 3 values, one per channel, not 1 and 3"),
     ],
@@ -302,11 +318,17 @@ def test_every_worker_has_the_same_number_of_batches() -> None:
     dataset = tiny(9)
     for drop_last in (False, True):
         workers = [
-            ImageBatches(partition_dataset_by_rank(dataset, rank, 2), 4, drop_last=drop_last, rank=rank)
+            ImageBatches(
+                partition_dataset_by_rank(dataset, rank, 2), 4, drop_last=drop_last, rank=rank
+            )
             for rank in range(2)
         ]
         assert [len(worker.dataset) for worker in workers] == [5, 4]
-        assert [len(drain(worker)) for worker in workers] == [len(worker) for worker in workers] == [1, 1]
+        assert (
+            [len(drain(worker)) for worker in workers]
+            == [len(worker) for worker in workers]
+            == [1, 1]
+        )
 
 
 def test_batches_of_a_partition_are_its_samples() -> None:
@@ -322,17 +344,25 @@ def test_batches_without_augmentation() -> None:
     assert len(ImageBatches(dataset, 4, drop_last=True)) == 1
 
 
-@pytest.mark.parametrize(("samples", "workers", "left_out"), [(16, 2, 0), (23, 2, 1), (22, 4, 2), (17, 4, 1)])
-def test_dealt_out_batches_are_those_of_one_worker(samples: int, workers: int, left_out: int) -> None:
+@pytest.mark.parametrize(
+    ("samples", "workers", "left_out"), [(16, 2, 0), (23, 2, 1), (22, 4, 2), (17, 4, 1)]
+)
+def test_dealt_out_batches_are_those_of_one_worker(
+    samples: int, workers: int, left_out: int
+) -> None:
     dataset = tiny(samples)
     alone = ImageBatches(dataset, 4 * workers, seed=6)
-    dealt = [ImageBatches(dataset, 4, seed=6, rank=rank, world_size=workers) for rank in range(workers)]
+    dealt = [
+        ImageBatches(dataset, 4, seed=6, rank=rank, world_size=workers) for rank in range(workers)
+    ]
     for _ in range(2):  # epochs
         whole = [labels for _, labels in drain(alone)]
         shares = [[labels for _, labels in drain(part)] for part in dealt]
         for part, share in zip(dealt, shares, strict=True):
             assert len(share) == len(part)
-        joint = [[label for labels in step for label in labels] for step in zip(*shares, strict=True)]
+        joint = [
+            [label for labels in step for label in labels] for step in zip(*shares, strict=True)
+        ]
         expected = [batch[: len(batch) // workers * workers] for batch in whole]
         assert joint == [batch for batch in expected if batch]
         seen = [label for step in joint for label in step]
@@ -350,7 +380,11 @@ def test_dealt_out_batches_are_augmented_apart_and_resume() -> None:
     assert same(drain(resumed), drain(again)[1:])
     with pytest.raises(ValueError, match="saved with world_size 2, but here it is 1"):
         ImageBatches(dataset, 4, rank=1).load_state_dict(state)
-    older = {name: value for name, value in ImageBatches(dataset, 4).state_dict().items() if name != "world_size"}
+    older = {
+        name: value
+        for name, value in ImageBatches(dataset, 4).state_dict().items()
+        if name != "world_size"
+    }
     ImageBatches(dataset, 4).load_state_dict(older)
 
 
@@ -403,7 +437,11 @@ def test_batches_are_made_on_the_gpu() -> None:
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, not 0"),
         ({"seed": -1}, ValueError, "seed must be at least 0, not -1"),
         ({"augment": True}, ValueError, "must be False for a data set without augmentation"),
-        ({"dataset": [1, 2]}, TypeError, "dataset must be an ImageDataset or a partition of one, not a list"),
+        (
+            {"dataset": [1, 2]},
+            TypeError,
+            "dataset must be an ImageDataset or a partition of one, not a list",
+        ),
     ],
 )
 def test_bad_batches(arguments: dict, error: type[Exception], message: str) -> None:
@@ -433,7 +471,9 @@ def records(seed: int, count: int = 20) -> tuple[bytes, np.ndarray, np.ndarray]:
 
 def python_batch(seed: int, protocol: int = 2) -> bytes:
     _, pixels, labels = records(seed)
-    return pickle.dumps({b"data": pixels, b"labels": labels.tolist(), b"batch_label": b"x"}, protocol=protocol)
+    return pickle.dumps(
+        {b"data": pixels, b"labels": labels.tolist(), b"batch_label": b"x"}, protocol=protocol
+    )
 
 
 @pytest.mark.parametrize("folder", ["", "cifar-10-batches-bin"])
@@ -442,7 +482,9 @@ def test_cifar_binary_version(tmp_path: Path, small_cifar: int, folder: str, suf
     (tmp_path / folder).mkdir(exist_ok=True)
     pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
     for number in range(1, 6):
-        (tmp_path / folder / f"data_batch_{number}.bin{suffix}").write_bytes(pack(records(number)[0]))
+        (tmp_path / folder / f"data_batch_{number}.bin{suffix}").write_bytes(
+            pack(records(number)[0])
+        )
     dataset = CIFAR10V1(str(tmp_path))
     assert len(dataset) == 100
     _, pixels, labels = records(2)
@@ -477,13 +519,19 @@ class Touch:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_pickled_code_is_never_run(tmp_path: Path, small_cifar: int, protocol: int) -> None:
     trap = tmp_path / "trap"
-    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Touch(str(trap))}, protocol=protocol))
-    with pytest.raises(DatasetError, match=r"test_batch: the pickle requests .*open, which no array needs"):
+    (tmp_path / "test_batch").write_bytes(
+        pickle.dumps({b"data": Touch(str(trap))}, protocol=protocol)
+    )
+    with pytest.raises(
+        DatasetError, match=r"test_batch: the pickle requests .*open, which no array needs"
+    ):
         CIFAR10V1(tmp_path, train=False)
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps([1]), pickle.dumps({"data": 1, "labels": [1]})])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", pickle.dumps([1]), pickle.dumps({"data": 1, "labels": [1]})]
+)
 def test_damaged_pickle(tmp_path: Path, small_cifar: int, content: bytes) -> None:
     (tmp_path / "test_batch").write_bytes(content)
     with pytest.raises(DatasetError, match="test_batch is damaged"):
@@ -492,9 +540,11 @@ def test_damaged_pickle(tmp_path: Path, small_cifar: int, content: bytes) -> Non
 
 @pytest.mark.parametrize(
     ("labels", "message"),
-    [([], "has no images"), ([-1, 3], "a label is -1"), (["cat"], "labels must be integers, not <U3")],
+    [([], "has no images"), ([-1, 3], "a label is -1"), (["cat"], "labels are <U3, not integers")],
 )
-def test_labels_of_a_pickle_are_checked(tmp_path: Path, small_cifar: int, labels: list[Any], message: str) -> None:
+def test_labels_of_a_pickle_are_checked(
+    tmp_path: Path, small_cifar: int, labels: list[Any], message: str
+) -> None:
     content = {"data": np.zeros((len(labels), 3072), np.uint8), "labels": labels}
     (tmp_path / "test_batch").write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(DatasetError, match=f"test_batch is damaged: .*{message}"):
@@ -504,10 +554,10 @@ def test_labels_of_a_pickle_are_checked(tmp_path: Path, small_cifar: int, labels
 def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = records(1)[0]
     (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* must be 803d5f7f4d78ea53de84dbe85f74fb6d"):
+    with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* not 803d5f7f4d78ea53"):
         CIFAR10V1(tmp_path, train=False)
     monkeypatch.setitem(published.CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
-    with pytest.raises(DatasetError, match="must have 10000 images, not 20"):
+    with pytest.raises(DatasetError, match="has 20 images, not 10000"):
         CIFAR10V1(tmp_path, train=False)
 
 
@@ -520,20 +570,26 @@ def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.Monkey
         ("test_batch.bin.gz", gzip.compress(records(1)[0])[:-50], "test_batch.bin.gz is damaged"),
     ],
 )
-def test_damaged_cifar(tmp_path: Path, small_cifar: int, name: str, content: bytes, message: str) -> None:
+def test_damaged_cifar(
+    tmp_path: Path, small_cifar: int, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
         CIFAR10V1(tmp_path, train=False)
 
 
 def test_missing_cifar(tmp_path: Path, small_cifar: int) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"folder .*nowhere does not exist; pass download=True"):
+    with pytest.raises(
+        DatasetNotFoundError, match=r"folder .*nowhere does not exist; pass download=True"
+    ):
         CIFAR10V1(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"missing data_batch_1, .*data_batch_5"):
         CIFAR10V1(tmp_path)
     (tmp_path / "data_batch_1.bin").write_bytes(records(1)[0])
     (tmp_path / "data_batch_3.bin").write_bytes(records(3)[0])
-    with pytest.raises(DatasetError, match=r"missing data_batch_2, data_batch_4, data_batch_5; .*partial=True"):
+    with pytest.raises(
+        DatasetError, match=r"missing data_batch_2, data_batch_4, data_batch_5; .*partial=True"
+    ):
         CIFAR10V1(tmp_path)
     assert len(CIFAR10V1(tmp_path, partial=True)) == 40
 
@@ -542,7 +598,13 @@ def test_real_cifar_batches() -> None:
     folder = test_data("cifar10")
     train = CIFAR10V1(folder)
     assert len(train) == 50_000
-    assert [train.classes[label] for label in train.targets[:5]] == ["frog", "truck", "truck", "deer", "automobile"]
+    assert [train.classes[label] for label in train.targets[:5]] == [
+        "frog",
+        "truck",
+        "truck",
+        "deer",
+        "automobile",
+    ]
     numbers = train.batch(range(10_000), augment=False)[0]
     assert numbers.mean(dim=(0, 2, 3)).abs().max() < 0.02  # the constants are those of all 50,000
     assert (numbers.std(dim=(0, 2, 3)) - 1).abs().max() < 0.02
@@ -557,7 +619,9 @@ def test_real_cifar_test_records() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3, 224, 224), (50, 3, 32, 32), (0, 3, 8, 8)])
 def test_normalizing_in_parts_changes_no_bit(shape: tuple[int, ...]) -> None:
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     given = (published.CIFAR10_MEAN, published.CIFAR10_STD)
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in given)
     scale, shift = (1 / (255 * std)).float()[:, None, None], (-mean / std).float()[:, None, None]
@@ -577,7 +641,9 @@ def test_real_mnist(pad: int, channels: int, shape: tuple[int, ...]) -> None:
     assert dataset[0][0].shape == shape
     assert dataset.targets[:5] == [7, 2, 1, 0, 4]
     assert not dataset.images[:, :, :pad].any()
-    assert MNIST(test_data("mnist"), train=False, augment=True).augmentation == Augmentation(4, flip=False)
+    assert MNIST(test_data("mnist"), train=False, augment=True).augmentation == Augmentation(
+        4, flip=False
+    )
 
 
 def test_mnist_plain_files_and_damage(tmp_path: Path) -> None:
@@ -594,7 +660,9 @@ def test_mnist_plain_files_and_damage(tmp_path: Path) -> None:
 
 
 def test_missing_mnist(tmp_path: Path) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"missing train-images-idx3-ubyte .*pass download=True"):
+    with pytest.raises(
+        DatasetNotFoundError, match=r"missing train-images-idx3-ubyte .*pass download=True"
+    ):
         MNIST(tmp_path)
     with pytest.raises(ValueError, match="channels must be 1 or 3, not 2"):
         MNIST(tmp_path, channels=2)
@@ -646,22 +714,29 @@ def test_digits() -> None:
 
 
 def test_digits_of_another_size() -> None:
-    """At their own size they are scikit-learn's, with gray levels from 0 to 255 instead of 0 to 16."""
+    """At their own size they are scikit-learn's, with gray levels from 0 to 255 instead of 0 to
+    16."""
     from sklearn.datasets import load_digits
 
     own = Digits(channels=1, size=8, augment=False)
     gray = {tuple(image) for image in np.round(load_digits().data * 255 / 16).astype(int)}
     assert {tuple(image) for image in own.images.flatten(1).tolist()} <= gray
     assert Digits(size=16)[0][0].shape == (3, 16, 16)
-    with pytest.raises(ValueError, match="size must be at least 8, the size of the digits themselves, not 4"):
+    with pytest.raises(
+        ValueError, match="size must be at least 8, the size of the digits themselves, not 4"
+    ):
         Digits(size=4)
 
 
 def test_digits_need_no_folder() -> None:
-    """A nearest-centroid rule tells the held-out digits apart, so images and labels belong together."""
+    """A nearest-centroid rule tells the held-out digits apart, so images and labels belong
+    together."""
     train, validation = Digits("/nowhere", augment=False), Digits("/nowhere", train=False)
     centres = torch.stack(
-        [train.images[torch.tensor(train.targets) == digit].float().mean(0).flatten() for digit in range(10)]
+        [
+            train.images[torch.tensor(train.targets) == digit].float().mean(0).flatten()
+            for digit in range(10)
+        ]
     )
     guesses = torch.cdist(validation.images.float().flatten(1), centres).argmin(1)
     assert (guesses == torch.tensor(validation.targets)).float().mean() > 0.85
@@ -687,12 +762,14 @@ def test_imagenet(imagenet: Path, train: bool) -> None:
     assert dataset.targets == [0, 1]
     image, label = dataset[1]
     assert (image.shape, label) == ((3, 224, 224), 1)
-    expected = (torch.tensor([200, 30, 60]) / 255 - torch.tensor(dataset.mean)) / torch.tensor(dataset.std)
+    expected = (torch.tensor([200, 30, 60]) / 255 - torch.tensor(dataset.mean)) / torch.tensor(
+        dataset.std
+    )
     assert torch.allclose(image[:, 100, 100], expected, atol=0.02)
 
 
 def test_missing_or_damaged_imagenet(imagenet: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"folder .*other.train does not exist"):
+    with pytest.raises(DatasetNotFoundError, match=r"other.train does not exist"):
         Imagenet(tmp_path / "other")
     (tmp_path / "empty" / "val").mkdir(parents=True)
     with pytest.raises(DatasetNotFoundError, match="no ImageNet in"):

@@ -63,7 +63,9 @@ def test_validation_images_are_those_of_torchvision(root: Path) -> None:
     """To one level or two: torchvision resizes with Pillow, whose rounding differs."""
     transforms: Any = _torchvision.load("transforms")
     folder: Any = _torchvision.load("datasets").ImageFolder(str(root / "train"))
-    folder.transform = transforms.Compose([transforms.Resize(40), transforms.CenterCrop(32), transforms.PILToTensor()])
+    folder.transform = transforms.Compose(
+        [transforms.Resize(40), transforms.CenterCrop(32), transforms.PILToTensor()]
+    )
     batches = JpegBatches(find_jpegs(root, "train"), 4, CenterCrop(32, resize=40))
     images = torch.cat([in_bytes(images) for images, _ in batches])
     expected = torch.stack([image for image, _ in folder])
@@ -99,7 +101,9 @@ def test_crops_have_the_distribution_of_torchvision() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         draw_one = transforms.RandomResizedCrop.get_params
-        expected = torch.tensor([draw_one(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]).double()
+        expected = torch.tensor(
+            [draw_one(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]
+        ).double()
     found = torch.tensor([crop.box(300, 400, generator) for _ in range(4000)]).double()
     top, left, height, width = found.T
     assert (top + height).max() <= 300
@@ -124,7 +128,9 @@ def test_crops_of_long_images_are_the_largest_in_the_middle(height: int, width: 
 
 def test_files_and_tar_file_give_the_same_batches(root: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", root / "train")
-    files, members = (JpegBatches(find_jpegs(folder, "train"), 4, CROP) for folder in (root, tmp_path))
+    files, members = (
+        JpegBatches(find_jpegs(folder, "train"), 4, CROP) for folder in (root, tmp_path)
+    )
     assert same(draw(files), draw(members))
 
 
@@ -178,13 +184,19 @@ def test_a_pass_resumes_at_the_next_batch(root: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_workers_share_the_steps_of_one_worker(root: Path, world_size: int) -> None:
-    """The k batches of b images of a step are those of one worker with kb images, and no image comes twice."""
+    """The k batches of b images of a step are those of one worker with kb images, and no image
+    comes twice."""
     files = find_jpegs(root, "train")
-    workers = [JpegBatches(files, 2, CROP, rank=rank, world_size=world_size) for rank in range(world_size)]
+    workers = [
+        JpegBatches(files, 2, CROP, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     alone = JpegBatches(files, 2 * world_size, CROP)
     assert {len(worker) for worker in workers} == {len(alone)} == {21 // (2 * world_size)}
     drawn = [draw(worker) for worker in workers]
-    joined = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*drawn, strict=True)]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*step, strict=True))
+        for step in zip(*drawn, strict=True)
+    ]
     assert same(joined, draw(alone))  # type: ignore[arg-type]
     seen = [int(i) for worker in workers for positions in worker.positions(0) for i in positions]
     assert len(set(seen)) == len(seen) == len(alone) * 2 * world_size
@@ -194,7 +206,8 @@ def test_workers_share_the_steps_of_one_worker(root: Path, world_size: int) -> N
 def test_validation_has_every_image_once(root: Path, world_size: int) -> None:
     files = find_jpegs(root, "train")
     workers = [
-        JpegBatches(files, 3, CenterCrop(16, resize=20), rank=rank, world_size=world_size) for rank in range(world_size)
+        JpegBatches(files, 3, CenterCrop(16, resize=20), rank=rank, world_size=world_size)
+        for rank in range(world_size)
     ]
     assert [len(worker) for worker in workers] == [len(draw(worker)) for worker in workers]
     seen = [int(i) for worker in workers for positions in worker.positions(4) for i in positions]
@@ -205,13 +218,18 @@ def test_validation_has_every_image_once(root: Path, world_size: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("content", "processes"), [(b"no image", 0), (b"", 0), ("the first 300 bytes", 0), (b"no image", 1)]
+    ("content", "processes"),
+    [(b"no image", 0), (b"", 0), ("the first 300 bytes", 0), (b"no image", 1)],
 )
-def test_a_damaged_file_is_named(root: Path, tmp_path: Path, content: bytes | str, processes: int) -> None:
+def test_a_damaged_file_is_named(
+    root: Path, tmp_path: Path, content: bytes | str, processes: int
+) -> None:
     shutil.copytree(root / "train", tmp_path / "train")
     path = tmp_path / "train" / "n01" / "n01_3.JPEG"
     path.write_bytes(path.read_bytes()[:300] if isinstance(content, str) else content)
-    batches = JpegBatches(find_jpegs(tmp_path, "train"), 4, CenterCrop(16, resize=16), processes=processes)
+    batches = JpegBatches(
+        find_jpegs(tmp_path, "train"), 4, CenterCrop(16, resize=16), processes=processes
+    )
     with pytest.raises(DatasetError, match=r"n01_3\.JPEG is damaged: .*delete it and get it again"):
         draw(batches)
     del batches
@@ -223,8 +241,15 @@ def test_gray_cmyk_and_png_files_become_rgb(tmp_path: Path) -> None:
     from PIL import Image
 
     (tmp_path / "n00").mkdir()
-    for name, mode, kind in (("a", "L", "JPEG"), ("b", "CMYK", "JPEG"), ("c", "RGB", "PNG"), ("d", "RGBA", "PNG")):
-        Image.new("L", (20, 16), 90).convert("RGB").convert(mode).save(tmp_path / "n00" / f"{name}.JPEG", kind)
+    for name, mode, kind in (
+        ("a", "L", "JPEG"),
+        ("b", "CMYK", "JPEG"),
+        ("c", "RGB", "PNG"),
+        ("d", "RGBA", "PNG"),
+    ):
+        Image.new("L", (20, 16), 90).convert("RGB").convert(mode).save(
+            tmp_path / "n00" / f"{name}.JPEG", kind
+        )
     ((images, _),) = draw(JpegBatches(find_jpegs(tmp_path), 4, CenterCrop(16, resize=16)))
     assert (in_bytes(images) - 90).abs().max() <= 3
 
@@ -232,7 +257,8 @@ def test_gray_cmyk_and_png_files_become_rgb(tmp_path: Path) -> None:
 def test_memory_format_and_values_do_not_depend_on_one_another(root: Path) -> None:
     files = find_jpegs(root, "train")
     planes, interleaved = (
-        JpegBatches(files, 4, CROP, memory_format=each) for each in (torch.contiguous_format, torch.channels_last)
+        JpegBatches(files, 4, CROP, memory_format=each)
+        for each in (torch.contiguous_format, torch.channels_last)
     )
     assert same(draw(planes), draw(interleaved))
     assert next(iter(interleaved))[0].is_contiguous(memory_format=torch.channels_last)
@@ -242,14 +268,28 @@ def test_memory_format_and_values_do_not_depend_on_one_another(root: Path) -> No
     ("arguments", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, not 0"),
-        ({"batch_size": 22}, ValueError, "batch_size must be at most 21 for 21 images and 1 workers, not 22"),
-        ({"batch_size": 11, "world_size": 2}, ValueError, "at most 10 for 21 images and 2 workers, not 11"),
+        (
+            {"batch_size": 22},
+            ValueError,
+            "batch_size must be at most 21 for 21 images and 1 workers, not 22",
+        ),
+        (
+            {"batch_size": 11, "world_size": 2},
+            ValueError,
+            "at most 10 for 21 images and 2 workers, not 11",
+        ),
         ({"rank": 2, "world_size": 2}, ValueError, "rank must be from 0 to 1, not 2"),
         ({"processes": -1}, ValueError, "processes must be at least 0, not -1"),
-        ({"gpu_decoding": True}, ConfigurationError, "gpu_decoding needs a CUDA device and a torchvision whose .*cpu"),
+        (
+            {"gpu_decoding": True},
+            ConfigurationError,
+            "gpu_decoding needs a CUDA device and a torchvision whose .*cpu",
+        ),
     ],
 )
-def test_wrong_arguments(root: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments(
+    root: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         JpegBatches(find_jpegs(root, "train"), **{"batch_size": 4, "crop": CROP, **arguments})
 
@@ -290,7 +330,8 @@ def test_batches_decoded_on_a_gpu_are_those_of_the_cpu(root: Path) -> None:
     for (images, labels), (gpu_images, gpu_labels) in zip(expected, found, strict=True):
         assert gpu_images.device.type == "cuda"
         assert torch.equal(labels, gpu_labels.cpu())
-        # The GPU's decoder interpolates the colors, which a JPEG stores at half the resolution, in another way.
+        # The GPU's decoder interpolates the colors, which a JPEG stores at half the resolution, in
+        # another way.
         assert (in_bytes(images) - in_bytes(gpu_images.cpu())).abs().mean() < 4
 
 
@@ -319,7 +360,9 @@ def test_batches_are_decoded_on_the_device_unless_it_refuses(
     batches.set_epoch(0)
     batches.gpu_decoding, batches._reader.decodes = True, False
     load = _torchvision.load
-    monkeypatch.setattr(_torchvision, "load", lambda name="": FakeIO if name == "io" else load(name))
+    monkeypatch.setattr(
+        _torchvision, "load", lambda name="": FakeIO if name == "io" else load(name)
+    )
     jpeg_batches.decoder_name()  # the real one is known by now
     assert same(draw(batches), expected)
     assert calls == [4] * len(expected)

@@ -46,7 +46,9 @@ def test_folders_are_found_as_torchvision_finds_them(root: Path) -> None:
     expected = _torchvision.load("datasets").ImageFolder(str(root / "train"))
     assert images.classes == expected.classes == ["n00", "n01", "n02"]
     assert [(images.name(i), images.targets[i]) for i in range(len(images))] == expected.samples
-    assert [images.read(i) for i in range(len(images))] == [Path(path).read_bytes() for path, _ in expected.samples]
+    assert [images.read(i) for i in range(len(images))] == [
+        Path(path).read_bytes() for path, _ in expected.samples
+    ]
 
 
 def test_other_files_are_ignored(root: Path, tmp_path: Path) -> None:
@@ -60,11 +62,17 @@ def test_other_files_are_ignored(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["train.tar", "train-7.tar", "train/x.tar"])
-def test_a_tar_file_has_the_same_images_in_the_same_order(root: Path, tmp_path: Path, place: str) -> None:
+def test_a_tar_file_has_the_same_images_in_the_same_order(
+    root: Path, tmp_path: Path, place: str
+) -> None:
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     folder = root / "train"
-    write_tar(path, folder, sorted((str(each.relative_to(folder)) for each in folder.rglob("*.JPEG")), reverse=True))
+    write_tar(
+        path,
+        folder,
+        sorted((str(each.relative_to(folder)) for each in folder.rglob("*.JPEG")), reverse=True),
+    )
     before = path.read_bytes()
     images = find_jpegs(tmp_path, "train")
     assert images.classes == ["n00", "n01", "n02"]
@@ -114,7 +122,9 @@ def test_the_validation_images_of_imagenet_have_their_classes_in_a_table(
     found = find_jpegs(tmp_path, "val")
     assert found.classes == images.classes
     # Within a class, the numbers run the other way.
-    expected = [images.read(i) for label in range(3) for i in np.flatnonzero(images.targets == label)[::-1]]
+    expected = [
+        images.read(i) for label in range(3) for i in np.flatnonzero(images.targets == label)[::-1]
+    ]
     assert [found.read(i) for i in range(len(found))] == expected
     assert found.targets.tolist() == images.targets.tolist()
 
@@ -130,7 +140,7 @@ def test_selected_images_keep_the_classes_of_all(root: Path, tmp_path: Path) -> 
 
 def test_missing_and_empty_folders(root: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        DatasetNotFoundError, match=r"the folder .*val does not exist, nor do tar files .*val\*\.tar; it"
+        DatasetNotFoundError, match=r"val does not exist, nor do tar files .*val\*\.tar: put"
     ):
         find_jpegs(root, "val")
     with pytest.raises(DatasetNotFoundError, match="no JPEG images in"):
@@ -140,17 +150,20 @@ def test_missing_and_empty_folders(root: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError, match=r"no JPEG images in .*val\.tar"):
         find_jpegs(tmp_path, "val")
     (tmp_path / "train" / "n00").mkdir(parents=True)
-    with pytest.raises(DatasetError, match="must have JPEG images of the class n00, not none"):
+    with pytest.raises(DatasetError, match="n00 has no JPEG images of the class n00"):
         find_jpegs(tmp_path, "train")
 
 
 def test_images_without_a_known_class(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "a.JPEG").write_bytes(b"x")
-    with pytest.raises(DatasetError, match=r"the class of .*a\.JPEG is not known: put images into one folder for each"):
+    with pytest.raises(
+        DatasetError,
+        match=r"the class of .*a\.JPEG is not known: put images into one folder for each",
+    ):
         find_jpegs(tmp_path, "val")
     (tmp_path / "LOC_val_solution.csv").write_text("Image,Class\na,n00\n")
-    with pytest.raises(DatasetError, match=r"LOC_val_solution\.csv is damaged: it must have the columns ImageId and"):
+    with pytest.raises(DatasetError, match=r"csv is damaged: it does not have the columns ImageId"):
         find_jpegs(tmp_path, "val")
 
 
@@ -172,15 +185,21 @@ def link(kind: bytes, target: str) -> Callable[[tarfile.TarFile], None]:
 
 @pytest.mark.parametrize(
     "write",
-    [link(tarfile.SYMTYPE, "/etc/passwd"), link(tarfile.LNKTYPE, "n00/a.jpg"), link(tarfile.FIFOTYPE, "")],
+    [
+        link(tarfile.SYMTYPE, "/etc/passwd"),
+        link(tarfile.LNKTYPE, "n00/a.jpg"),
+        link(tarfile.FIFOTYPE, ""),
+    ],
     ids=["symbolic link", "hard link", "pipe"],
 )
-def test_members_that_are_no_files_are_refused(tmp_path: Path, write: Callable[[tarfile.TarFile], None]) -> None:
+def test_members_that_are_no_files_are_refused(
+    tmp_path: Path, write: Callable[[tarfile.TarFile], None]
+) -> None:
     with tarfile.open(tmp_path / "train.tar", "w") as archive:
         add(archive, "n00/a.jpg", b"x")
         write(archive)
     with pytest.raises(
-        DatasetError, match=r"n00/b\.jpg in .*train\.tar must be a regular file, not a link or a device"
+        DatasetError, match=r"n00/b\.jpg in .*train\.tar is a link or a device, not a regular file"
     ):
         find_jpegs(tmp_path, "train")
 
@@ -207,7 +226,11 @@ def test_damaged_tar_files_are_refused(root: Path, tmp_path: Path) -> None:
         find_jpegs(tmp_path, "train")
     # In the middle of an image, in the middle of a header, and a header of other bytes.
     start = headers[7]
-    for content in (whole[: start - 600], whole[: start + 100], whole[:start] + b"x" * 512 + whole[start + 512 :]):
+    for content in (
+        whole[: start - 600],
+        whole[: start + 100],
+        whole[:start] + b"x" * 512 + whole[start + 512 :],
+    ):
         path.write_bytes(content)
         with pytest.raises(DatasetError, match=r"train\.tar is damaged"):
             find_jpegs(tmp_path, "train")
@@ -216,7 +239,7 @@ def test_damaged_tar_files_are_refused(root: Path, tmp_path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         add(archive, "a.jpg", b"x")
         add(archive, "a.cls", b"n" * 300)
-    with pytest.raises(DatasetError, match=r"a\.cls in .*train\.tar must have the name or the number of a class"):
+    with pytest.raises(DatasetError, match=r"a\.cls in .*train\.tar does not have the name or"):
         find_jpegs(tmp_path, "train")
 
 
@@ -228,5 +251,8 @@ def test_files_that_change_after_they_were_found(root: Path, tmp_path: Path) -> 
     with pytest.raises(DatasetError, match=r"n00_0\.JPEG cannot be read"):
         images.read(0)
     (tmp_path / "train.tar").write_bytes(b"")
-    with pytest.raises(DatasetError, match=r"n00_0\.JPEG in .*train\.tar has 0 bytes, not .*the tar file has changed"):
+    with pytest.raises(
+        DatasetError,
+        match=r"n00_0\.JPEG in .*train\.tar has 0 bytes, not .*the tar file has changed",
+    ):
         members.read(0)

@@ -56,7 +56,8 @@ def run_command(*arguments: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("which", "layout"), [*((which, "dense") for which in REAL), ("agaricus-test", "csr"), ("heart_scale", "csr")]
+    ("which", "layout"),
+    [*((which, "dense") for which in REAL), ("agaricus-test", "csr"), ("heart_scale", "csr")],
 )
 def test_every_value_is_what_scikit_learn_reads(
     which: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,8 +65,15 @@ def test_every_value_is_what_scikit_learn_reads(
     monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 5000)  # many borders
     name, part, file_name = REAL[which]
     source = test_data("libsvm", file_name)
-    assert run_command(name, part, tmp_path, "--file", source, "--layout", layout, "--dtype", "float64") == 0
-    expected, labels = sklearn_datasets.load_svmlight_file(str(source), n_features=KNOWN[name].n_features)
+    assert (
+        run_command(
+            name, part, tmp_path, "--file", source, "--layout", layout, "--dtype", "float64"
+        )
+        == 0
+    )
+    expected, labels = sklearn_datasets.load_svmlight_file(
+        str(source), n_features=KNOWN[name].n_features
+    )
     for read_as in ("dense", "sparse_csr"):
         dataset = LMDBDataset(name, part, tmp_path, layout=read_as)
         features, targets = dataset.batch(range(len(dataset)))
@@ -77,21 +85,31 @@ def test_every_value_is_what_scikit_learn_reads(
     dataset.close()
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("dense", "float32"), ("csr", "float32"), ("dense", "float64")])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("dense", "float32"), ("csr", "float32"), ("dense", "float64")]
+)
 def test_text_written_from_a_store_gives_the_same_numbers_back(
     layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 1000)
     generator = np.random.default_rng(0)
-    rows = generator.standard_normal((300, 7)).astype(dtype) * 10.0 ** generator.integers(-30, 30, (300, 7))
+    rows = generator.standard_normal((300, 7)).astype(dtype) * 10.0 ** generator.integers(
+        -30, 30, (300, 7)
+    )
     rows = rows.astype(dtype)
     rows[generator.random(rows.shape) < 0.5] = 0
-    with StoreWriter(tmp_path / "n_train.lmdb", 7, layout=layout, dtype=dtype, rows_per_block=13) as writer:
+    with StoreWriter(
+        tmp_path / "n_train.lmdb", 7, layout=layout, dtype=dtype, rows_per_block=13
+    ) as writer:
         writer.append(rows, generator.choice([1.0, 2.0], 300))
         writer.finish(label_map={"1": 0, "2": 1})
     assert run_command("n", "train", tmp_path, "--to-text") == 0
     again = libsvm.convert(
-        [tmp_path / "n_train.svm"], tmp_path / "again.lmdb", n_features=7, layout=layout, dtype=dtype
+        [tmp_path / "n_train.svm"],
+        tmp_path / "again.lmdb",
+        n_features=7,
+        layout=layout,
+        dtype=dtype,
     )
     before, after = LinearStore(tmp_path / "n_train.lmdb"), LinearStore(again[0])
     everything = np.arange(300)
@@ -115,7 +133,12 @@ def test_compressed_text_is_the_same_text(
     packed.write_bytes(compress(TEXT.encode()))
     libsvm.convert([packed], tmp_path / "t_train.lmdb")
     dataset = LMDBDataset("t", "train", tmp_path)
-    assert dataset.batch(range(4))[0].tolist() == [[0.5, 0, 2], [0, -1.25, 0], [0, 0, pytest.approx(1e-3)], [0, 0, 0]]
+    assert dataset.batch(range(4))[0].tolist() == [
+        [0.5, 0, 2],
+        [0, -1.25, 0],
+        [0, 0, pytest.approx(1e-3)],
+        [0, 0, 0],
+    ]
     assert dataset.targets.tolist() == [1, 0, 1, 0]
     packed.write_bytes(compress(TEXT.encode() * 1000)[:-30])
     with pytest.raises(DatasetError, match=r"text\.\w+ is damaged"):
@@ -139,7 +162,7 @@ def test_several_texts_make_one_data_set(separate: bool, tmp_path: Path) -> None
     assert torch.equal(collate_rows(sparse.__getitems__([4, 0, 3]))[0].to_dense(), features[:3])
     if separate:
         next(tmp_path.glob("*-00001-of-00002.lmdb")).unlink()
-        with pytest.raises(DatasetError, match=r"must have parts 0 to 1 of the data set, not \[0\]"):
+        with pytest.raises(DatasetError, match=r"has the parts \[0\] of the data set, not 0 to 1"):
             LMDBDataset("two", "train", tmp_path)
         with pytest.raises(DatasetError, match="other stores of the same name"):
             libsvm.convert([first], tmp_path / "two_train.lmdb")
@@ -160,7 +183,9 @@ def test_several_texts_make_one_data_set(separate: bool, tmp_path: Path) -> None
         ("\0\1\2\3", ""),
     ],
 )
-def test_a_wrong_line_is_named(line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_line_is_named(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 2000)
     text = write(tmp_path / "text", "1 1:1\n" * 5000 + line + "\n" + "1 1:1\n" * 700)
     with pytest.raises(DatasetError, match=f"text, line 5001: .*({says})"):
@@ -188,7 +213,12 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError, match="absent does not exist"):
         libsvm.convert([tmp_path / "absent"], tmp_path / "a.lmdb", n_features=3, layout="dense")
     with pytest.raises(DatasetError, match=r"no rows"):
-        libsvm.convert([write(tmp_path / "e", "# nothing\n")], tmp_path / "a.lmdb", n_features=3, layout="dense")
+        libsvm.convert(
+            [write(tmp_path / "e", "# nothing\n")],
+            tmp_path / "a.lmdb",
+            n_features=3,
+            layout="dense",
+        )
     with pytest.raises(DatasetError, match=r"labels \[-1.0, 1.0\]; expected only 0 and 1"):
         libsvm.convert([text], tmp_path / "a.lmdb", labels=(0, 1))
     with pytest.raises(ValueError, match=r"name must be one of a9a, .* not 'nothing'"):
@@ -210,13 +240,17 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ([4, 4, 9], (9, 4), [1, 1, 0], {"9": 0, "4": 1}),
     ],
 )
-def test_labels_become_0_and_1(labels: list[float], option: Any, stored: Any, label_map: Any, tmp_path: Path) -> None:
+def test_labels_become_0_and_1(
+    labels: list[float], option: Any, stored: Any, label_map: Any, tmp_path: Path
+) -> None:
     text = write(tmp_path / "text", "".join(f"{label} 1:1\n" for label in labels))
     store = LinearStore(libsvm.convert([text], tmp_path / "l_train.lmdb", labels=option)[0])
     assert store.labels.tolist() == stored
     assert store.header.label_map == label_map
     libsvm.store_to_text([store.path], tmp_path / "back")
-    assert [float(line.split()[0]) for line in (tmp_path / "back").read_text().splitlines()] == labels
+    assert [
+        float(line.split()[0]) for line in (tmp_path / "back").read_text().splitlines()
+    ] == labels
 
 
 def test_the_map_grows_and_blocks_are_cut_anew(tmp_path: Path) -> None:
@@ -245,9 +279,13 @@ with StoreWriter(sys.argv[1], 100, rows_per_block=10) as writer:
 """
 
 
-def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "k_train.lmdb"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(target)], env=environment(), cwd=ROOT, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target)], env=environment(), cwd=ROOT, timeout=60
+    )
     assert ended.returncode == -signal.SIGKILL
     assert (tmp_path / ".k_train.lmdb.part").stat().st_size > 1000
     with pytest.raises(DatasetNotFoundError, match=r"it has no \*\.lmdb"):
@@ -270,9 +308,13 @@ def test_an_old_store_stays_while_a_conversion_fails(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # Python ignores SIGXFSZ: writing fails
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, hard)
+    )  # Python ignores SIGXFSZ: writing fails
     try:
-        with pytest.raises(DatasetError, match=r"the disk is full: .*d_train\.lmdb could not be written"):
+        with pytest.raises(
+            DatasetError, match=r"the disk is full: .*d_train\.lmdb could not be written"
+        ):
             write_synthetic_dense(tmp_path / "d_train.lmdb", 100, 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -285,16 +327,22 @@ def test_other_files_are_refused_and_pickles_never_loaded(tmp_path: Path) -> Non
             return (os.mkdir, (str(tmp_path / "code was run"),))
 
     (tmp_path / "noise_train.lmdb").write_bytes(b"x" * 50_000)
-    old = lmdb.open(str(tmp_path / "old_train.lmdb"), map_size=1 << 20)  # version 3.0's were folders too
+    old = lmdb.open(
+        str(tmp_path / "old_train.lmdb"), map_size=1 << 20
+    )  # version 3.0's were folders too
     with old, old.begin(write=True) as transaction:
         transaction.put(b"0", pickle.dumps(Trap()))
         transaction.put(b"header", pickle.dumps(Trap()))
-    with pytest.raises(DatasetError, match=r"pickled rows. They are never loaded.*convert the text again"):
+    with pytest.raises(
+        DatasetError, match=r"pickled rows. They are never loaded.*convert the text again"
+    ):
         LMDBDataset("old", "train", tmp_path)
     assert not (tmp_path / "code was run").exists()
     with pytest.raises(DatasetError, match=r"cannot be read as an LMDB"):
         LMDBDataset("noise", "train", tmp_path)
-    with pytest.raises(DatasetNotFoundError, match=r"no a9a_test\.lmdb .*noise_train\.lmdb.*libsvm a9a test"):
+    with pytest.raises(
+        DatasetNotFoundError, match=r"no a9a_test\.lmdb .*noise_train\.lmdb.*libsvm a9a test"
+    ):
         LMDBDataset("a9a", "test", tmp_path)
     with pytest.raises(ValueError, match="data_type must be 'train' or 'test', not 'valid'"):
         LMDBDataset("a9a", "valid", tmp_path)
@@ -317,8 +365,15 @@ def test_damage_is_found(tmp_path: Path) -> None:
         LMDBDataset("c", "train", tmp_path)
 
 
-def test_the_command_makes_all_parts_of_synthetic_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("synthetic_dense", tmp_path, "--rows", 1500, "--features", 20, "--optimum", "0.001") == 0
+def test_the_command_makes_all_parts_of_synthetic_dense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_command(
+            "synthetic_dense", tmp_path, "--rows", 1500, "--features", 20, "--optimum", "0.001"
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "synthetic_dense_train.lmdb: 1500 rows, 20 features, dense" in shown
     train, test = (LMDBDataset("synthetic_dense", part, tmp_path) for part in ("train", "test"))
@@ -338,7 +393,9 @@ def test_the_command_makes_all_parts_of_synthetic_dense(tmp_path: Path, capsys: 
         (["a9a", "x", "--labels", "1"], "'1' is not auto, keep or two integers"),
     ],
 )
-def test_wrong_command_lines_are_explained(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines_are_explained(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         libsvm.main(arguments)
     assert ended.value.code == 2
@@ -357,7 +414,9 @@ def test_the_command_runs_under_its_old_and_its_new_path(place: str) -> None:
         "train",
         "x",
     ]
-    ended = subprocess.run(command, env=environment(), cwd=ROOT, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env=environment(), cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "the name 'nothing' is not known" in ended.stderr
 
@@ -386,13 +445,17 @@ def test_synthetic_dense_is_the_same_everywhere() -> None:
     import hashlib
 
     features, labels = synthetic_rows(1, 30, seed=5)
-    digest = hashlib.sha256(features.astype("<f4").tobytes() + labels.astype("<f4").tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        features.astype("<f4").tobytes() + labels.astype("<f4").tobytes()
+    ).hexdigest()
     assert digest == "bd305733f5b3ea0160c0447236a8fda015e22eef9422c048ce0f0ee3fb3497e8"
     assert np.linalg.norm(features, axis=1).mean() == pytest.approx(1, abs=0.3)
     logits = features.astype(np.float64) @ synthetic_weights(30, seed=5)
     probability = 1 / (1 + np.exp(-logits))
     assert np.mean(labels) == pytest.approx(probability.mean(), abs=4 * np.sqrt(0.25 / 1024))
-    assert np.mean((labels - probability) * np.sign(logits)) == pytest.approx(0, abs=4 * np.sqrt(0.25 / 1024))
+    assert np.mean((labels - probability) * np.sign(logits)) == pytest.approx(
+        0, abs=4 * np.sqrt(0.25 / 1024)
+    )
 
 
 def test_the_optimum_is_scikit_learns() -> None:
@@ -401,7 +464,9 @@ def test_the_optimum_is_scikit_learns() -> None:
     x, y = features.toarray(), (labels > 0).astype(float)
     l2 = 1e-3
     ones = np.ones((len(x), 1))
-    model = linear.LogisticRegression(C=1 / (len(x) * l2), fit_intercept=False, tol=1e-10, max_iter=10_000)
+    model = linear.LogisticRegression(
+        C=1 / (len(x) * l2), fit_intercept=False, tol=1e-10, max_iter=10_000
+    )
     model.fit(np.hstack([x, ones]), y)
     best = logistic_optimum(x, y, l2)
     assert np.allclose(best.weights, model.coef_[0], atol=1e-5)
@@ -422,7 +487,9 @@ def test_scan_counts_a_text_in_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(
-        libsvm, "download", lambda name, part, folder: made.append((name, part)) or test_data("libsvm", "heart_scale")
+        libsvm,
+        "download",
+        lambda name, part, folder: made.append((name, part)) or test_data("libsvm", "heart_scale"),
     )
     (store,) = libsvm.generate_lmdb_from_libsvm("heart_scale", "train", tmp_path)
     assert store == tmp_path / "heart_scale_train.lmdb"
@@ -437,7 +504,9 @@ def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         libsvm.LIBSVMDataset("heart_scale", "test", tmp_path)
     with pytest.raises(ValueError, match=r"name must be one of .* not 'mine'"):
         libsvm.generate_lmdb_from_libsvm("mine", "train", tmp_path)
-    with pytest.raises(ImportError, match=r"^sequential_webspam was removed: use generate_lmdb_from_libsvm"):
+    with pytest.raises(
+        ImportError, match=r"^sequential_webspam was removed: use generate_lmdb_from_libsvm"
+    ):
         exec("from mlbench_core.dataset.linearmodels.pytorch.libsvm import sequential_webspam")
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = libsvm.nonsense

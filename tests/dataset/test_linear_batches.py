@@ -31,8 +31,11 @@ from tests.helpers.data import test_data
 pytest.importorskip("lmdb", reason="the package lmdb is not installed")
 
 
-def numbered(folder: Path, rows: int, per_block: int = 10, layout: str = "dense", stores: int = 1) -> LMDBDataset:
-    """A data set whose row i holds i and i + 0.5 and has the label i % 2, in one or several stores."""
+def numbered(
+    folder: Path, rows: int, per_block: int = 10, layout: str = "dense", stores: int = 1
+) -> LMDBDataset:
+    """A data set whose row i holds i and i + 0.5 and has the label i % 2, in one or several
+    stores."""
     bounds = np.linspace(0, rows, stores + 1).astype(int)
     for number in range(stores):
         name = "n_train.lmdb" if stores == 1 else f"n_train-{number}.lmdb"
@@ -64,9 +67,16 @@ def test_rows_are_where_they_belong(layout: str, stores: int, tmp_path: Path) ->
     assert len(dataset) == 95
     assert [dataset[i][0][0].item() for i in (0, 9, 10, 94, -1, -95)] == [0, 9, 10, 94, 94, 0]
     features, label = dataset[7]
-    assert (features.shape, label.shape, features.dtype, label.dtype) == ((2,), (1,), torch.float32, torch.float32)
+    assert (features.shape, label.shape, features.dtype, label.dtype) == (
+        (2,),
+        (1,),
+        torch.float32,
+        torch.float32,
+    )
     for wrong in (95, -96):
-        with pytest.raises(IndexError, match=rf"rows of n train must be from -95 to 94, not {wrong}"):
+        with pytest.raises(
+            IndexError, match=rf"rows of n train must be from -95 to 94, not {wrong}"
+        ):
             dataset[wrong]
     wanted = np.random.default_rng(0).permutation(95)
     assert dataset.batch(wanted)[0][:, 0].tolist() == wanted.tolist()
@@ -107,7 +117,9 @@ def test_target_transform_and_cache(tmp_path: Path) -> None:
     sparse = tmp_path / "sparse"
     numbered(sparse, 30, layout="csr")
     again = LMDBDataset("n", "train", sparse, cache=True)
-    assert torch.equal(again.batch(range(30))[0], expected) and torch.equal(again.batch(range(30))[0], expected)
+    assert torch.equal(again.batch(range(30))[0], expected) and torch.equal(
+        again.batch(range(30))[0], expected
+    )
 
 
 def test_the_usual_loop_over_a_data_loader(tmp_path: Path) -> None:
@@ -124,13 +136,19 @@ def test_the_usual_loop_over_a_data_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("start_method", "processes"), [("fork", 2), ("spawn", 1)])
-def test_worker_processes_read_what_this_one_reads(start_method: str, processes: int, tmp_path: Path) -> None:
+def test_worker_processes_read_what_this_one_reads(
+    start_method: str, processes: int, tmp_path: Path
+) -> None:
     dataset = numbered(tmp_path, 60)
     assert dataset[3][0][0].item() == 3  # open here already, when the workers are forked
     sampler = BlockBatchSampler(dataset, 7, seed=1, window_blocks=2)
     context = multiprocessing.get_context(start_method)
     loader = DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate_rows, num_workers=processes, multiprocessing_context=context
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_rows,
+        num_workers=processes,
+        multiprocessing_context=context,
     )
     alone = LinearBatches(dataset, 7, seed=1, window_blocks=2)
     for _ in range(2 if start_method == "fork" else 1):
@@ -171,26 +189,41 @@ def test_a_folder_without_write_permission_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("repartition", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "world_size", "batch_size"), [(100, 1, 8), (97, 2, 8), (95, 3, 16), (81, 4, 20), (82, 4, 20), (7, 7, 3)]
+    ("rows", "world_size", "batch_size"),
+    [(100, 1, 8), (97, 2, 8), (95, 3, 16), (81, 4, 20), (82, 4, 20), (7, 7, 3)],
 )
 def test_every_row_comes_once_an_epoch_and_every_worker_has_as_many_batches(
     rows: int, world_size: int, batch_size: int, repartition: bool, shuffle: bool, tmp_path: Path
 ) -> None:
     dataset = numbered(tmp_path, rows, stores=2)
-    options: Any = {"shuffle": shuffle, "repartition": repartition, "world_size": world_size, "window_blocks": 3}
-    workers = [LinearBatches(dataset, batch_size, rank=rank, **options) for rank in range(world_size)]
+    options: Any = {
+        "shuffle": shuffle,
+        "repartition": repartition,
+        "world_size": world_size,
+        "window_blocks": 3,
+    }
+    workers = [
+        LinearBatches(dataset, batch_size, rank=rank, **options) for rank in range(world_size)
+    ]
     assert len({len(worker) for worker in workers}) == 1
     parts = []
     for _ in range(2):
         found = [ids(worker) for worker in workers]
         assert [len(batches) for batches in found] == [len(workers[0])] * world_size
         assert sorted(flat(flat(found))) == list(range(rows))
-        assert all(batch_size <= len(batch) <= batch_size + 1 for batches in found for batch in batches[:-1])
+        assert all(
+            batch_size <= len(batch) <= batch_size + 1
+            for batches in found
+            for batch in batches[:-1]
+        )
         assert max(len(batch) for batches in found for batch in batches) <= batch_size + 1
         parts.append([sorted(flat(batches)) for batches in found])
     if not repartition or not shuffle:
         assert parts[0] == parts[1]
-    dropping = [LinearBatches(dataset, batch_size, rank=rank, drop_last=True, **options) for rank in range(world_size)]
+    dropping = [
+        LinearBatches(dataset, batch_size, rank=rank, drop_last=True, **options)
+        for rank in range(world_size)
+    ]
     assert all(len(batch) == batch_size for worker in dropping for batch in ids(worker))
     assert {len(worker) for worker in dropping} == {rows // world_size // batch_size}
 
@@ -204,36 +237,47 @@ def test_order_follows_from_the_seed_and_is_one_of_windows_of_blocks(tmp_path: P
     again.set_epoch(2)
     assert ids(again) == epochs[2]
     assert ids(LinearBatches(dataset, 20, seed=4, window_blocks=4)) != epochs[0]
-    windows = [flat(epochs[0][start : start + 2]) for start in range(0, 50, 2)]  # 40 rows: 4 blocks of 10
+    windows = [
+        flat(epochs[0][start : start + 2]) for start in range(0, 50, 2)
+    ]  # 40 rows: 4 blocks of 10
     for window in windows:
         blocks = {row // 10 for row in window}
         assert sorted(window) == sorted(10 * block + row for block in blocks for row in range(10))
     assert [min(window) for window in windows] != sorted(min(window) for window in windows)
     firsts = [len({row // 10 for row in batch}) for batch in epochs[0]]
     assert min(firsts) >= 3  # a batch of 20 is a mixture of its window's 4 blocks
-    # With one window it is a plain shuffle: positions of rows in the epoch are uncorrelated with the rows.
+    # With one window it is a plain shuffle: positions of rows in the epoch are uncorrelated with
+    # the rows.
     order = BlockBatchSampler(dataset, 20, window_blocks=1000).rows(0)
     assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.15
 
 
-def test_repartition_gives_workers_other_rows_in_each_epoch_and_without_it_they_keep_theirs(tmp_path: Path) -> None:
+def test_repartition_gives_workers_other_rows_in_each_epoch_and_without_it_they_keep_theirs(
+    tmp_path: Path,
+) -> None:
     dataset = numbered(tmp_path, 200)
 
     def parts(repartition: bool) -> list[set[int]]:
-        sampler = BlockBatchSampler(dataset, 10, world_size=2, min_pieces=1, repartition=repartition)
+        sampler = BlockBatchSampler(
+            dataset, 10, world_size=2, min_pieces=1, repartition=repartition
+        )
         return [set(sampler.rows(epoch).tolist()) for epoch in range(4)]
 
     kept, dealt = parts(False), parts(True)
     assert kept[0] == kept[1] == kept[2] == kept[3]
     assert len({frozenset(part) for part in dealt}) == 4
-    assert all(20 < len(first & second) < 80 for first, second in pairwise(dealt))  # of 100; 50 by chance
+    assert all(
+        20 < len(first & second) < 80 for first, second in pairwise(dealt)
+    )  # of 100; 50 by chance
 
 
 def test_workers_mix_their_rows_by_random_numbers_of_their_own(tmp_path: Path) -> None:
-    """Every worker has 10 blocks of 10 rows; permuted by one stream, their orders of blocks and rows would be equal."""
+    """Every worker has 10 blocks of 10 rows; permuted by one stream, their orders of blocks and
+    rows would be equal."""
     dataset = numbered(tmp_path, 200)
     samplers = [
-        BlockBatchSampler(dataset, 10, rank=rank, world_size=2, min_pieces=1, window_blocks=1) for rank in range(2)
+        BlockBatchSampler(dataset, 10, rank=rank, world_size=2, min_pieces=1, window_blocks=1)
+        for rank in range(2)
     ]
     for epoch in range(2):
         within_blocks = [(sampler.rows(epoch) % 10).tolist() for sampler in samplers]
@@ -253,7 +297,13 @@ def test_mean_of_a_batch_has_the_documented_variance(tmp_path: Path) -> None:
     dataset = numbered(tmp_path, rows, per_block)
     values = np.arange(rows) / rows  # sorted: the worst case
     sampler = BlockBatchSampler(dataset, size, window_blocks=window, min_pieces=1)
-    means = np.array([values[batch].mean() for epoch in range(20) for batch in _batches(sampler.rows(epoch), size)])
+    means = np.array(
+        [
+            values[batch].mean()
+            for epoch in range(20)
+            for batch in _batches(sampler.rows(epoch), size)
+        ]
+    )
     block_means = values.reshape(-1, per_block).mean(1)
     bound = values.var() / size + block_means.var() / window
     assert means.mean() == pytest.approx(values.mean(), abs=1e-9)
@@ -277,7 +327,10 @@ def test_a_run_goes_on_with_the_very_batches_it_would_have_had(stop: int, tmp_pa
     second.set_epoch(state["epoch"])
     rest = [*ids(second), *(ids(second) if stop < 7 else [])]
     assert begun + rest == expected
-    for other in (LinearBatches(dataset, 5, rank=0, world_size=2), LinearBatches(dataset, 6, rank=1, world_size=2)):
+    for other in (
+        LinearBatches(dataset, 5, rank=0, world_size=2),
+        LinearBatches(dataset, 6, rank=1, world_size=2),
+    ):
         with pytest.raises(ValueError, match="the state was saved with"):
             other.load_state_dict(state)
 
@@ -289,7 +342,9 @@ def test_a_worker_with_rows_of_its_own_reads_them_all_in_its_own_order(tmp_path:
     orders = [flat(ids(LinearBatches(part, 15, rank=rank))) for rank, part in enumerate(parts)]
     assert [sorted(order) for order in orders] == [list(rows[:15]), list(rows[15:])]
     # A batch of all rows is sorted, so the orders are compared before that.
-    first, second = (LinearBatches(part, 15, rank=rank).rows(0).tolist() for rank, part in enumerate(parts))
+    first, second = (
+        LinearBatches(part, 15, rank=rank).rows(0).tolist() for rank, part in enumerate(parts)
+    )
     assert first != second
 
 

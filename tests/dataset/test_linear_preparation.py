@@ -41,13 +41,17 @@ def test_text_of_another_folder_is_another_data_set(tmp_path: Path) -> None:
         write(tmp_path / name / "own", rows)
     folders = [prepare_stores("own", tmp_path / "stores", tmp_path / name) for name in ("a", "b")]
     assert [len(LMDBDataset("own", "train", folder)) for folder in folders] == [20, 12]
-    assert prepare_stores("own", tmp_path / "elsewhere", folders[0]) == folders[0]  # stores are taken as they are
+    assert (
+        prepare_stores("own", tmp_path / "elsewhere", folders[0]) == folders[0]
+    )  # stores are taken as they are
 
 
 def test_parts_have_the_same_columns(tmp_path: Path) -> None:
     write(tmp_path / "own")
     dump_svmlight_file(FEATURES[:4, :2], LABELS[:4], str(tmp_path / "own.t"), zero_based=False)
-    train, validation = train_and_validation("own", prepare_stores("own", tmp_path / "stores", tmp_path))
+    train, validation = train_and_validation(
+        "own", prepare_stores("own", tmp_path / "stores", tmp_path)
+    )
     assert (len(train), len(validation)) == (20, 4)
     assert train.n_features == validation.n_features == 3
 
@@ -57,13 +61,17 @@ def test_names_of_texts(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert find_text(tmp_path, "epsilon", "test").name == "epsilon_normalized.t.gz"
     assert find_text(tmp_path, "mine", "train").name == "mine.xz"
-    with pytest.raises(DatasetNotFoundError, match=r"no text of mine test; looked for mine\.t, mine\.t\.gz"):
+    with pytest.raises(
+        DatasetNotFoundError, match=r"no text of mine test; looked for mine\.t, mine\.t\.gz"
+    ):
         find_text(tmp_path, "mine", "test")
     with pytest.raises(ValueError, match=r"name must be one of a9a, .* not 'mine'"):
         prepare_stores("mine", tmp_path)
 
 
-def test_a_published_test_part_that_is_missing_is_not_replaced_by_a_held_out_fifth(tmp_path: Path) -> None:
+def test_a_published_test_part_that_is_missing_is_not_replaced_by_a_held_out_fifth(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "a9a")
     with pytest.raises(DatasetNotFoundError, match="a9a test"):
         prepare_stores("a9a", tmp_path / "stores", tmp_path)
@@ -74,14 +82,18 @@ def test_a_published_test_part_that_is_missing_is_not_replaced_by_a_held_out_fif
 
 def test_rows_are_held_out_of_each_class_and_batches_are_fetched_whole(tmp_path: Path) -> None:
     write(tmp_path / "own")
-    train, validation = train_and_validation("own", prepare_stores("own", tmp_path / "stores", tmp_path))
+    train, validation = train_and_validation(
+        "own", prepare_stores("own", tmp_path / "stores", tmp_path)
+    )
     assert isinstance(train, RowSubset) and isinstance(validation, RowSubset)
     assert sorted([*train.rows, *validation.rows]) == list(range(20))
     assert validation.targets.sort().values.tolist() == [0, 0, 1, 1]
     x, y = next(iter(LinearBatches(validation, 8, shuffle=False)))
     np.testing.assert_array_equal(x, FEATURES[validation.rows])
     np.testing.assert_array_equal(y.squeeze(1), LABELS[validation.rows] > 0)
-    seen = np.concatenate([x[:, 0].numpy() for x, _ in LinearBatches(train, 3, shuffle=True, seed=1)])
+    seen = np.concatenate(
+        [x[:, 0].numpy() for x, _ in LinearBatches(train, 3, shuffle=True, seed=1)]
+    )
     assert sorted(seen) == sorted(FEATURES[train.rows, 0])
     for rows in ([], [3, 1], [0, 20], [-1, 2]):
         with pytest.raises(ValueError, match="0 to 19 in increasing order"):

@@ -49,7 +49,10 @@ class Fetching(Labelled):
 
 
 def parts(world_size: int, dataset: object, **kwargs: object) -> list[list[int]]:
-    return [partition_dataset_by_rank(dataset, rank, world_size, **kwargs).indices for rank in range(world_size)]
+    return [
+        partition_dataset_by_rank(dataset, rank, world_size, **kwargs).indices
+        for rank in range(world_size)
+    ]
 
 
 def assert_exact_cover(found: list[list[int]], count: int) -> None:
@@ -70,7 +73,9 @@ def test_distributions_by_class_cover_all(distribution: str, shuffle: bool) -> N
     dataset = Labelled(1000)
     for world_size in (1, 2, 3, 7, 16, 31):
         found = [
-            partition_dataset_by_rank(dataset, rank, world_size, distribution, shuffle, alpha=0.1).indices
+            partition_dataset_by_rank(
+                dataset, rank, world_size, distribution, shuffle, alpha=0.1
+            ).indices
             for rank in range(world_size)
         ]
         assert_exact_cover(found, 1000)
@@ -80,7 +85,9 @@ def test_distributions_by_class_cover_all(distribution: str, shuffle: bool) -> N
 @pytest.mark.parametrize("count", [0, 1, 5, 103])
 def test_dirichlet_covers_all_at_the_edges(alpha: float, count: int) -> None:
     assert_exact_cover(parts(4, Labelled(count), distribution="dirichlet", alpha=alpha), count)
-    assert_exact_cover(parts(4, Labelled(count), distribution="label_skew", classes_per_worker=3), count)
+    assert_exact_cover(
+        parts(4, Labelled(count), distribution="label_skew", classes_per_worker=3), count
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -111,7 +118,9 @@ def test_alpha_sets_how_different_the_workers_are() -> None:
 
     def distance(alpha: float) -> float:
         found = parts(5, dataset, distribution="dirichlet", alpha=alpha)
-        return float(np.mean([np.abs(class_shares(part, dataset) - 0.1).sum() / 2 for part in found]))
+        return float(
+            np.mean([np.abs(class_shares(part, dataset) - 0.1).sum() / 2 for part in found])
+        )
 
     uniform, mild, strong = distance(1e4), distance(5.0), distance(0.05)
     assert uniform < 0.05
@@ -133,14 +142,18 @@ def test_label_skew_deals_its_shards_at_random() -> None:
     skew = {"distribution": "label_skew", "classes_per_worker": 1}
     of_rank_0 = set()
     for seed in range(12):
-        classes = [{dataset.targets[index] for index in part} for part in parts(10, dataset, seed=seed, **skew)]
+        classes = [
+            {dataset.targets[index] for index in part}
+            for part in parts(10, dataset, seed=seed, **skew)
+        ]
         assert sorted(map(tuple, classes)) == [(label,) for label in range(10)]
         of_rank_0 |= classes[0]
     assert len(of_rank_0) >= 4
 
 
 def test_dirichlet_fills_the_workers_in_a_random_order() -> None:
-    """With a tiny alpha who is filled first has one class. Filled by rank, that would be worker 0 with every seed."""
+    """With a tiny alpha who is filled first has one class. Filled by rank, that would be worker 0
+    with every seed."""
     labels = [0] * 30 + [1] * 30
     pure = [0, 0, 0]
     for seed in range(30):
@@ -168,7 +181,10 @@ def test_classes_may_be_given() -> None:
         ({"rank": 4}, "rank must be from 0 to 3, not 4"),
         ({"rank": -1}, "rank must be from 0 to 3, not -1"),
         ({"world_size": 0}, "world_size must be at least 1, not 0"),
-        ({"distribution": "normal"}, "distribution must be 'uniform', 'dirichlet' or 'label_skew', not 'normal'"),
+        (
+            {"distribution": "normal"},
+            "distribution must be 'uniform', 'dirichlet' or 'label_skew', not 'normal'",
+        ),
         ({"distribution": "dirichlet"}, "range has no `targets`: pass labels=..."),
         (
             {"distribution": "dirichlet", "labels": [1, 2]},
@@ -198,11 +214,15 @@ def test_a_text_gives_the_partition_of_its_arguments(text: str, arguments: dict)
 
 @pytest.mark.parametrize(
     "text",
-    ["", "uniform:", "normal", "dirichlet", "dirichlet:0", "dirichlet:inf", "dirichlet:nan", "label_skew:0",
+    ["", "uniform:", "normal", "dirichlet", "dirichlet:0", "dirichlet:inf", "dirichlet:nan",
+     "label_skew:0",
      "label_skew:1.5", "label_skew:"],
 )  # fmt: skip
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"partition must be uniform, dirichlet:ALPHA .* not '{text}': write"):
+    with pytest.raises(
+        ConfigurationError,
+        match=f"partition must be uniform, dirichlet:ALPHA .* not '{text}': write",
+    ):
         parse_partition(text)
 
 
@@ -211,7 +231,9 @@ def test_a_rank_is_a_whole_number() -> None:
         partition_dataset_by_rank(range(9), 0.5, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.copy, copy.deepcopy]
+)
 def test_partition_can_be_pickled_and_copied(copied) -> None:  # type: ignore[no-untyped-def]
     part = Partition(Labelled(10), [3, 1])
     again = copied(part)
@@ -248,20 +270,30 @@ def test_a_part_can_be_cut_again_by_class() -> None:
 
 def test_batches_are_fetched_at_once_where_the_data_set_can() -> None:
     part = Partition(Fetching(10), list(range(8)))
-    assert [batch[0].tolist() for batch in DataLoader(part, batch_size=4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [batch[0].tolist() for batch in DataLoader(part, batch_size=4)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
     assert part.data.fetched == 2
     assert Partition(Labelled(10), [5, 6]).__getitems__([1, 0]) == [(6, 2), (5, 5)]
 
 
 def test_every_part_knows_the_smallest() -> None:
-    assert [partition_dataset_by_rank(range(10), rank, 4).smallest_part for rank in range(4)] == [2, 2, 2, 2]
+    assert [partition_dataset_by_rank(range(10), rank, 4).smallest_part for rank in range(4)] == [
+        2,
+        2,
+        2,
+        2,
+    ]
     assert Partition(range(10), [1, 2, 3]).smallest_part == 3
 
 
 def test_partitioner_shares() -> None:
     cut = DataPartitioner(range(1000), 0, True)
     assert [len(cut.use(index)) for index in range(3)] == [700, 200, 100]
-    assert sorted(index for part in range(3) for index in cut.use(part).indices) == list(range(1000))
+    assert sorted(index for part in range(3) for index in cut.use(part).indices) == list(
+        range(1000)
+    )
     assert DataPartitioner(range(1000), 3, True).use(1).indices == cut.use(1).indices
     assert DataPartitioner(range(1000), 0, True, seed=1).use(1).indices != cut.use(1).indices
 

@@ -18,8 +18,17 @@ import pytest
 import torch
 
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset, corpus, wikitext2_dataset
-from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import WIKITEXT2_TOKENS, WIKITEXT2_WORDS, Dictionary
-from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError
+from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import (
+    WIKITEXT2_TOKENS,
+    WIKITEXT2_WORDS,
+    Dictionary,
+)
+from mlbench_core.errors import (
+    DatasetError,
+    DatasetNotFoundError,
+    DownloadError,
+    MissingDependencyError,
+)
 from tests.helpers.data import test_data
 
 TEXT = {"train": "a b c\n\n a  d \n", "valid": "d a\n", "test": "b b e"}
@@ -112,7 +121,10 @@ def test_streams_run_on_from_batch_to_batch(tmp_path: Path) -> None:
     batches = [dataset.get_batch(i) for i in range(dataset.num_batches())]
     assert dataset.sequence_lengths.tolist() == [3, 3, 1]
     assert [target.shape for _, target in batches] == [(12,), (12,), (4,)]
-    data, target = torch.cat([data for data, _ in batches]), torch.cat([target.view(-1, 4) for _, target in batches])
+    data, target = (
+        torch.cat([data for data, _ in batches]),
+        torch.cat([target.view(-1, 4) for _, target in batches]),
+    )
     assert data.dtype == target.dtype == torch.int64
     assert data.T.tolist() == [list(range(start, start + 7)) for start in (0, 8, 16, 24)]
     assert torch.equal(target, data + 1)
@@ -122,7 +134,9 @@ def test_streams_run_on_from_batch_to_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "random"), [(2, False), (2, True), (4, True)])
-def test_workers_batches_side_by_side_are_one_workers(tmp_path: Path, world_size: int, random: bool) -> None:
+def test_workers_batches_side_by_side_are_one_workers(
+    tmp_path: Path, world_size: int, random: bool
+) -> None:
     def epoch(rank: int, worker_bsz: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         dataset = numbers(tmp_path, 1000, bptt=10)
         dataset.generate_batches(8, worker_bsz, rank)
@@ -135,7 +149,9 @@ def test_workers_batches_side_by_side_are_one_workers(tmp_path: Path, world_size
     assert len({len(batches) for batches in workers}) == 1
     for whole, *parts in zip(alone, *workers, strict=True):
         for position in (0, 1):
-            assert torch.equal(whole[position], torch.cat([part[position] for part in parts], dim=1))
+            assert torch.equal(
+                whole[position], torch.cat([part[position] for part in parts], dim=1)
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4, 7])
@@ -148,7 +164,9 @@ def test_validation_streams_are_shared_out_once_each(tmp_path: Path, world_size:
     assert seen == Counter(i for i in range(50) if i % 10 != 9)
 
 
-def test_lengths_are_equal_on_all_workers_new_each_epoch_and_go_on_where_a_run_stopped(tmp_path: Path) -> None:
+def test_lengths_are_equal_on_all_workers_new_each_epoch_and_go_on_where_a_run_stopped(
+    tmp_path: Path,
+) -> None:
     state = torch.get_rng_state()
     datasets = [numbers(tmp_path, 9000, bptt=20, seed=seed) for seed in (1, 1, 2)]
     epochs: list[list[list[int]]] = []
@@ -187,12 +205,18 @@ def test_lengths_can_be_set_and_written_into_as_scripts_of_3_0_do(tmp_path: Path
     dataset.sequence_lengths.copy_(torch.tensor([5, 6, 7, 2]))  # as a broadcast does
     starts = [dataset.get_batch(i)[0][0, 0].item() for i in range(dataset.num_batches())]
     assert starts == [0, 5, 11, 18]
-    with pytest.raises(ValueError, match=r"must be integers of shape \(batches,\), not torch.float32 of shape \(2,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be integers of shape \(batches,\), not torch.float32 of shape \(2,\)",
+    ):
         dataset.sequence_lengths = torch.ones(2)
     with pytest.raises(ValueError, match=r"of shape \(\)"):
         dataset.sequence_lengths = torch.tensor(3)
     dataset.sequence_lengths = torch.tensor([15, 6, 0])
-    for i, message in ((1, "a sum of at most 20, not 6 after 15 words"), (2, "at least 1 .* not 0 after 21")):
+    for i, message in (
+        (1, "a sum of at most 20, not 6 after 15 words"),
+        (2, "at least 1 .* not 0 after 21"),
+    ):
         with pytest.raises(ValueError, match=message):
             dataset.get_batch(i)
 
@@ -218,8 +242,12 @@ def test_changed_text_is_read_anew(tmp_path: Path) -> None:
     assert Wikitext2Dataset(folder, 2, train=True).dictionary.idx2word[0] == "z"
 
 
-@pytest.mark.parametrize("damage", ["torn array", "empty array", "wrong length", "torn words", "missing part"])
-def test_damaged_cache_is_made_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damage", ["torn array", "empty array", "wrong length", "torn words", "missing part"]
+)
+def test_damaged_cache_is_made_anew(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_texts(tmp_path / "texts")
     Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
     (cache,) = (tmp_path / "cache").iterdir()
@@ -240,14 +268,18 @@ def test_damaged_cache_is_made_anew(tmp_path: Path, damage: str, caplog: pytest.
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
 
 
-def test_does_without_a_cache_where_none_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_does_without_a_cache_where_none_can_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("no folder")
     dataset = Wikitext2Dataset(write_texts(tmp_path), 2, train=True, cache_dir=tmp_path / "file")
     assert dataset.tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]
     assert "cannot be written" in caplog.text
 
 
-def test_download_comes_from_a_living_address_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_comes_from_a_living_address_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def fake(root: Path, file_name: str, data_url: str) -> Path:
@@ -290,7 +322,9 @@ def test_workers_that_start_together_download_once_and_read_no_half_of_it(
 
     def start(delay_s: float) -> list[int]:
         time.sleep(delay_s)
-        return Wikitext2Dataset(tmp_path, 2, train=True, cache_dir=tmp_path / "cache").tokens.tolist()
+        return Wikitext2Dataset(
+            tmp_path, 2, train=True, cache_dir=tmp_path / "cache"
+        ).tokens.tolist()
 
     with ThreadPoolExecutor(3) as workers:
         results = list(workers.map(start, (0.0, 0.02, 0.12)))
@@ -301,7 +335,8 @@ def test_workers_that_start_together_download_once_and_read_no_half_of_it(
 def test_second_mirror_has_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With stand-ins for the network and for pyarrow: its table has one row for each line, empty ones too."""
+    """With stand-ins for the network and for pyarrow: its table has one row for each line, empty
+    ones too."""
     asked = []
 
     def fail(*args: object) -> None:
@@ -317,7 +352,9 @@ def test_second_mirror_has_tables(
 
     monkeypatch.setattr(wikitext2_dataset, "maybe_download_and_extract_zip", fail)
     monkeypatch.setattr(wikitext2_dataset, "progress_download", fake_download)
-    monkeypatch.setattr(wikitext2_dataset, "require", lambda *names: SimpleNamespace(read_table=fake_table))
+    monkeypatch.setattr(
+        wikitext2_dataset, "require", lambda *names: SimpleNamespace(read_table=fake_table)
+    )
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
     assert Wikitext2Dataset(tmp_path, 2, train=True).tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]
@@ -345,7 +382,11 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bptt must be at least 1, not 0"):
         Wikitext2Dataset(folder, 0, train=True)
     dataset = Wikitext2Dataset(folder, 2, train=True)
-    for call in (dataset.num_batches, dataset.generate_sequence_lengths, lambda: dataset.get_batch(0)):
+    for call in (
+        dataset.num_batches,
+        dataset.generate_sequence_lengths,
+        lambda: dataset.get_batch(0),
+    ):
         with pytest.raises(RuntimeError, match="call generate_batches"):
             call()
     for arguments, message in [

@@ -15,7 +15,12 @@ def dictionary() -> Dictionary:
 
 def test_padding_is_0_the_end_is_1_and_symbols_follow_in_order(dictionary: Dictionary) -> None:
     assert (dictionary.pad(), dictionary.eos()) == (0, 1)
-    assert [dictionary.index(symbol) for symbol in ("<pad>_", "<EOS>_", "ein_", "band_")] == [0, 1, 2, 5]
+    assert [dictionary.index(symbol) for symbol in ("<pad>_", "<EOS>_", "ein_", "band_")] == [
+        0,
+        1,
+        2,
+        5,
+    ]
     assert len(dictionary) == 6
     assert dictionary[4] == "hals"
     assert "ein_" in dictionary

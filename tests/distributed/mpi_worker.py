@@ -1,4 +1,5 @@
-"""What each worker does in test_mpi.py, started by mpirun: every scenario once, and what went wrong into a file."""
+"""What each worker does in test_mpi.py, started by mpirun: every scenario once, and what went wrong
+into a file."""
 
 from __future__ import annotations
 
@@ -29,11 +30,22 @@ from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.utils.pytorch import initialize_backends
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OTHERS = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn)
 Op = dist.ReduceOp
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, where there is one
+gather_single = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # the newer name, where there is one
 scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -51,7 +63,8 @@ def size() -> int:
 
 
 def values(worker: int, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
-    """Small whole numbers that differ from worker to worker; products of four of them fit into every dtype."""
+    """Small whole numbers that differ from worker to worker; products of four of them fit into
+    every dtype."""
     count = int(torch.tensor(shape).prod()) if shape else 1
     numbers = torch.arange(count) % 3 + 1 + (torch.arange(count) + worker) % 2
     if dtype == torch.bool:
@@ -60,8 +73,15 @@ def values(worker: int, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> 
 
 
 def reduced(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
-    """What a reduction over all workers must give, computed one worker after the other in wide numbers."""
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    """What a reduction over all workers must give, computed one worker after the other in wide
+    numbers."""
+    wide = (
+        torch.complex128
+        if dtype.is_complex
+        else torch.float64
+        if dtype.is_floating_point
+        else torch.int64
+    )
     parts = [values(worker, dtype, shape).to(wide) for worker in range(size())]
     folds: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         Op.SUM: torch.add,
@@ -81,8 +101,14 @@ def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     same = actual.contiguous().view(torch.uint8) if actual.dtype == torch.float8_e4m3fn else actual
-    wanted = expected.contiguous().view(torch.uint8) if expected.dtype == torch.float8_e4m3fn else expected
-    assert torch.equal(same, wanted), f"{actual.dtype}: {actual.tolist()} is not {expected.tolist()}"
+    wanted = (
+        expected.contiguous().view(torch.uint8)
+        if expected.dtype == torch.float8_e4m3fn
+        else expected
+    )
+    assert torch.equal(same, wanted), (
+        f"{actual.dtype}: {actual.tolist()} is not {expected.tolist()}"
+    )
 
 
 def refused(kind: type[Exception], words: str, function: Callable[[], object]) -> None:
@@ -152,12 +178,30 @@ def operators_that_are_not_defined() -> None:
     def reduce_by(op: Any, dtype: torch.dtype) -> Callable[[], object]:
         return lambda: dist.all_reduce(torch.ones(2).to(dtype), op=op)
 
-    refused(ValueError, "PREMUL_SUM is not defined", reduce_by(dist._make_nccl_premul_sum(2.0), torch.float32))
-    refused(ValueError, "BAND is not defined over MPI for tensors of torch.float32", reduce_by(Op.BAND, torch.float32))
-    refused(ValueError, "AVG is not defined over MPI for tensors of torch.int64", reduce_by(Op.AVG, torch.int64))
+    refused(
+        ValueError,
+        "PREMUL_SUM is not defined",
+        reduce_by(dist._make_nccl_premul_sum(2.0), torch.float32),
+    )
+    refused(
+        ValueError,
+        "BAND is not defined over MPI for tensors of torch.float32",
+        reduce_by(Op.BAND, torch.float32),
+    )
+    refused(
+        ValueError,
+        "AVG is not defined over MPI for tensors of torch.int64",
+        reduce_by(Op.AVG, torch.int64),
+    )
     group: Any = dist.group.WORLD
-    refused(TypeError, "float8_e4m3fn", lambda: group.allreduce([torch.ones(2).to(torch.float8_e4m3fn)]))
-    refused(ValueError, "send needs a rank of the group, from 0 to", lambda: group.send([torch.ones(2)], size(), 0))
+    refused(
+        TypeError, "float8_e4m3fn", lambda: group.allreduce([torch.ones(2).to(torch.float8_e4m3fn)])
+    )
+    refused(
+        ValueError,
+        "send needs a rank of the group, from 0 to",
+        lambda: group.send([torch.ones(2)], size(), 0),
+    )
     refused(ValueError, "tag must be from 0 to", lambda: group.send([torch.ones(2)], 0, -1))
 
 
@@ -178,14 +222,26 @@ def broadcast_and_gathers() -> None:
             equal(whole[5 * worker : 5 * worker + 5], values(worker, dtype))
         if dtype not in OTHERS:
             root = size() - 1
-            gathered = [torch.empty_like(mine).t().contiguous().t() for _ in range(size())] if rank() == root else None
+            gathered = (
+                [torch.empty_like(mine).t().contiguous().t() for _ in range(size())]
+                if rank() == root
+                else None
+            )
             dist.gather(mine, gathered, dst=root)
             for worker, tensor in enumerate(gathered or []):
                 equal(tensor, values(worker, dtype))
             out = torch.empty_like(mine)
-            dist.scatter(out, [values(9 + worker, dtype) for worker in range(size())] if rank() == 0 else None, src=0)
+            dist.scatter(
+                out,
+                [values(9 + worker, dtype) for worker in range(size())] if rank() == 0 else None,
+                src=0,
+            )
             equal(out, values(9 + rank(), dtype))
-    refused(ValueError, "one size and dtype", lambda: dist.all_gather([torch.empty(2)] * size(), torch.ones(3)))
+    refused(
+        ValueError,
+        "one size and dtype",
+        lambda: dist.all_gather([torch.empty(2)] * size(), torch.ones(3)),
+    )
 
 
 @scenario
@@ -218,11 +274,22 @@ def all_to_alls() -> None:
         output = torch.empty(size() * (rank() + 1), 2, dtype=dtype)
         splits = [worker + 1 for worker in range(size())]
         dist.all_to_all_single(output, torch.cat(inputs), [rank() + 1] * size(), splits)
-        equal(output, torch.cat([values(3 * worker + rank(), dtype, (rank() + 1, 2)) for worker in range(size())]))
+        equal(
+            output,
+            torch.cat(
+                [values(3 * worker + rank(), dtype, (rank() + 1, 2)) for worker in range(size())]
+            ),
+        )
     even = torch.empty(2 * size())
     dist.all_to_all_single(even, torch.arange(2.0 * size()) + 100 * rank())
-    equal(even, torch.cat([torch.arange(2.0) + 2 * rank() + 100 * worker for worker in range(size())]))
-    refused(ValueError, "whose sum is", lambda: dist.all_to_all_single(even, even.clone(), [1] * size(), [2] * size()))
+    equal(
+        even, torch.cat([torch.arange(2.0) + 2 * rank() + 100 * worker for worker in range(size())])
+    )
+    refused(
+        ValueError,
+        "whose sum is",
+        lambda: dist.all_to_all_single(even, even.clone(), [1] * size(), [2] * size()),
+    )
 
 
 @scenario
@@ -292,7 +359,11 @@ def works_and_futures() -> None:
     late = torch.zeros(1)
     if rank() == 0:
         work = dist.irecv(late, 1)
-        refused(dist.DistBackendError, "not done within 0.05 s", lambda: work.wait(datetime.timedelta(seconds=0.05)))
+        refused(
+            dist.DistBackendError,
+            "not done within 0.05 s",
+            lambda: work.wait(datetime.timedelta(seconds=0.05)),
+        )
     dist.barrier()
     if rank() == 1:
         dist.send(torch.ones(1), 0)
@@ -398,7 +469,7 @@ def objects() -> None:
 
 @scenario
 def long_messages_go_in_chunks() -> None:
-    names = ("transfers.MAX_ELEMENTS", "group.MAX_ELEMENTS")
+    names = ("blocking.MAX_ELEMENTS", "group.MAX_ELEMENTS")
     with mock.patch(f"mlbench_core.distributed.pytorch.mpi.{names[0]}", 4):
         all_reduce_of_every_layout()
         broadcast_and_gathers()
@@ -417,7 +488,9 @@ def long_messages_go_in_chunks() -> None:
 
 def model() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+    )
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -431,7 +504,10 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 @scenario
 def ddp_equals_one_process() -> None:
-    alone, replica = model().eval(), model().eval()  # without batch statistics, which differ by worker
+    alone, replica = (
+        model().eval(),
+        model().eval(),
+    )  # without batch statistics, which differ by worker
     ddp = DistributedDataParallel(replica, bucket_cap_mb=1)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, ddp)]
     inputs, targets = batch()
@@ -450,7 +526,9 @@ def ddp_equals_one_process() -> None:
 def centralized_sgd_equals_the_joined_batch() -> None:
     alone, replica = model().eval(), model().eval()
     plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    centralized = CentralizedSGD(world_size=size(), model=replica, lr=0.1, momentum=0.9, weight_decay=1e-3)
+    centralized = CentralizedSGD(
+        world_size=size(), model=replica, lr=0.1, momentum=0.9, weight_decay=1e-3
+    )
     inputs, targets = batch()
     for _ in range(5):
         plain.zero_grad()
@@ -474,7 +552,9 @@ class Squares(torch.utils.data.Dataset[int]):
 @scenario
 def loaders_with_worker_processes() -> None:
     work = dist.all_reduce(torch.ones(100), async_op=True)
-    loader = torch.utils.data.DataLoader(Squares(), 4, num_workers=1, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        Squares(), 4, num_workers=1, multiprocessing_context="fork"
+    )
     assert torch.cat(list(loader)).tolist() == [index**2 for index in range(8)]
     assert work is not None and work.wait()
     dist.barrier()
@@ -485,12 +565,13 @@ def lost_workers_know_their_way() -> None:
     introduce()
     with naming_lost_workers():
         dist.barrier()
-    error = str(lost_workers.explained(RuntimeError("connection closed")))  # all say that they have noticed
-    assert (
-        error
-        == "communication failed, although all workers answer: was the network interrupted?; the backend says: "
-        + ("connection closed")
-    )
+    error = str(
+        lost_workers.explained(RuntimeError("connection closed"))
+    )  # all say that they have noticed
+    assert error == (
+        "communication failed, although all workers answer: was "
+        "the network interrupted?; the backend says: "
+    ) + ("connection closed")
     assert len(lost_workers._known.records) == size()
     dist.barrier()
 
@@ -508,7 +589,9 @@ def in_and_out_of_worlds(folder: Path) -> None:
     hosts = ",".join(["127.0.0.1"] * int(os.environ["OMPI_COMM_WORLD_SIZE"]))
     mine = int(os.environ["OMPI_COMM_WORLD_RANK"])
     for given in ({}, {"hosts": hosts, "rank": mine}, {"hosts": hosts}):
-        with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=folder, timeout_s=50, **given) as world:
+        with initialize_backends(
+            "mpi", logging_level="WARNING", ckpt_run_dir=folder, timeout_s=50, **given
+        ) as world:
             assert (world[0], world[1]) == (rank(), size()) == (mine, int(os.environ["WORLD_SIZE"]))
             assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
             assert os.environ["MASTER_ADDR"] == "127.0.0.1"
@@ -519,13 +602,23 @@ def in_and_out_of_worlds(folder: Path) -> None:
     assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}
 
     def enter(hosts: str, rank: int) -> Callable[[], object]:
-        return lambda: initialize_backends("mpi", hosts, rank, "WARNING", ckpt_run_dir=folder).__enter__()
+        return lambda: initialize_backends(
+            "mpi", hosts, rank, "WARNING", ckpt_run_dir=folder
+        ).__enter__()
 
     count = len(hosts.split(","))
-    refused(ConfigurationError, f"says {count + 1} workers, but MPI's world has {count}", enter(hosts + ",a", mine))
+    refused(
+        ConfigurationError,
+        f"says {count + 1} workers, but MPI's world has {count}",
+        enter(hosts + ",a", mine),
+    )
     refused(ConfigurationError, f"says {count + 1} workers", enter(hosts + ",a", -1))
-    refused(ConfigurationError, f"but for MPI it is worker {mine}", enter(hosts, (mine + 1) % count))
-    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="7", MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="x"):
+    refused(
+        ConfigurationError, f"but for MPI it is worker {mine}", enter(hosts, (mine + 1) % count)
+    )
+    with mock.patch.dict(
+        os.environ, RANK="0", WORLD_SIZE="7", MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="x"
+    ):
         refused(ConfigurationError, "mpirun -n 7", enter(hosts, mine))
     try:  # an exception on all workers, which they survive
         with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=folder):

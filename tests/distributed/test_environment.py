@@ -52,7 +52,11 @@ SLURM = {
         (OPEN_MPI | {"MASTER_PORT": "4002"}, OpenMPIEnvironment, Place(1, 2, 1, "127.0.0.1", 4002)),
         (MPICH, MPICHEnvironment, Place(1, 2, 1, "127.0.0.1", 29500)),
         (SLURM, SlurmEnvironment, Place(5, 8, 1, "gpu-013", 15000 + 123456 % 20000)),
-        (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4003"}, SlurmEnvironment, Place(5, 8, 1, "head", 4003)),
+        (
+            SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4003"},
+            SlurmEnvironment,
+            Place(5, 8, 1, "head", 4003),
+        ),
         ({}, SingleProcessEnvironment, Place(0, 1, 0, None)),
     ],
 )
@@ -94,7 +98,9 @@ def test_a_rank_without_hosts_and_launcher_is_refused() -> None:
 
 def test_torchrun_comes_before_flags_and_flags_before_other_launchers() -> None:
     assert isinstance(detect_environment("a,b", 1, TORCHRUN), TorchrunEnvironment)
-    without_agent = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    without_agent = {
+        name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"
+    }
     assert isinstance(detect_environment(None, -1, without_agent), TorchrunEnvironment)
     assert isinstance(detect_environment("a,b", 1, without_agent), HostsEnvironment)
     assert isinstance(detect_environment("a,b", 1, OPEN_MPI), HostsEnvironment)
@@ -104,17 +110,30 @@ def test_torchrun_comes_before_flags_and_flags_before_other_launchers() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "rank"),
-    [({"RANK": "1", "WORLD_SIZE": "2"}, 1), (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 1), (SLURM, 5), ({}, 0)],
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 1),
+        (SLURM, 5),
+        ({}, 0),
+    ],
 )
-def test_a_rank_is_known_before_the_other_workers_are(environment: dict[str, str], rank: int) -> None:
+def test_a_rank_is_known_before_the_other_workers_are(
+    environment: dict[str, str], rank: int
+) -> None:
     assert detect_environment(environment=environment).read_rank() == rank
 
 
 def test_the_shell_of_a_slurm_job_is_no_worker() -> None:
     shell = {name: value for name, value in SLURM.items() if "STEP" not in name}
-    assert isinstance(detect_environment(environment=shell | {"ENVIRONMENT": "BATCH"}), SingleProcessEnvironment)
-    assert isinstance(detect_environment(environment=shell | {"SLURM_JOB_NAME": "bash"}), SingleProcessEnvironment)
-    assert isinstance(detect_environment(environment=SLURM | {"ENVIRONMENT": "BATCH"}), SlurmEnvironment)
+    assert isinstance(
+        detect_environment(environment=shell | {"ENVIRONMENT": "BATCH"}), SingleProcessEnvironment
+    )
+    assert isinstance(
+        detect_environment(environment=shell | {"SLURM_JOB_NAME": "bash"}), SingleProcessEnvironment
+    )
+    assert isinstance(
+        detect_environment(environment=SLURM | {"ENVIRONMENT": "BATCH"}), SlurmEnvironment
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,19 +142,34 @@ def test_the_shell_of_a_slurm_job_is_no_worker() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 in a world of 4"),
         (TORCHRUN | {"RANK": "one"}, "RANK must be a whole number, .* not 'one'"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535, not 70000"),
+        (
+            TORCHRUN | {"MASTER_PORT": "70000"},
+            "MASTER_PORT must be a port from 1 to 65535, not 70000",
+        ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set MASTER_ADDR"),
-        ({name: value for name, value in SLURM.items() if "NODELIST" not in name}, "SLURM_NODELIST"),
+        (
+            {name: value for name, value in SLURM.items() if "NODELIST" not in name},
+            "SLURM_NODELIST",
+        ),
     ],
 )
-def test_what_is_wrong_with_the_variables_is_said(environment: dict[str, str], message: str) -> None:
+def test_what_is_wrong_with_the_variables_is_said(
+    environment: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         detect_environment(environment=environment).place()
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("node1", "node1"), ("a,b", "a"), ("n[07-12]", "n07"), ("n[3,5]-ib,x", "n3-ib"), ("n[9]", "n9"), ("", "")],
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("n[07-12]", "n07"),
+        ("n[3,5]-ib,x", "n3-ib"),
+        ("n[9]", "n9"),
+        ("", ""),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_slurm_host(nodes) == first
@@ -154,7 +188,8 @@ def test_variables_of_a_place() -> None:
 
 SCONTROL = """#!/bin/sh
 if [ "$1 $2" = "show hostnames" ]; then
-    case "$3" in "rack[1-2]-n[3-4]") printf 'no-such-host.invalid\\nrack1-n4\\n' ;; *) exit 1 ;; esac
+    [ "$3" = "rack[1-2]-n[3-4]" ] || exit 1
+    printf 'no-such-host.invalid\\nrack1-n4\\n'
 elif [ "$1 $2 $3" = "show node no-such-host.invalid" ]; then
     echo "NodeName=no-such-host.invalid Arch=x86_64 CoresPerSocket=1"
     echo "   NodeAddr={address} NodeHostName=vm Version=22.05.8"
@@ -169,12 +204,24 @@ fi
     [
         ("127.0.0.7", {}, "127.0.0.7"),
         ("127.0.0.7", {"MASTER_ADDR": "10.1.2.3"}, "10.1.2.3"),
-        ("127.0.0.7", {"SLURM_STEP_NODELIST": "127.0.0.9"}, "127.0.0.9"),  # what resolves is taken as it is
-        (None, {}, "rack1-n3"),  # no scontrol: the name, which initialize_backends then refuses if it must
+        (
+            "127.0.0.7",
+            {"SLURM_STEP_NODELIST": "127.0.0.9"},
+            "127.0.0.9",
+        ),  # what resolves is taken as it is
+        (
+            None,
+            {},
+            "rack1-n3",
+        ),  # no scontrol: the name, which initialize_backends then refuses if it must
     ],
 )
 def test_slurm_says_where_a_node_is_whose_name_does_not_resolve(
-    address: str | None, variables: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str | None,
+    variables: dict[str, str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if address is not None:
         script = tmp_path / "scontrol"

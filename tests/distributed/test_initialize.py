@@ -40,7 +40,8 @@ args = parser.parse_args()
 before = dict(os.environ)
 results = []
 for _ in range(2):  # the port is free again after the first world
-    with initialize_backends("gloo", args.hosts, args.rank, "WARNING", ckpt_run_dir=args.out, timeout_s=60) as world:
+    settings = {"ckpt_run_dir": args.out, "timeout_s": 60}
+    with initialize_backends("gloo", args.hosts, args.rank, "WARNING", **settings) as world:
         rank, world_size, graph = world
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
@@ -57,7 +58,10 @@ def no_launcher(no_leaks: None) -> Iterator[None]:
     """No launcher's variables; tests may set some, and they are gone afterwards."""
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
-            if name.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
+            if name.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_")) or name in (
+                "RANK",
+                "WORLD_SIZE",
+            ):
                 del os.environ[name]
         yield
 
@@ -66,7 +70,9 @@ def _finish(*running: ForkedScript) -> None:
     """All must end well."""
     try:
         done = [script.finish(timeout_s=90) for script in running]
-        assert [one.returncode for one in done] == [0] * len(done), "".join(one.stdout + one.stderr for one in done)
+        assert [one.returncode for one in done] == [0] * len(done), "".join(
+            one.stdout + one.stderr for one in done
+        )
     finally:
         for script in running:
             script.kill()
@@ -88,7 +94,9 @@ def test_two_workers_by_hosts_and_rank(tmp_path: Path) -> None:
 
 def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("range(2)", "range(1)"))  # torchrun's own store lasts for one world
+    script.write_text(
+        SCRIPT.replace("range(2)", "range(1)")
+    )  # torchrun's own store lasts for one world
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _finish(ForkedScript([*torchrun, str(script), "--out", str(tmp_path)]))
     for rank in range(2):
@@ -98,7 +106,11 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
 def test_two_workers_by_the_variables_of_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    common = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(free_port()),
+    }
     _finish(
         *(
             ForkedScript(
@@ -148,14 +160,15 @@ assert group() is None
 def test_a_world_over_nccl_warns_of_nothing() -> None:
     """Torch warns on standard error if it must guess the GPU of a collective operation."""
     script = (
-        "import torch, torch.distributed as dist\n"
-        "from mlbench_core.distributed.pytorch import initialize_backends\n"
-        "with initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, size, graph):\n"
-        "    x = torch.ones(3, device=graph.current_device)\n"
-        "    dist.all_reduce(x)\n"
-        "    print(dist.get_backend(), x.tolist())\n"
+        "import torch, torch.distributed as dist\nfrom "
+        "mlbench_core.distributed.pytorch import initialize_backends\nwith "
+        "initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, "
+        "size, graph):\n    x = torch.ones(3, device=graph.current_device)\n    "
+        "dist.all_reduce(x)\n    print(dist.get_backend(), x.tolist())\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
     assert (ended.stdout, ended.stderr) == ("nccl [1.0, 1.0, 1.0]\n", "")
 
 
@@ -163,16 +176,25 @@ def test_a_worker_that_waits_says_so_and_ends_at_ctrl_c() -> None:
     script = """
 import signal
 from mlbench_core.distributed.pytorch import initialize, initialize_backends
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell
+# A shell ignores it for commands in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 initialize._NOTICE_AFTER_S = 0.1
 with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, "WARNING", timeout_s=20):
     pass
 """
     variables = {**os.environ, "MASTER_PORT": str(free_port())}
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=variables) as waiting:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=variables
+    ) as waiting:
         assert waiting.stderr is not None
         text = next(line for line in waiting.stderr if "waits" in line)
-        assert re.search(r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C ends it$", text)
+        assert re.search(
+            (
+                r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C "
+                r"ends it$"
+            ),
+            text,
+        )
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(30) == -signal.SIGINT
 
@@ -185,8 +207,8 @@ def test_workers_that_take_each_others_cores_are_warned(caplog: pytest.LogCaptur
         for rank in range(4):
             initialize._warn_of_threads(HostsEnvironment("a,b,b,b", rank, {}))
     assert [record.getMessage() for record in caplog.records] == [
-        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow each other down: set "
-        "OMP_NUM_THREADS=5 for each"
+        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow each "
+        "other down: set OMP_NUM_THREADS=5 for each"
     ]
 
 
@@ -211,7 +233,9 @@ def test_folders(tmp_path: Path) -> None:
     (folder / "1_0.pth.tar").write_text("old")
     (folder / "notes").write_text("mine")
     log = tmp_path / "log"
-    with initialize_backends("GLOO", logging_file=log, ckpt_run_dir=folder, delete_existing_ckpts=True):
+    with initialize_backends(
+        "GLOO", logging_file=log, ckpt_run_dir=folder, delete_existing_ckpts=True
+    ):
         pass
     assert [path.name for path in folder.iterdir()] == ["notes"]
     assert log.exists()
@@ -219,7 +243,10 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_a_world_inside_a_world_is_refused() -> None:
     with initialize_backends("gloo"):
-        with pytest.raises(ConfigurationError, match="a process group already"), initialize_backends("gloo"):
+        with (
+            pytest.raises(ConfigurationError, match="a process group already"),
+            initialize_backends("gloo"),
+        ):
             pass
         assert dist.is_initialized()
 
@@ -241,7 +268,10 @@ def test_backends_that_cannot_work(backend: str, message: str) -> None:
 
 
 def test_arguments_that_cannot_work() -> None:
-    with pytest.raises(ValueError, match="rank is 2, but hosts names 2 workers"), initialize_backends("gloo", "a,b", 2):
+    with (
+        pytest.raises(ValueError, match="rank is 2, but hosts names 2 workers"),
+        initialize_backends("gloo", "a,b", 2),
+    ):
         pass
     with (
         pytest.raises(ValueError, match="timeout_s must be finite and positive, not 0"),
@@ -276,7 +306,8 @@ def test_a_backend_that_cannot_start_is_not_called_absent_workers() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "nosuchif0"
     with (
         pytest.raises(
-            BackendError, match=r"gloo cannot start here .*nosuchif0\): if GLOO_SOCKET_IFNAME is set, it must"
+            BackendError,
+            match=r"gloo cannot start here .*nosuchif0\): if GLOO_SOCKET_IFNAME is set, it must",
         ),
         initialize_backends("gloo"),
     ):
@@ -289,7 +320,8 @@ def test_workers_that_do_not_come(rank: int) -> None:
     os.environ["MASTER_PORT"] = str(free_port())
     with (
         pytest.raises(
-            WorkerError, match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s"
+            WorkerError,
+            match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s",
         ),
         initialize_backends("gloo", "127.0.0.1,127.0.0.1", rank, timeout_s=1),
     ):
@@ -320,7 +352,10 @@ def test_an_address_that_does_not_resolve_is_a_sentence_at_once(
     os.environ.update(variables)
     with (
         mock.patch("mlbench_core.distributed.pytorch.initialize._RESOLVE_S", 0.1),
-        pytest.raises(ConfigurationError, match=f"the host of rank 0, 'no-such-host.invalid' as .* knows: {remedy}"),
+        pytest.raises(
+            ConfigurationError,
+            match=f"the host of rank 0, 'no-such-host.invalid' as .* knows: {remedy}",
+        ),
         initialize_backends("gloo", hosts, 1 if hosts else -1),
     ):
         pass

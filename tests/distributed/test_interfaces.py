@@ -9,7 +9,11 @@ import sys
 import psutil
 import pytest
 
-from mlbench_core.distributed.interfaces import interface_towards, interface_variables, own_addresses
+from mlbench_core.distributed.interfaces import (
+    interface_towards,
+    interface_variables,
+    own_addresses,
+)
 from mlbench_core.network.emulated import EmulatedNetwork
 from tests.helpers.processes import environment
 
@@ -61,7 +65,12 @@ def test_workers_of_one_machine_stay_on_its_loopback_interface(address: str) -> 
 
 @pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
 def test_another_hosts_address_leads_out_of_the_right_interface() -> None:
-    code = "from mlbench_core.distributed.interfaces import interface_towards as f; print(f('10.77.0.2'))"
+    code = (
+        "from mlbench_core.distributed.interfaces import "
+        "interface_towards as f; print(f('10.77.0.2'))"
+    )
     with EmulatedNetwork(2) as network:
-        process = network.popen(0, [sys.executable, "-c", code], environment(), stdout=subprocess.PIPE, text=True)
+        process = network.popen(
+            0, [sys.executable, "-c", code], environment(), stdout=subprocess.PIPE, text=True
+        )
         assert process.communicate(timeout=60)[0] == "eth0\n"

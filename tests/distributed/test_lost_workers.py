@@ -64,7 +64,8 @@ class Failing(torch.utils.data.Dataset[int]):
 
 
 def meet_errors(rank: int, world_size: int) -> list[tuple[str, str, str]]:
-    """Rank 0 meets errors of its own, then two of a worker that is gone: their types, texts and last calls."""
+    """Rank 0 meets errors of its own, then two of a worker that is gone: their types, texts and
+    last calls."""
     lost_workers.SILENCE_S = 0.1
     introduce()
     with naming_lost_workers():
@@ -87,7 +88,13 @@ def meet_errors(rank: int, world_size: int) -> list[tuple[str, str, str]]:
         except Exception as error:
             cause = error.__cause__ if isinstance(error, WorkerError) else error
             place = "".join(traceback.format_tb(cause.__traceback__)) if cause is not None else ""
-            found.append((type(error).__name__, str(error), fail.__name__ if f"in {fail.__name__}" in place else place))
+            found.append(
+                (
+                    type(error).__name__,
+                    str(error),
+                    fail.__name__ if f"in {fail.__name__}" in place else place,
+                )
+            )
     return found
 
 
@@ -115,7 +122,8 @@ def test_a_failure_of_a_store_of_the_users_own_is_none_of_a_collective() -> None
 
 
 def nested(rank: int, world_size: int) -> tuple[bool, str]:
-    """Rank 0 loses the other within two places that name lost workers, and catches it as scripts of 3.0 do."""
+    """Rank 0 loses the other within two places that name lost workers, and catches it as scripts of
+    3.0 do."""
     lost_workers.SILENCE_S = 0.1
     introduce()
     if rank == 1:
@@ -134,7 +142,9 @@ def test_a_lost_worker_is_a_runtime_error_and_is_named_once() -> None:
     assert text.count("the backend says: ") == 1
 
 
-def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, lost = dist.HashStore(), 2
 
     def has_ended(rank: int) -> bool:

@@ -12,9 +12,10 @@ from mlbench_core.distributed.pytorch import initialize, initialize_backends
 from mlbench_core.distributed.pytorch.memory import fits_on_gpu
 from tests.helpers.processes import environment
 
-# Prints the page faults of some steps within a block that ends by an exception, the memory of the process in bytes
-# within and after it, and the page faults of later steps. Their tensor is larger than all free memory of the heap. So
-# it shows whether glibc maps large tensors again, while smaller ones may lie in the heap.
+# Prints the page faults of some steps within a block that ends by an exception, the memory of the
+# process in bytes within and after it, and the page faults of later steps. Their tensor is larger
+# than all free memory of the heap. So it shows whether glibc maps large tensors again, while
+# smaller ones may lie in the heap.
 PROGRAM = """
 import contextlib, resource, torch
 from mlbench_core.distributed.pytorch import initialize_backends
@@ -41,7 +42,11 @@ def run_program(**variables: str) -> list[int]:
     others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     clean = {name: value for name, value in environment().items() if not name.startswith(others)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**clean, **variables}, timeout=100
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env={**clean, **variables},
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]
@@ -50,7 +55,8 @@ def run_program(**variables: str) -> list[int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
 def test_memory_that_was_freed_is_there_for_the_next_step_and_returned_at_the_end() -> None:
     faults, within, after, later_faults = run_program()
-    # Settings of the environment are left alone: here, that each tensor is mapped, and unmapped when it is freed.
+    # Settings of the environment are left alone: here, that each tensor is mapped, and unmapped
+    # when it is freed.
     mapped_faults, _, _, later_mapped_faults = run_program(MALLOC_MMAP_THRESHOLD_="65536")
     tunable_faults = run_program(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536")[0]
     assert faults < min(mapped_faults, tunable_faults) / 3

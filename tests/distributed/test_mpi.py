@@ -1,4 +1,5 @@
-"""torch.distributed over MPI: real workers started by mpirun, which report what went wrong in each scenario."""
+"""torch.distributed over MPI: real workers started by mpirun, which report what went wrong in each
+scenario."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ needs_mpi = pytest.mark.skipif(
 
 
 def _variables() -> dict[str, str]:
-    """This process's environment without what another mpirun, torchrun or SLURM may have left in it."""
+    """This process's environment without what another mpirun, torchrun or SLURM may have left in
+    it."""
     foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -56,7 +58,9 @@ def _variables() -> dict[str, str]:
 
 
 def _run(workers: int, *command: str) -> subprocess.CompletedProcess[str]:
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if _is_open_mpi() else []
+    options = (
+        ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if _is_open_mpi() else []
+    )
     return subprocess.run(
         [str(MPIRUN), *options, "-n", str(workers), sys.executable, *command],
         env=_variables(),
@@ -69,12 +73,16 @@ def _run(workers: int, *command: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def _is_open_mpi() -> bool:
-    version = subprocess.run([str(MPIRUN), "--version"], capture_output=True, text=True, env=_variables())
+    version = subprocess.run(
+        [str(MPIRUN), "--version"], capture_output=True, text=True, env=_variables()
+    )
     return "Open MPI" in version.stdout
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str | None]]:
     """What each worker of one launch reports: for each scenario None, or what went wrong."""
     folder = tmp_path_factory.mktemp(f"mpi{request.param}")
     ended = _run(request.param, str(WORKER), str(folder))
@@ -88,7 +96,9 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("scenario", ["in_and_out_of_worlds", *SCENARIOS])
 def test_workers_find_everything_right(reports: list[dict[str, str | None]], scenario: str) -> None:
     for report in reports:
-        assert scenario in report, f"not reached, because of {[name for name, wrong in report.items() if wrong]}"
+        assert scenario in report, (
+            f"not reached, because of {[name for name, wrong in report.items() if wrong]}"
+        )
         assert report[scenario] is None, report[scenario]
 
 
@@ -96,7 +106,8 @@ DYING = """
 import sys, torch, torch.distributed as dist
 from mlbench_core.utils.pytorch import initialize_backends
 torch.set_num_threads(1)
-with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=sys.argv[1], timeout_s=float(sys.argv[3])):
+settings = {"ckpt_run_dir": sys.argv[1], "timeout_s": float(sys.argv[3])}
+with initialize_backends("mpi", logging_level="WARNING", **settings):
     dist.barrier()
     if dist.get_rank() == 1:
         if sys.argv[2] == "dies":
@@ -114,7 +125,9 @@ with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=sys.argv[1
         ("is late", "0.5", "timed out, the other workers did not come within 0.5 s"),
     ],
 )
-def test_a_worker_that_fails_ends_the_others(how: str, timeout_s: str, message: str, tmp_path: Path) -> None:
+def test_a_worker_that_fails_ends_the_others(
+    how: str, timeout_s: str, message: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(DYING)
     ended = _run(2, str(script), str(tmp_path), how, timeout_s)
@@ -131,7 +144,8 @@ import torch, torch.distributed as dist
 def refused(variables, **arguments):
     os.environ.update(variables)
     try:
-        with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=sys.argv[1], **arguments):
+        arguments["ckpt_run_dir"] = sys.argv[1]
+        with initialize_backends("mpi", logging_level="WARNING", **arguments):
             print("not refused")
     except ConfigurationError as error:
         print(error)
@@ -156,7 +170,10 @@ def test_a_process_that_no_mpirun_started(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=_variables(), capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert "--hosts says 2 workers, but MPI's world has 1: this process was not started by an mpirun" in lines[0]
+    assert (
+        "--hosts says 2 workers, but MPI's world has 1: this process was not started by an mpirun"
+        in lines[0]
+    )
     assert "mpirun -n 2 python script.py" in lines[0]
     assert "torchrun" in lines[1] and "mpirun -n 3 python script.py" in lines[1]
     assert "Open MPI's mpirun (OMPI_COMM_WORLD_SIZE) says 4 workers" in lines[2]
@@ -170,7 +187,10 @@ def test_without_mpi4py_the_extra_is_named() -> None:
     ):
         assert not mpi.is_available()
         assert "pip install 'mlbench-core[mpi]'" in str(mpi.why_not())
-        with pytest.raises(MissingDependencyError, match=r"mlbench-core\[mpi\]"), initialize_backends("mpi"):
+        with (
+            pytest.raises(MissingDependencyError, match=r"mlbench-core\[mpi\]"),
+            initialize_backends("mpi"),
+        ):
             pass
     assert not dist.is_initialized()
 
@@ -208,13 +228,20 @@ class Request:
 
 
 def _work(
-    jobs: WorkQueue, log: list[str], name: str, request: Request, timeout_s: float = 50.0, in_order: bool = True
+    jobs: WorkQueue,
+    log: list[str],
+    name: str,
+    request: Request,
+    timeout_s: float = 50.0,
+    in_order: bool = True,
 ) -> Work:
     def post() -> list[Any]:
         log.append(f"post {name}")
         return [request.Test]
 
-    return Work(jobs, None, name, post, lambda: log.append(f"finish {name}"), [], timeout_s, in_order)
+    return Work(
+        jobs, None, name, post, lambda: log.append(f"finish {name}"), [], timeout_s, in_order
+    )
 
 
 def test_collectives_are_done_in_order_and_messages_pass_them() -> None:
@@ -227,7 +254,14 @@ def test_collectives_are_done_in_order_and_messages_pass_them() -> None:
     for work in works:
         jobs.submit(work, background=False)
     assert works[1].wait()
-    assert log == ["post slow", "post fast", "post message", "finish message", "finish slow", "finish fast"]
+    assert log == [
+        "post slow",
+        "post fast",
+        "post message",
+        "finish message",
+        "finish slow",
+        "finish fast",
+    ]
     assert all(work.is_success() for work in works)
     jobs.close(drain=True)
 
@@ -242,13 +276,21 @@ def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -
 
     jobs = WorkQueue()
     jobs.watchdog = Watchdog(end)
-    for name, call in [("broadcast", lambda: None), ("all_reduce", lambda: told.wait(60))]:  # what finish does
-        work = Work(jobs, None, name, lambda: [Request(0).Test], call, [], timeout_s=0.01, in_order=True)
+    for name, call in [
+        ("broadcast", lambda: None),
+        ("all_reduce", lambda: told.wait(60)),
+    ]:  # what finish does
+        work = Work(
+            jobs, None, name, lambda: [Request(0).Test], call, [], timeout_s=0.01, in_order=True
+        )
         jobs.submit(work, background=False)
         work.wait()
     jobs.close(drain=True)
     (message,) = messages
-    assert "MPI: all_reduce: timed out, all workers came but the data did not get through within 0.01 s" in message
+    assert (
+        "MPI: all_reduce: timed out, all workers came but "
+        "the data did not get through within 0.01 s"
+    ) in message
 
 
 class Comm:
@@ -371,7 +413,9 @@ def test_errors_reach_those_who_wait() -> None:
         work.get_future().wait()
     late = _work(jobs, log, "broadcast", Request(10**9), timeout_s=0.01)
     jobs.submit(late, background=True)
-    with pytest.raises(dist.DistBackendError, match=r"broadcast: timed out, .* did not come within 0.01"):
+    with pytest.raises(
+        dist.DistBackendError, match=r"broadcast: timed out, .* did not come within 0.01"
+    ):
         late.wait()
     with pytest.raises(dist.DistBackendError, match="impossible after an earlier failure"):
         jobs.submit(_work(jobs, log, "barrier", Request(0)), background=False)

@@ -1,4 +1,5 @@
-"""The store of workers of one machine: a file that only their user can read, and no port for others."""
+"""The store of workers of one machine: a file that only their user can read, and no port for
+others."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ import torch.distributed as dist
 from mlbench_core.distributed.pytorch import initialize_backends, process_groups
 out = pathlib.Path(sys.argv[1])
 hosts = sys.argv[3] if len(sys.argv) > 3 else None
-with initialize_backends(sys.argv[2], hosts, int(os.environ.get("BY_HAND", -1)), "WARNING", timeout_s=60,
-                         ckpt_run_dir=out / "checkpoints") as (rank, size, _):
+by_hand = int(os.environ.get("BY_HAND", -1))
+settings = {"timeout_s": 60, "ckpt_run_dir": out / "checkpoints"}
+with initialize_backends(sys.argv[2], hosts, by_hand, "WARNING", **settings) as (rank, size, _):
     import mlbench_core.torch_private as private
     store = process_groups.store()
     path = getattr(store, "path", "") or getattr(store.underlying_store, "path", "")
@@ -65,13 +67,19 @@ def outside_address() -> str:
 def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses and ports on which a process listens."""
     found = psutil.Process(pid).net_connections("inet")
-    return [(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN]
+    return [
+        (entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN
+    ]
 
 
 @contextlib.contextmanager
-def running(commands: list[tuple[list[str], dict[str, str]]], out: Path) -> Iterator[list[dict[str, str | int]]]:
+def running(
+    commands: list[tuple[list[str], dict[str, str]]], out: Path
+) -> Iterator[list[dict[str, str | int]]]:
     """Two workers that have joined; yields what each one says."""
-    processes = [subprocess.Popen(argv, env=environment(**variables)) for argv, variables in commands]
+    processes = [
+        subprocess.Popen(argv, env=environment(**variables)) for argv, variables in commands
+    ]
     try:
         deadline = time.monotonic() + 90
         files = [out / "0.json", out / "1.json"]
@@ -100,14 +108,24 @@ def _by_hand(script: list[str], host: str) -> list[tuple[list[str], dict[str, st
 
 
 def _by_the_launcher(script: list[str], host: str) -> list[tuple[list[str], dict[str, str]]]:
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(free_port())}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     return [([sys.executable, *script, "gloo"], variables) for variables in ranks]
 
 
 def _by_mpi(script: list[str], host: str) -> list[tuple[list[str], dict[str, str]]]:
     pytest.importorskip("mpi4py")
-    options = ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    options = [
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+    ]
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     if not Path(mpirun).exists():
         pytest.skip("needs mpirun")
@@ -116,7 +134,9 @@ def _by_mpi(script: list[str], host: str) -> list[tuple[list[str], dict[str, str
 
 @pytest.mark.parametrize("start", [_by_hand, _by_the_launcher, _by_mpi])
 @pytest.mark.parametrize("host", ["127.0.0.1", "outside"])
-def test_no_other_machine_reaches_a_worker_of_one_machine(start: object, host: str, tmp_path: Path) -> None:
+def test_no_other_machine_reaches_a_worker_of_one_machine(
+    start: object, host: str, tmp_path: Path
+) -> None:
     assert callable(start)
     outside = outside_address()
     spool = tmp_path / "spool"
@@ -128,10 +148,13 @@ def test_no_other_machine_reaches_a_worker_of_one_machine(start: object, host: s
         ports = [entry for worker in workers for entry in listening(int(worker["pid"]))]
         # Open MPI's own sockets come from Open MPI.
         if start is not _by_mpi:
-            # On another machine, the name of the host may lead Gloo to an address that others can reach.
+            # On another machine, the name of the host may lead Gloo to an address that others can
+            # reach.
             addresses = psutil.net_if_addrs()
             for worker in workers:
-                assert "127.0.0.1" in [entry.address for entry in addresses[str(worker["interface"])]]
+                assert "127.0.0.1" in [
+                    entry.address for entry in addresses[str(worker["interface"])]
+                ]
             assert ports, "Gloo listens somewhere"
             assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
             for _, port in ports:
@@ -146,7 +169,9 @@ def test_no_other_machine_reaches_a_worker_of_one_machine(start: object, host: s
 
 
 @pytest.mark.parametrize("start", [_by_hand, _by_the_launcher])
-def test_rank_0_waits_for_the_others_where_no_other_machine_reaches_it(start: object, tmp_path: Path) -> None:
+def test_rank_0_waits_for_the_others_where_no_other_machine_reaches_it(
+    start: object, tmp_path: Path
+) -> None:
     assert callable(start)
     argv, variables = start(_script(tmp_path), outside_address())[0]
     with subprocess.Popen(argv, env=environment(**variables)) as waiting:
@@ -161,8 +186,17 @@ def test_rank_0_waits_for_the_others_where_no_other_machine_reaches_it(start: ob
 
 
 def test_two_workers_by_torchrun_use_a_private_file(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with running([([*torchrun, *_script(tmp_path), "gloo"], {"TMPDIR": str(tmp_path)})], tmp_path) as workers:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    with running(
+        [([*torchrun, *_script(tmp_path), "gloo"], {"TMPDIR": str(tmp_path)})], tmp_path
+    ) as workers:
         assert Path(str(workers[0]["store"])).is_relative_to(tmp_path)
         ports = [entry for worker in workers for entry in listening(int(worker["pid"]))]
         assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
@@ -181,7 +215,7 @@ def test_a_path_of_another_program_is_refused(tmp_path: Path) -> None:
     mine.set("key", "1")
     assert private_store.open_existing(path, 1, LIMIT).get("key") == b"1"
     path.parent.chmod(0o750)
-    with pytest.raises(WorkerError, match="must meet in a file that is private to their user"):
+    with pytest.raises(WorkerError, match=r"cannot meet in .*, which is not private to their user"):
         private_store.meet(_port_store(path), 1, 2, LIMIT)
     path.parent.chmod(0o700)
     with (
@@ -215,12 +249,15 @@ def test_which_launchers_say_that_all_workers_are_here() -> None:
         (SlurmEnvironment({**SLURM, "SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}), True),
         (SlurmEnvironment(SLURM), False),
     ]
-    assert [found.is_on_one_machine(here) for found, _ in cases] == [expected for _, expected in cases]
+    assert [found.is_on_one_machine(here) for found, _ in cases] == [
+        expected for _, expected in cases
+    ]
     assert all(found.is_on_one_machine(elsewhere) for found, _ in cases)
 
 
 def test_the_last_worker_removes_the_folder_also_if_torch_has_left_the_file(tmp_path: Path) -> None:
-    """Two workers that let go of torch's store at the same moment each take the other one for the last."""
+    """Two workers that let go of torch's store at the same moment each take the other one for the
+    last."""
     path = tmp_path / "store" / "file"
     path.parent.mkdir()
     path.write_text("")

@@ -15,12 +15,18 @@ from tests.helpers.ranks import run_ranks
 
 def test_one_process_is_a_world_of_size_one() -> None:
     assert not process_groups.is_distributed()
-    assert (process_groups.rank(), process_groups.world_size(), process_groups.backend()) == (0, 1, None)
+    assert (process_groups.rank(), process_groups.world_size(), process_groups.backend()) == (
+        0,
+        1,
+        None,
+    )
     process_groups.barrier()
     assert global_average(3, 4).item() == 0.75
 
 
-def _averages(rank: int, world_size: int) -> tuple[float, float, list[float], float, int, int, str | None]:
+def _averages(
+    rank: int, world_size: int
+) -> tuple[float, float, list[float], float, int, int, str | None]:
     return (
         global_average(float(rank + 1), rank + 1).item(),
         global_average(torch.tensor(10.0 * rank), torch.tensor(2)).item(),

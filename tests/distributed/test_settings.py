@@ -43,7 +43,13 @@ def test_logging_to_a_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
         "mlbench_core.some.module:0 WARNING: careful",
     ]
     assert capsys.readouterr().err.count("halfway") == 1
-    assert (list(root.handlers), root.level, list(logger.handlers), logger.level, logger.propagate) == before
+    assert (
+        list(root.handlers),
+        root.level,
+        list(logger.handlers),
+        logger.level,
+        logger.propagate,
+    ) == before
 
 
 def test_a_second_call_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized, LabelSmoothing, MSELossRegularized
+from mlbench_core.evaluation.pytorch.criterion import (
+    BCELossRegularized,
+    LabelSmoothing,
+    MSELossRegularized,
+)
 
 
 @pytest.fixture
@@ -24,12 +28,18 @@ CASES = [(BCELossRegularized, F.binary_cross_entropy), (MSELossRegularized, F.ms
 
 
 @pytest.mark.parametrize(("loss_class", "plain"), CASES)
-@pytest.mark.parametrize(("l1", "l2", "penalty"), [(0.0, 0.0, 0.0), (0.5, 0.0, 5.0), (0.0, 0.2, 3.0), (0.5, 0.2, 8.0)])
+@pytest.mark.parametrize(
+    ("l1", "l2", "penalty"), [(0.0, 0.0, 0.0), (0.5, 0.0, 5.0), (0.0, 0.2, 3.0), (0.5, 0.2, 8.0)]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_penalty_is_over_all_parameters(loss_class, plain, l1, l2, penalty, reduction, model) -> None:
+def test_the_penalty_is_over_all_parameters(
+    loss_class, plain, l1, l2, penalty, reduction, model
+) -> None:
     output, target = torch.tensor([0.2, 0.7, 0.9]), torch.tensor([0.0, 1.0, 1.0])
     loss = loss_class(l1=l1, l2=l2, model=model, reduction=reduction)
-    torch.testing.assert_close(loss(output, target), plain(output, target, reduction=reduction) + penalty)
+    torch.testing.assert_close(
+        loss(output, target), plain(output, target, reduction=reduction) + penalty
+    )
 
 
 @pytest.mark.parametrize(("loss_class", "plain"), CASES)
@@ -80,17 +90,25 @@ def test_the_penalty_can_be_read_and_changed_at_the_loss(loss_class, plain, mode
 
 
 def test_weights_of_elements() -> None:
-    output, target, weight = torch.tensor([0.2, 0.6]), torch.tensor([0.0, 1.0]), torch.tensor([1.0, 3.0])
+    output, target, weight = (
+        torch.tensor([0.2, 0.6]),
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([1.0, 3.0]),
+    )
     torch.testing.assert_close(
         BCELossRegularized(weight)(output, target), F.binary_cross_entropy(output, target, weight)
     )
-    torch.testing.assert_close(MSELossRegularized(weight)(output, target), torch.tensor((0.04 + 3 * 0.16) / 4))
+    torch.testing.assert_close(
+        MSELossRegularized(weight)(output, target), torch.tensor((0.04 + 3 * 0.16) / 4)
+    )
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
 @pytest.mark.parametrize("padding_idx", [0, 3, -100])
-def test_label_smoothing_is_torchs_summed_over_tokens_that_are_no_padding(fast, smoothing, padding_idx) -> None:
+def test_label_smoothing_is_torchs_summed_over_tokens_that_are_no_padding(
+    fast, smoothing, padding_idx
+) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(4, 5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
     target = torch.randint(0, 7, (4, 5), generator=generator)
@@ -126,7 +144,9 @@ def test_cross_entropy_on_logits_has_the_same_value_and_gradient_as_on_probabili
     on_logits = BCELossRegularized(l2=0.2, model=model, logits=True)(z, target)
     on_probabilities = BCELossRegularized(l2=0.2, model=model)(torch.sigmoid(z), target)
     torch.testing.assert_close(on_logits, on_probabilities)
-    torch.testing.assert_close(torch.autograd.grad(on_logits, z), torch.autograd.grad(on_probabilities, z))
+    torch.testing.assert_close(
+        torch.autograd.grad(on_logits, z), torch.autograd.grad(on_probabilities, z)
+    )
 
 
 def test_confident_mistakes_keep_their_loss_and_gradient_on_logits() -> None:
@@ -136,12 +156,16 @@ def test_confident_mistakes_keep_their_loss_and_gradient_on_logits() -> None:
     assert loss.item() == pytest.approx(230.0)
     assert torch.autograd.grad(loss, z)[0].tolist() == [1.0, -1.0]
     # which is what a probability in float32 cannot do
-    assert torch.autograd.grad(BCELossRegularized(reduction="sum")(torch.sigmoid(z), target), z)[0].tolist() == [0, 0]
+    assert torch.autograd.grad(BCELossRegularized(reduction="sum")(torch.sigmoid(z), target), z)[
+        0
+    ].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("loss_class", "plain"), CASES)
 def test_targets_without_the_last_dimension_of_1_are_no_matrix_of_pairs(loss_class, plain) -> None:
     output, target = torch.tensor([[0.2], [0.7], [0.9]]), torch.tensor([0, 1, 1])
-    torch.testing.assert_close(loss_class()(output, target), plain(output, target.float().unsqueeze(1)))
+    torch.testing.assert_close(
+        loss_class()(output, target), plain(output, target.float().unsqueeze(1))
+    )
     with pytest.raises(ValueError, match=r"shape of the output \(3, 1\) .*, not \(2,\)"):
         loss_class()(output, target[:2])

@@ -10,7 +10,10 @@ import pytest
 
 from mlbench_core.evaluation import goals
 
-TIMES = ", Compute: 1.000 seconds, Communication: 1.000 seconds, Metrics: 1.000 seconds, Preprocess: 1.000 seconds"
+TIMES = (
+    ", Compute: 1.000 seconds, Communication: 1.000 seconds, "
+    "Metrics: 1.000 seconds, Preprocess: 1.000 seconds"
+)
 
 
 @pytest.fixture
@@ -24,18 +27,56 @@ def tracker() -> MagicMock:
 
 
 FACTORIES = [
-    (goals.task1_time_to_accuracy_goal, "val_global_Prec@1", 80, 79.999, "80% Top 1 Validation Accuracy"),
-    (goals.task1_time_to_accuracy_light_goal, "val_global_Prec@1", 70, 69.999, "70% Top 1 Validation Accuracy"),
-    (goals.task2_time_to_accuracy_goal, "val_global_Prec@1", 89, 88.999, "89% Top 1 Validation Accuracy"),
-    (goals.task2_time_to_accuracy_light_goal, "val_global_Prec@1", 80, 79.999, "80% Top 1 Validation Accuracy"),
-    (goals.task3_time_to_perplexity_goal, "val_global_Perplexity", 70, 70.001, "Validation Perplexity of 70"),
-    (goals.task4_time_to_bleu_goal, "val_global_BLEU-Score", 24, 23.999, "Validation BLEU-Score of 24"),
+    (
+        goals.task1_time_to_accuracy_goal,
+        "val_global_Prec@1",
+        80,
+        79.999,
+        "80% Top 1 Validation Accuracy",
+    ),
+    (
+        goals.task1_time_to_accuracy_light_goal,
+        "val_global_Prec@1",
+        70,
+        69.999,
+        "70% Top 1 Validation Accuracy",
+    ),
+    (
+        goals.task2_time_to_accuracy_goal,
+        "val_global_Prec@1",
+        89,
+        88.999,
+        "89% Top 1 Validation Accuracy",
+    ),
+    (
+        goals.task2_time_to_accuracy_light_goal,
+        "val_global_Prec@1",
+        80,
+        79.999,
+        "80% Top 1 Validation Accuracy",
+    ),
+    (
+        goals.task3_time_to_perplexity_goal,
+        "val_global_Perplexity",
+        70,
+        70.001,
+        "Validation Perplexity of 70",
+    ),
+    (
+        goals.task4_time_to_bleu_goal,
+        "val_global_BLEU-Score",
+        24,
+        23.999,
+        "Validation BLEU-Score of 24",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("factory", "metric", "enough", "too_little", "text"), FACTORIES)
 @pytest.mark.parametrize("called", [True, False], ids=["called", "uncalled"])
-def test_each_task_reaches_its_goal(factory, metric, enough, too_little, text, called, tracker) -> None:
+def test_each_task_reaches_its_goal(
+    factory, metric, enough, too_little, text, called, tracker
+) -> None:
     """The factory itself stands for its goal: the published tutorial passes it uncalled."""
     goal = factory() if called else factory
     assert goal(metric, too_little, tracker) is None
@@ -98,8 +139,14 @@ def test_accuracy_after_a_fixed_time(tracker) -> None:
 
 
 def test_the_best_value_after_a_fixed_time_has_a_direction(tracker) -> None:
-    tracker.primary_metric.name, tracker.minimize, tracker.best_metric_value = "Perplexity", True, 71.5
-    goal = goals.AccuracyAfterTime(400, "val_global_Perplexity", True, "Validation Perplexity of {value}")
+    tracker.primary_metric.name, tracker.minimize, tracker.best_metric_value = (
+        "Perplexity",
+        True,
+        71.5,
+    )
+    goal = goals.AccuracyAfterTime(
+        400, "val_global_Perplexity", True, "Validation Perplexity of {value}"
+    )
     assert goal("val_global_Perplexity", 80.0, tracker) == (
         f"Validation Perplexity of 71.500 after 407.123 seconds{TIMES}"
     )
@@ -110,7 +157,12 @@ def test_the_best_value_after_a_fixed_time_has_a_direction(tracker) -> None:
     tracker.best_metric_value = 71.5
     assert goals.AccuracyAfterTime(400, "val_global_Prec@5", True).best_value(80.0, tracker) == 80.0
     assert goals.AccuracyAfterTime(400, "val_global_Perplexity").best_value(80.0, tracker) == 80.0
-    assert goals.AccuracyAfterTime(408, "val_global_Perplexity", True)("val_global_Perplexity", 1.0, tracker) is None
+    assert (
+        goals.AccuracyAfterTime(408, "val_global_Perplexity", True)(
+            "val_global_Perplexity", 1.0, tracker
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("threshold", [-1, 100.5, float("nan")])

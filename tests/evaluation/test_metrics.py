@@ -50,14 +50,20 @@ def batches_of_classes() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eight uneven batches of scores and classes."""
     generator = torch.Generator().manual_seed(5)
     sizes = [3, 7, 1, 5, 2, 4, 6, 8]
-    return [(torch.randn(n, 6, generator=generator) * 3, torch.randint(0, 6, (n,), generator=generator)) for n in sizes]
+    return [
+        (torch.randn(n, 6, generator=generator) * 3, torch.randint(0, 6, (n,), generator=generator))
+        for n in sizes
+    ]
 
 
 def batches_of_masks() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eight uneven batches of probabilities and zeros or ones."""
     generator = torch.Generator().manual_seed(6)
     sizes = [3, 7, 1, 5, 2, 4, 6, 8]
-    return [(torch.rand(n, generator=generator), torch.randint(0, 2, (n,), generator=generator)) for n in sizes]
+    return [
+        (torch.rand(n, generator=generator), torch.randint(0, 2, (n,), generator=generator))
+        for n in sizes
+    ]
 
 
 def batches_of_sentences() -> list[tuple[list[str], list[str]]]:
@@ -69,8 +75,12 @@ def batches_of_sentences() -> list[tuple[list[str], list[str]]]:
 def joined(batches: list[Any]) -> tuple[Any, Any]:
     """All batches as one."""
     if isinstance(batches[0][0], list):
-        return [s for batch, _ in batches for s in batch], [s for _, batch in batches for s in batch]
-    return torch.cat([output for output, _ in batches]), torch.cat([target for _, target in batches])
+        return [s for batch, _ in batches for s in batch], [
+            s for _, batch in batches for s in batch
+        ]
+    return torch.cat([output for output, _ in batches]), torch.cat(
+        [target for _, target in batches]
+    )
 
 
 def expected_accuracy(k: int) -> float:
@@ -94,7 +104,9 @@ def expected_dice() -> float:
     return (2 * (output * target).sum() / (output.sum() + target.sum())).item()
 
 
-METRICS: dict[str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], Callable[[], float]]] = {
+METRICS: dict[
+    str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], Callable[[], float]]
+] = {
     "Prec@1": (TopKAccuracy, batches_of_classes, lambda: expected_accuracy(1)),
     "Prec@3": (lambda: TopKAccuracy(3), batches_of_classes, lambda: expected_accuracy(3)),
     "Perplexity": (Perplexity, batches_of_classes, expected_perplexity),
@@ -103,7 +115,9 @@ METRICS: dict[str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], C
     "BLEU-Score": (
         BLEUScore,
         batches_of_sentences,
-        lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], tokenize="intl", lowercase=True).score,
+        lambda: (
+            sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], tokenize="intl", lowercase=True).score
+        ),
     ),
     "BLEU-Score cased": (
         lambda: BLEUScore(tokenize="13a", lowercase=False),
@@ -219,7 +233,9 @@ def test_perplexity_weighs_tokens_not_batches_and_skips_ignored_ones() -> None:
     metric = Perplexity()
     metric.update(metric(scores[:3], target[:3]), 1)
     metric.update(metric(scores[3:], target[3:]), 1)
-    assert metric.average().item() == pytest.approx(math.exp(F.cross_entropy(scores, target).item()), rel=1e-6)
+    assert metric.average().item() == pytest.approx(
+        math.exp(F.cross_entropy(scores, target).item()), rel=1e-6
+    )
 
 
 def test_perplexity_takes_a_loss_with_one_dimension() -> None:
@@ -254,7 +270,9 @@ def test_perplexity_of_half_precision_is_computed_in_float32(dtype) -> None:
     assert Perplexity()(loss).item() == pytest.approx(math.exp(12), rel=1e-5)
 
 
-@pytest.mark.parametrize(("output", "target"), [((4, 5, 3), (5, 4)), ((2, 12, 6), (4, 6)), ((2, 5, 7), (2, 7, 5))])
+@pytest.mark.parametrize(
+    ("output", "target"), [((4, 5, 3), (5, 4)), ((2, 12, 6), (4, 6)), ((2, 5, 7), (2, 7, 5))]
+)
 def test_perplexity_refuses_targets_that_do_not_fit(output, target) -> None:
     with pytest.raises(ValueError, match=re.escape(f"not {output} and {target}")):
         Perplexity()(torch.zeros(output), torch.zeros(target, dtype=torch.long))
@@ -270,7 +288,10 @@ def test_perplexity_reads_classes_in_the_second_dimension_as_torch_does() -> Non
     with pytest.raises(ValueError, match="second or the last"):
         Perplexity()(torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.long))
     # A language model's scores of (time, batch, words) with the targets in one row.
-    scores, target = torch.randn(4, 2, 5, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    scores, target = (
+        torch.randn(4, 2, 5, generator=generator),
+        torch.randint(0, 5, (8,), generator=generator),
+    )
     expected = math.exp(F.cross_entropy(scores.reshape(8, 5), target).item())
     assert Perplexity()(scores, target).item() == pytest.approx(expected, rel=1e-5)
 
@@ -295,8 +316,13 @@ def test_dice_does_not_depend_on_how_the_data_was_cut(batches, expected) -> None
 
 def test_dice_of_logits_is_that_of_their_probabilities() -> None:
     logits, target = torch.tensor([3.0, -2.0, 0.5]), torch.tensor([1, 1, 0])
-    assert DiceCoefficient(logits=True)(logits, target).item() == DiceCoefficient()(logits.double().sigmoid(), target)
-    assert DiceCoefficient()(target.float(), target.flip(0)).item() == F1Score()(target.float(), target.flip(0)).item()
+    assert DiceCoefficient(logits=True)(logits, target).item() == DiceCoefficient()(
+        logits.double().sigmoid(), target
+    )
+    assert (
+        DiceCoefficient()(target.float(), target.flip(0)).item()
+        == F1Score()(target.float(), target.flip(0)).item()
+    )
 
 
 def test_f1_counts_an_output_at_the_threshold_as_positive() -> None:
@@ -345,7 +371,9 @@ def test_counts_and_values_of_another_origin_are_not_mixed(make) -> None:
     value = metric(*pieces(metric)[0])
     metric.update(value, 1)
     assert metric.average() == value
-    with pytest.raises(ValueError, match=r"perc must be a value .* returned, in all updates or in none, not 0\.123"):
+    with pytest.raises(
+        ValueError, match=r"perc must be a value .* returned, in all updates or in none, not 0\.123"
+    ):
         metric.update(0.123, 2)
     with pytest.raises(ValueError, match="perc must be"):
         metric.update(value, 1)  # a second time
@@ -368,7 +396,9 @@ def test_values_of_another_origin_have_a_weighted_mean_as_in_version_3(make) -> 
     metric.reset()
     value = metric(*pieces(metric)[0])
     metric.reset()
-    metric.update(value.item(), 1)  # the call is forgotten with the batches: this number is of another origin, too
+    metric.update(
+        value.item(), 1
+    )  # the call is forgotten with the batches: this number is of another origin, too
     metric.update(value.item() + 1, 1)
     assert metric.average().item() == pytest.approx(value.item() + 0.5)
     metric.reset()
@@ -407,7 +437,9 @@ class OwnF1(F1Score):
 
 def averages_of_own_metrics(rank: int, world_size: int) -> tuple[float, float, float]:
     own, f1, plain = OwnMean(), OwnF1(), TopKAccuracy()
-    own.update(own(torch.tensor([float(rank + 1)], requires_grad=True), None), 1 + 2 * rank)  # 1 x 1, 2 x 3
+    own.update(
+        own(torch.tensor([float(rank + 1)], requires_grad=True), None), 1 + 2 * rank
+    )  # 1 x 1, 2 x 3
     f1.update(0.25, 1)
     f1.update(0.5, 1)
     plain.update(50.0, 1)
@@ -459,20 +491,27 @@ def test_bleu_compares_lower_case_unless_text_is_raw_or_case_is_asked_for() -> N
     pair = (["the cat sat on THE mat"], ["The cat sat on the mat"])
     assert BLEUScore()(*pair).item() == pytest.approx(100.0)
     assert BLEUScore(use_raw=True, lowercase=True)(*pair).item() == pytest.approx(100.0)
-    for cased in (BLEUScore(lowercase=False), BLEUScore(use_raw=True), BLEUScore(True, lowercase=False)):
+    for cased in (
+        BLEUScore(lowercase=False),
+        BLEUScore(use_raw=True),
+        BLEUScore(True, lowercase=False),
+    ):
         assert cased(*pair).item() < 50.0
 
 
 def test_bleu_divides_text_as_the_tokenizer_says() -> None:
     pair = (["das alte haus \u00abgarten\u00bb"], ["das alte haus \u00ab garten \u00bb"])
     assert BLEUScore()(*pair).item() == pytest.approx(100.0)
-    thirteen = BLEUScore(tokenize="13a", lowercase=False)(*pair).item()  # it leaves guillemets on their word
+    thirteen = BLEUScore(tokenize="13a", lowercase=False)(
+        *pair
+    ).item()  # it leaves guillemets on their word
     assert thirteen == pytest.approx(sacrebleu.corpus_bleu(pair[0], [pair[1]]).score)
     assert thirteen < 50.0
 
 
 def test_raw_bleu_of_sentences_shorter_than_four_words_counts_the_orders_there_are() -> None:
-    """The effective order of ``sacrebleu.raw_corpus_bleu``; without it every corpus of short sentences has 0."""
+    """The effective order of ``sacrebleu.raw_corpus_bleu``; without it every corpus of short
+    sentences has 0."""
     metric = BLEUScore(use_raw=True)
     pairs = [(["guten tag"], ["guten tag"]), (["auf wiedersehen"], ["auf bald"])]
     for output, target in pairs:

@@ -18,8 +18,10 @@ from tests.master.helpers import TestClient
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    """A client of a master in this process, with the local launcher."""
-    with TestClient(create_app(data_dir=tmp_path / "data"), base_url="http://127.0.0.1:5080") as test_client:
+    """A client of a master in this process, with the local engine."""
+    with TestClient(
+        create_app(data_dir=tmp_path / "data"), base_url="http://127.0.0.1:5080"
+    ) as test_client:
         yield test_client
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlbench_master.store import Run, Store, new_run
+from mlbench_master.database.store import Run, Store, new_run
 
 __all__ = ["add_run", "full"]
 

@@ -17,14 +17,16 @@ import pytest
 from alembic.script import ScriptDirectory
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master import create_app, lease, migrations
+from mlbench_master import create_app
+from mlbench_master.database import migrations
+from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus
-from mlbench_master.lease import Lease
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.store import Store
+from mlbench_master.runs import lease
+from mlbench_master.runs.lease import Lease
+from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
 from tests.helpers.processes import environment
-from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
+from tests.master.helpers import IdleEngine, TestClient, server, wait_for
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 from tests.master.test_server import master
 
@@ -50,7 +52,10 @@ def database(tmp_path: Path) -> Path:
     [
         (
             ["UPDATE alembic_version SET version_num = '0099'"],
-            r"newer version of MLBench wrote it \(version 99 of the tables, this one knows up to .* update mlben",
+            (
+                r"newer version of MLBench wrote it \(version 99 of the tables, this one knows up "
+                r"to .* update mlben"
+            ),
         ),
         (
             ["DROP TABLE alembic_version", "UPDATE schema_version SET version = 98"],
@@ -61,19 +66,33 @@ def database(tmp_path: Path) -> Path:
             ["UPDATE alembic_version SET version_num = 'a1'"],
             r"its table alembic_version is damaged: it has the versions \['a1'\]",
         ),
-        (["DROP TABLE alembic_version", "DELETE FROM schema_version"], "its table schema_version is damaged"),
-        (["DROP TABLE schema_version"], "it belongs to another program, with the tables alembic_version, master_lease"),
+        (
+            ["DROP TABLE alembic_version", "DELETE FROM schema_version"],
+            "its table schema_version is damaged",
+        ),
+        (
+            ["DROP TABLE schema_version"],
+            "it belongs to another program, with the tables alembic_version, master_lease",
+        ),
         (["DROP TABLE metrics"], "its table metrics lacks the columns id, owner"),
-        (["ALTER TABLE runs DROP COLUMN light_target"], "its table runs lacks the columns light_target"),
+        (
+            ["ALTER TABLE runs DROP COLUMN light_target"],
+            "its table runs lacks the columns light_target",
+        ),
         (
             [f"DROP TABLE {name}" for name in ("runs", "metrics", "metric_pages", "schema_version")]
             + ["DROP TABLE master_lease", "DROP TABLE alembic_version"]
             + ["CREATE TABLE django_migrations (id INTEGER)"],
-            "it belongs to another program, with the tables django_migrations; give an empty database",
+            (
+                "it belongs to another program, with the tables "
+                "django_migrations; give an empty database"
+            ),
         ),
     ],
 )
-def test_a_database_that_does_not_fit_is_refused(database: Path, statements: list[str], reason: str) -> None:
+def test_a_database_that_does_not_fit_is_refused(
+    database: Path, statements: list[str], reason: str
+) -> None:
     run_sql(database, *statements)
     before = database.read_bytes()
     with pytest.raises(ConfigurationError, match=reason):
@@ -82,7 +101,9 @@ def test_a_database_that_does_not_fit_is_refused(database: Path, statements: lis
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, version: int) -> None:
+def test_a_database_of_an_older_version_is_brought_to_this_one(
+    tmp_path: Path, version: int
+) -> None:
     path = tmp_path / "100% old" / "master.db"
     path.parent.mkdir()
     run_sql(path, *old_tables(version, "sqlite"))
@@ -93,23 +114,32 @@ def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, v
         store.close()
 
 
-def test_an_upgrade_is_one_line_of_the_master(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_upgrade_is_one_line_of_the_master(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "master.db"
     run_sql(path, *old_tables(3, "sqlite"))
     with caplog.at_level(logging.INFO):
         Store(f"sqlite:///{path}").close()
     assert caplog.messages == [
-        f"an older version wrote the database; its tables are brought from 0003 to {migrations.HEAD}"
+        (
+            "an older version wrote the database; its tables "
+            f"are brought from 0003 to {migrations.HEAD}"
+        )
     ]
 
 
 def test_an_upgrade_is_one_line_in_a_process_that_has_not_loaded_alembic(tmp_path: Path) -> None:
     path = tmp_path / "master.db"
     run_sql(path, *old_tables(3, "sqlite"))
-    code = "import logging, sys; logging.basicConfig(level=logging.INFO); from mlbench_master.store import Store; "
-    code += "Store(sys.argv[1])"
+    code = "import logging, sys; logging.basicConfig(level=logging.INFO); "
+    code += "from mlbench_master.database.store import Store; Store(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", code, f"sqlite:///{path}"], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code, f"sqlite:///{path}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     assert len(done.stderr.splitlines()) == 1 and "brought from 0003" in done.stderr
 
@@ -119,7 +149,10 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
     run_sql(path, *old_tables(1, "sqlite"))
     upgrade_until_killed(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as connection:
-        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY name"
+        names = (
+            "SELECT name FROM sqlite_master WHERE type = 'table' "
+            "AND name NOT LIKE 'sqlite%' ORDER BY name"
+        )
         assert connection.execute(names).fetchall() == [("metrics",), ("runs",)]
     store = Store(f"sqlite:///{path}")
     check_upgraded(store)
@@ -127,31 +160,47 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
 
 
 def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
-    revisions = [revision.revision for revision in ScriptDirectory(str(migrations._SCRIPTS)).walk_revisions()][::-1]
+    revisions = [
+        revision.revision for revision in ScriptDirectory(str(migrations._SCRIPTS)).walk_revisions()
+    ][::-1]
     assert revisions == [f"{number:04}" for number in range(1, len(revisions) + 1)]
     assert revisions[-1] == migrations.HEAD
 
 
 def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Path) -> None:
-    code = "import sys; from mlbench_master.store import Store; [Store(url).close() for url in sys.argv[1:]]; "
+    code = (
+        "import sys; from mlbench_master.database.store import Store; "
+        "[Store(url).close() for url in sys.argv[1:]]; "
+    )
     code += "assert 'sqlalchemy' in sys.modules and 'alembic' not in sys.modules"
     urls = [f"sqlite:///{path}" for path in (database, database.with_name("new.db"))]
     subprocess.run([sys.executable, "-c", code, *urls], env=environment(), timeout=60, check=True)
 
 
-def test_a_file_that_cannot_be_written_is_refused_with_one_line(database: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_with_one_line(
+    database: Path, tmp_path: Path
+) -> None:
     url = f"sqlite:///file:{database}?mode=ro&uri=true"
     done = master("--port", "0", "--data-dir", str(tmp_path / "data"), "--database-url", url)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
     assert "cannot open the database" in done.stderr and "readonly database" in done.stderr
+    assert not Path("file:").exists()
 
 
-def test_a_damaged_database_is_refused_by_the_command_with_one_line(database: Path, tmp_path: Path) -> None:
-    run_sql(database, "CREATE TABLE filling AS SELECT zeroblob(100000) AS x", "PRAGMA wal_checkpoint(TRUNCATE)")
+def test_a_damaged_database_is_refused_by_the_command_with_one_line(
+    database: Path, tmp_path: Path
+) -> None:
+    run_sql(
+        database,
+        "CREATE TABLE filling AS SELECT zeroblob(100000) AS x",
+        "PRAGMA wal_checkpoint(TRUNCATE)",
+    )
     content = bytearray(database.read_bytes())
     content[4096 * 2 : 4096 * 8] = b"\xff" * 4096 * 6
     database.write_bytes(content)
-    done = master("--port", "0", "--data-dir", str(tmp_path), "--database-url", f"sqlite:///{database}")
+    done = master(
+        "--port", "0", "--data-dir", str(tmp_path), "--database-url", f"sqlite:///{database}"
+    )
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
     assert "cannot open the database" in done.stderr
 
@@ -161,12 +210,17 @@ def test_health_says_that_the_database_fails(tmp_path: Path) -> None:
         assert client.get("/api/health/").json()["status"] == "ok"
         run_sql(tmp_path / "master.db", "DROP TABLE alembic_version")
         answer = client.get("/api/health/")
-        assert (answer.status_code, "the database failed: no such table" in answer.json()["message"]) == (503, True)
+        assert (
+            answer.status_code,
+            "the database failed: no such table" in answer.json()["message"],
+        ) == (503, True)
 
 
-def test_an_error_that_lasts_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_lasts_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.001)
+    scheduler = Scheduler(store, IdleEngine(), EventBus(), {}, poll_s=0.001)
     run_sql(tmp_path / "master.db", "ALTER TABLE runs RENAME TO others")
     scheduler.start()
     try:
@@ -195,7 +249,9 @@ def test_two_masters_share_no_database(tmp_path: Path) -> None:
     assert time.monotonic() - before < 15
 
 
-def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_not_renewed_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by a master on another machine, whose processes nobody here can see."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     monkeypatch.setattr(lease, "place", lambda: "machine-a")
@@ -215,7 +271,7 @@ def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path: Path, monkeypatch: 
             third.acquire()
         # The first one wakes up: it neither takes the lease back nor looks after a run.
         ticks: list[Any] = []
-        scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.01, lease=frozen)
+        scheduler = Scheduler(store, IdleEngine(), EventBus(), {}, poll_s=0.01, lease=frozen)
         monkeypatch.setattr(scheduler, "tick", lambda: ticks.append(1))
         scheduler.start()
         wait_for(lambda: frozen._lost)

@@ -1,8 +1,8 @@
-"""Kill the master while clients post: what it has acknowledged is there, and nothing is there twice.
+"""Kill the master while clients post: what it has acknowledged is there, and nothing is there
+twice.
 
-The normal suite kills it twice during 1,000 posts. ``MLBENCH_KILLS=20 pytest tests/faults/test_kills_of_posts.py``
-kills it twenty times during 10,000.
-"""
+The normal suite kills it twice during 1,000 posts. ``MLBENCH_KILLS=20 pytest
+tests/faults/test_kills_of_posts.py`` kills it twenty times during 10,000."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
         except BaseException as error:
             errors.append(error)
 
-    with running_master(tmp_path / "master") as master, httpx.Client(base_url=master.url, timeout=60) as http:
+    with (
+        running_master(tmp_path / "master") as master,
+        httpx.Client(base_url=master.url, timeout=60) as http,
+    ):
         posts = Posts(master, http, tmp_path)
         work = (posts.plain, posts.repeated, posts.lists, posts.by_client)
         threads = [threading.Thread(target=guarded, args=(part,)) for part in work]
@@ -130,7 +133,9 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
         try:
             done = posts.acknowledged.values
             wait_for(
-                lambda: errors or (len(done()) == 4 and min(map(len, done())) >= 20), 60, "the first posts of each"
+                lambda: errors or (len(done()) == 4 and min(map(len, done())) >= 20),
+                60,
+                "the first posts of each",
             )
             for _ in range(KILLS):
                 time.sleep(numbers.uniform(0, 1))
@@ -149,8 +154,15 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
     assert sum(posts.sent.values()) >= POSTS
     for name, done in posts.acknowledged.items():
         found = Counter(stored[name])
-        assert max(found.values()) == 1, f"{name}: doubled {[value for value, count in found.items() if count > 1]}"
+        assert max(found.values()) == 1, (
+            f"{name}: doubled {[value for value, count in found.items() if count > 1]}"
+        )
         assert set(done) <= set(found), f"{name}: lost {sorted(set(done) - set(found))}"
         if name != "plain":  # each of these clients delivers everything in the end
             assert stored[name] == [str(value) for value in range(1, posts.sent[name] + 1)], name
-    print({name: (posts.sent[name], len(done), len(stored[name])) for name, done in posts.acknowledged.items()})
+    print(
+        {
+            name: (posts.sent[name], len(done), len(stored[name]))
+            for name, done in posts.acknowledged.items()
+        }
+    )

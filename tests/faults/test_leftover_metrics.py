@@ -19,12 +19,12 @@ import pytest
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
+from mlbench_master.api.schemas import MetricIn
+from mlbench_master.database.store import Store, run_owner
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.leftovers import new_metric, store_leftovers
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.schemas import MetricIn
-from mlbench_master.store import Store, run_owner
+from mlbench_master.runs.leftovers import new_metric, store_leftovers
+from mlbench_master.runs.scheduler import Scheduler
 from tests.client.stub_master import StubMaster
 from tests.faults.helpers import add_run
 from tests.master.helpers import server, wait_for
@@ -44,7 +44,8 @@ with ApiClient(url=os.environ["MLBENCH_MASTER_URL"]) as client:
 """
 
 
-# Posts three metrics, and is killed at a step of the delivery of three more, which the master gets as one request.
+# Posts three metrics, and is killed at a step of the delivery of three more, which the master gets
+# as one request.
 KILLED_WORKER = """
 import os, signal, sys
 from mlbench_core.client.api import ApiClient
@@ -54,7 +55,8 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def post(values):
-    return client.post_metrics([{"run_id": 1, "name": "loss @ 0", "value": value} for value in values])
+    metric = {"run_id": 1, "name": "loss @ 0"}
+    return client.post_metrics([{**metric, "value": value} for value in values])
 
 url, step = sys.argv[1:]
 client = ApiClient(url=url)
@@ -99,12 +101,18 @@ def test_a_run_that_ended_without_a_master_keeps_its_metrics(tmp_path: Path) -> 
 
     with server(data) as (base, _):
         wait_for(lambda: run(base)["state"] != "started")
-        assert (run(base)["state"], run(base)["job_metadata"]["missing_metrics"]) == ("finished", "")
+        assert (run(base)["state"], run(base)["job_metadata"]["missing_metrics"]) == (
+            "finished",
+            "",
+        )
         for rank in (0, 1):
             posted = int((tmp_path / f"posted-{rank}").read_text())
             assert values(base, run_id, f"loss @ {rank}") == [str(value) for value in range(posted)]
-        # The time at which the workers ended, not that of the restart, which takes longer than 0.1 s.
-        finished = datetime.fromisoformat(run(base)["finished_at"].replace("Z", "+00:00")).timestamp()
+        # The time at which the workers ended, not that of the restart, which takes longer than 0.1
+        # s.
+        finished = datetime.fromisoformat(
+            run(base)["finished_at"].replace("Z", "+00:00")
+        ).timestamp()
         assert ended - 5 < finished < ended + 0.1
 
 
@@ -131,7 +139,9 @@ def test_a_worker_killed_at_any_step_of_a_delivery_loses_nothing(
         add_run(store, "a")
         master = masters()
 
-        def respond(method: str, path: str, body: Any, step: str = step, store: Store = store) -> None:
+        def respond(
+            method: str, path: str, body: Any, step: str = step, store: Store = store
+        ) -> None:
             store.add_metrics([new_metric(MetricIn.model_validate(entry), 0) for entry in body])
             if step == "before the answer" and body[0]["value"] == 3:
                 workers[step].kill()
@@ -139,11 +149,15 @@ def test_a_worker_killed_at_any_step_of_a_delivery_loses_nothing(
         master.respond = respond
         own = {"MLBENCH_MASTER_URL": master.url, "MLBENCH_SPOOL": str(tmp_path / step / "spool")}
         workers[step] = subprocess.Popen(
-            [sys.executable, "-c", KILLED_WORKER, master.url, step], env={**os.environ, **own}, stderr=subprocess.PIPE
+            [sys.executable, "-c", KILLED_WORKER, master.url, step],
+            env={**os.environ, **own},
+            stderr=subprocess.PIPE,
         )
     stored = {}
     for step, worker in workers.items():
-        assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL), step
+        assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL), (
+            step
+        )
         for _ in range(2):  # a master may be killed before it has recorded the end of the run
             assert store_leftovers(tmp_path / step / "spool", stores[step]) == ""
         stored[step] = [point.value for point in stores[step].points(run_owner(1), "loss @ 0")]
@@ -190,21 +204,27 @@ def test_a_disk_that_is_full_delays_no_delivery(
 
 
 def test_what_is_lost_is_stated(tmp_path: Path) -> None:
-    """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count of lost ones."""
+    """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count
+    of lost ones."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    launcher = LocalLauncher(tmp_path / "runs")
-    scheduler = Scheduler(store, launcher, EventBus(), {})
+    engine = LocalEngine(tmp_path / "runs")
+    scheduler = Scheduler(store, engine, EventBus(), {})
     run = add_run(store, "a")
-    spool = launcher.spool(f"local-{run.id}")
+    spool = engine.spool(f"local-{run.id}")
     ended: dict[str, Any] = {}
-    start = launcher.start
+    start = engine.start
 
     def start_and_leave(job: Any) -> str:
         started = start(job)
         outbox = Outbox(spool, "http://127.0.0.1:1/api/")
         good = f'{{"id": "x", "run_id": {run.id}, "name": "loss @ 0", "value": 1}}'
         outbox.insert(
-            [("1", good), ("2", good), ("3", '{"run_id": 77, "name": "a", "value": 1}'), ("4", "[" * 100_000)]
+            [
+                ("1", good),
+                ("2", good),
+                ("3", '{"run_id": 77, "name": "a", "value": 1}'),
+                ("4", "[" * 100_000),
+            ]
         )
         outbox.report_lost(5)
         with closing(sqlite3.connect(spool / "foreign.sqlite3")) as connection, connection:
@@ -214,10 +234,14 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
         os.mkfifo(spool / "pipe.sqlite3")
         return started
 
-    launcher.start = start_and_leave  # type: ignore[method-assign]
+    engine.start = start_and_leave  # type: ignore[method-assign]
     scheduler.start()
     try:
-        wait_for(lambda: ended.update(run=store.run(run.id)) or ended["run"].state in ("finished", "failed"))
+        wait_for(
+            lambda: (
+                ended.update(run=store.run(run.id)) or ended["run"].state in ("finished", "failed")
+            )
+        )
     finally:
         scheduler.close()
     assert ended["run"].state == "finished"
@@ -232,24 +256,42 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     assert "5 that a worker could not keep on disk" in store_leftovers(spool, store)
 
 
-ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT n, n AS line FROM t"
+ENDLESS = (
+    "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT n, n AS line FROM t"
+)
 
 
 @pytest.mark.parametrize(
     ("statements", "problem"),
     [
-        (f"CREATE VIEW metrics AS {ENDLESS.replace('n, n', 'n AS key, n')}", "other tables than an outbox"),
-        ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TABLE more (a)", "other tables"),
         (
-            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TRIGGER t AFTER DELETE ON "
+            f"CREATE VIEW metrics AS {ENDLESS.replace('n, n', 'n AS key, n')}",
+            "other tables than an outbox",
+        ),
+        (
+            (
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line "
+                "TEXT) WITHOUT ROWID; CREATE TABLE more (a)"
+            ),
+            "other tables",
+        ),
+        (
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE "
+            "TRIGGER t AFTER DELETE ON "
             "metrics BEGIN INSERT INTO metrics VALUES (old.key || 'x', '{}'); END",
             "other tables than an outbox",
         ),
         (
-            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) WITHOUT ROWID",
+            (
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT "
+                "AS (hex(zeroblob(1e8)))) WITHOUT ROWID"
+            ),
             "other tables",
         ),
-        ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT, more TEXT) WITHOUT ROWID", "other tables"),
+        (
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT, more TEXT) WITHOUT ROWID",
+            "other tables",
+        ),
         ("CREATE VIRTUAL TABLE metrics USING fts5(key, line)", "other tables"),
     ],
 )
@@ -263,7 +305,9 @@ def test_only_the_table_of_an_outbox_is_read(statements: str, problem: str, tmp_
     assert (spool / "a.sqlite3").exists()
 
 
-def test_files_that_hold_up_the_master_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_hold_up_the_master_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, spool = Store(f"sqlite:///{tmp_path / 'master.db'}"), tmp_path / "spool"
     run = add_run(store, "a")
     for name, count in (("1", 3), ("2", 200_000)):
@@ -275,7 +319,7 @@ def test_files_that_hold_up_the_master_are_left(tmp_path: Path, monkeypatch: pyt
     # A link must not lead to a database that is not of the worker.
     (spool / "4.sqlite3").symlink_to(tmp_path / "master.db")
     with monkeypatch.context() as patch:
-        patch.setattr("mlbench_master.leftovers._LONGEST_S", 0.0)
+        patch.setattr("mlbench_master.runs.leftovers._LONGEST_S", 0.0)
         missing = store_leftovers(spool, store)
     assert "2.sqlite3, which cannot be read (" in missing
     for name in ("3", "4"):
@@ -288,10 +332,14 @@ def test_a_line_that_does_not_fit_into_memory_is_not_read(tmp_path: Path) -> Non
         pytest.skip("needs the limits of SQLite from Python 3.11")
     store, spool = Store(f"sqlite:///{tmp_path / 'master.db'}"), tmp_path / "spool"
     Outbox(spool, "1").insert([("1", "x" * 20_000_000)])
-    assert "1.sqlite3, which cannot be read (string or blob too big)" in store_leftovers(spool, store)
+    assert "1.sqlite3, which cannot be read (string or blob too big)" in store_leftovers(
+        spool, store
+    )
 
 
-def test_metrics_for_another_master_stay_out_of_the_folder_of_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_metrics_for_another_master_stay_out_of_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("MLBENCH_SPOOL", str(tmp_path / "spool"))
         patch.setenv("MLBENCH_MASTER_URL", "http://127.0.0.1:1")

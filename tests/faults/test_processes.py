@@ -12,62 +12,63 @@ from typing import Any
 
 import pytest
 
+from mlbench_master.database.store import Run, Store
+from mlbench_master.engines import Job
+from mlbench_master.engines.local import engine as local_engine
+from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job
-from mlbench_master.launchers import local as local_launcher
-from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.processes import start_mark
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.store import Run, Store
+from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
-from tests.master.helpers import IdleLauncher, TestClient, processes_of, server, wait_for
+from tests.master.helpers import IdleEngine, TestClient, processes_of, server, wait_for
 
 
 def test_a_clock_that_is_set_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux computes the time of the boot from the clock, and a process's start time from that."""
     pslinux = pytest.importorskip("psutil._pslinux", reason="needs Linux")
     children: dict[object, subprocess.Popen[bytes]] = {}
-    monkeypatch.setattr(local_launcher, "_children", children)
-    launcher = LocalLauncher(tmp_path)
-    job = launcher.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
+    monkeypatch.setattr(local_engine, "_children", children)
+    engine = LocalEngine(tmp_path)
+    job = engine.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
     wait_for(lambda: len(processes_of(tmp_path)) == 2)
     (supervisor,) = children.values()
     children.clear()  # another master is not the parent of the supervisor
     boot_time = pslinux.boot_time()
     for step_s in (-2, 1, 3600):
         monkeypatch.setattr(pslinux, "boot_time", lambda step_s=step_s: boot_time + step_s)
-        assert launcher.poll(job).state == "running"
-    launcher.stop(job)
+        assert engine.poll(job).state == "running"
+    engine.stop(job)
     supervisor.wait()
     assert processes_of(tmp_path) == []
 
 
 def test_another_process_with_the_same_id_is_not_the_supervisor(tmp_path: Path) -> None:
-    launcher = LocalLauncher(tmp_path)
+    engine = LocalEngine(tmp_path)
     (tmp_path / "1").mkdir()
     own = {"pid": os.getpid(), "started": "another-boot-12345"}
     (tmp_path / "1" / "supervisor.json").write_text(json.dumps(own))
-    assert launcher.poll("local-1").state == "lost"
-    launcher.stop("local-1")  # this process goes on
-    # A worker can write into the file, which only a later master reads: this one has the supervisor as its child.
+    assert engine.poll("local-1").state == "lost"
+    engine.stop("local-1")  # this process goes on
+    # A worker can write into the file, which only a later master reads: this one has the supervisor
+    # as its child.
     for damaged in ("[]", "{", '{"pid": "own"}', f'{{"pid": {os.getpid()}, "started": null}}'):
         (tmp_path / "1" / "supervisor.json").write_text(damaged)
-        assert launcher.poll("local-1").state == "lost"
-        launcher.stop("local-1")
+        assert engine.poll("local-1").state == "lost"
+        engine.stop("local-1")
 
 
 def test_a_worker_that_replaces_the_state_of_its_run_ends_no_other_process(tmp_path: Path) -> None:
     """The next master, which reads the file, still finds the supervisor."""
-    launcher = LocalLauncher(tmp_path)
-    job = launcher.start(Job(run_id=1, name="a", command="sleep 1000", num_workers=1))
+    engine = LocalEngine(tmp_path)
+    job = engine.start(Job(run_id=1, name="a", command="sleep 1000", num_workers=1))
     wait_for(lambda: len(processes_of(tmp_path)) == 2)
     with subprocess.Popen(["sleep", "1000"]) as innocent:
         try:
             replaced = {"pid": innocent.pid, "started": start_mark(innocent.pid)}
             (tmp_path / "1" / "supervisor.json").write_text(json.dumps(replaced))
-            supervisor = local_launcher._children.pop(tmp_path / "1")
-            assert launcher.poll(job).state == "running"
-            launcher.stop(job)
+            supervisor = local_engine._children.pop(tmp_path / "1")
+            assert engine.poll(job).state == "running"
+            engine.stop(job)
             assert innocent.poll() is None
         finally:
             innocent.kill()
@@ -75,26 +76,30 @@ def test_a_worker_that_replaces_the_state_of_its_run_ends_no_other_process(tmp_p
     assert processes_of(tmp_path) == []
 
 
-def test_a_run_has_not_ended_before_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_not_ended_before_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its processes would still be there, and its port in use, when the next run starts."""
-    launcher = LocalLauncher(tmp_path)
-    job = launcher.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
+    engine = LocalEngine(tmp_path)
+    job = engine.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
     wait_for(lambda: len(processes_of(tmp_path)) == 2)
     (tmp_path / "1" / "status.json").write_text('{"returncode": 0, "reason": "", "finished_at": 0}')
-    assert launcher.poll(job).state == "running"
-    launcher.stop(job)
+    assert engine.poll(job).state == "running"
+    engine.stop(job)
     assert processes_of(tmp_path) == []
 
 
 def test_a_run_that_no_master_could_start_starts_again(tmp_path: Path) -> None:
     """The master died after it recorded the start, and before the supervisor lived."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    launcher = LocalLauncher(tmp_path / "runs")
-    places = {"died": launcher.place, "elsewhere": "machine-b:/runs"}
+    engine = LocalEngine(tmp_path / "runs")
+    places = {"died": engine.place, "elsewhere": "machine-b:/runs"}
     for name, place in places.items():
         run = add_run(store, name)
-        store.update_run(run.id, {"started_at_place": place}, state="started", job_id=f"local-{run.id}")
-    scheduler = Scheduler(store, launcher, EventBus(), {})
+        store.update_run(
+            run.id, {"started_at_place": place}, state="started", job_id=f"local-{run.id}"
+        )
+    scheduler = Scheduler(store, engine, EventBus(), {})
     scheduler.start()
     try:
         wait_for(lambda: not store.runs("initialized", "started"))
@@ -109,7 +114,7 @@ def test_a_run_that_no_master_could_start_starts_again(tmp_path: Path) -> None:
     )
 
 
-class SlowLauncher(IdleLauncher):
+class SlowEngine(IdleEngine):
     """Needs time to stop the first run, whose workers ignore SIGTERM."""
 
     capacity = 9.0  # type: ignore[assignment]
@@ -126,8 +131,8 @@ class SlowLauncher(IdleLauncher):
 
 def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    launcher = SlowLauncher()
-    scheduler = Scheduler(store, launcher, EventBus(), {})
+    engine = SlowEngine()
+    scheduler = Scheduler(store, engine, EventBus(), {})
     for name in ("first", "second"):
         add_run(store, name)
     scheduler.tick()
@@ -135,21 +140,22 @@ def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
     slow = threading.Thread(target=lambda: ended.append(scheduler.stop_run(1)))
     slow.start()
     try:
-        assert launcher.stopping.wait(10)
+        assert engine.stopping.wait(10)
         add_run(store, "third")
         quick = threading.Thread(target=lambda: (scheduler.tick(), scheduler.stop_run(2)))  # type: ignore[func-returns-value]
         quick.start()
         quick.join(10)
         assert [run.state for run in store.runs()] == ["started", "failed", "started"]
     finally:
-        launcher.may_end.set()
+        engine.may_end.set()
         slow.join(10)
         quick.join(10)
     assert ended[0] is not None and ended[0].metadata_dict()["reason"] == "stopped by a user"
 
 
 def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
-    """A shell starts a process in the background so that it ignores the interrupts of the terminal."""
+    """A shell starts a process in the background so that it ignores the interrupts of the
+    terminal."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with server(tmp_path / "data") as (_, process):
@@ -161,11 +167,20 @@ def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
 
 
 DAMAGE = {
-    "log": "pathlib.Path('../log.jsonl').write_text('5\\n{\"rank\": 0}\\n' + '[' * 100_000 + '\\nnull\\n')",
+    "log": (
+        "pathlib.Path('../log.jsonl').write_text('5\\n{\"rank\": 0}\\n' + '[' * 100_000 + "
+        "'\\nnull\\n')"
+    ),
     # Again if a file of the supervisor came in between.
-    "folder": "folder = pathlib.Path('..').resolve()\nwhile folder.exists(): shutil.rmtree(folder, ignore_errors=True)",
+    "folder": (
+        "folder = pathlib.Path('..').resolve()\nwhile folder.exists(): "
+        "shutil.rmtree(folder, ignore_errors=True)"
+    ),
     "status": "pathlib.Path('../status.json').mkdir()",
-    "supervisor": "pathlib.Path('../supervisor.json').write_text('[]'); pathlib.Path('../status.json').write_text('5')",
+    "supervisor": (
+        "pathlib.Path('../supervisor.json').write_text('[]'); "
+        "pathlib.Path('../status.json').write_text('5')"
+    ),
     "spool": "pathlib.Path('../spool').write_text('no folder')",
 }
 
@@ -181,14 +196,23 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
         return int(client.post("/api/runs/", json=body).json()["id"])
 
     def check(run_id: int) -> str:
-        for path in (f"/api/runs/{run_id}/", f"/api/runs/{run_id}/logs/", f"/runs/{run_id}/", "/api/runs/", "/"):
+        for path in (
+            f"/api/runs/{run_id}/",
+            f"/api/runs/{run_id}/logs/",
+            f"/runs/{run_id}/",
+            "/api/runs/",
+            "/",
+        ):
             get(path)
         return str(get(f"/api/runs/{run_id}/").json()["state"])
 
     runs = {}
     for name, statement in DAMAGE.items():
         script = tmp_path / f"{name}.py"
-        script.write_text(f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\ntime.sleep(1)\n")
+        script.write_text(
+            f"import pathlib, shutil, time\n{statement}\nprint('damaged', "
+            "flush=True)\ntime.sleep(1)\n"
+        )
         runs[name] = start(name, str(script))
     other = start("other", "sleep 2")
     states: dict[str, str] = {}
@@ -208,5 +232,7 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
     for name, reason in (("folder", "left no status"), ("status", "status.json is damaged")):
         assert reason in get(f"/api/runs/{runs[name]}/").json()["job_metadata"]["reason"]
     wait_for(lambda: check(other) == "finished")
-    assert [client.delete(f"/api/runs/{run_id}/").status_code for run_id in runs.values()] == [204] * len(runs)
+    assert [client.delete(f"/api/runs/{run_id}/").status_code for run_id in runs.values()] == [
+        204
+    ] * len(runs)
     assert processes_of(tmp_path) == []

@@ -10,7 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from mlbench_master import create_app
-from mlbench_master.security import Access
+from mlbench_master.access.credentials import Access
 from tests.faults.helpers import full
 from tests.master.helpers import TestClient
 
@@ -32,7 +32,10 @@ def test_a_login_on_a_full_disk_works_until_the_end_of_the_master(
             assert answer.status_code == 303 and access.cookie in answer.cookies
             assert client.get("/", follow_redirects=False).status_code == 200
         assert "logins are lost when the master ends, because" in caplog.text
-        assert client.get("/login/", params={"code": code}, headers={"cookie": ""}).status_code in (200, 401)
+        assert client.get("/login/", params={"code": code}, headers={"cookie": ""}).status_code in (
+            200,
+            401,
+        )
 
 
 def test_a_logout_on_a_full_disk_lasts_after_a_restart(small_disk: Path) -> None:
@@ -49,7 +52,9 @@ def test_a_logout_on_a_full_disk_lasts_after_a_restart(small_disk: Path) -> None
     assert not _with(again, left) and _with(again, stays), "the next write has all sessions"
 
 
-def test_a_logout_that_cannot_be_stored_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logout_that_cannot_be_stored_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     access = Access(tmp_path, "t" * 32)
     cookie = access.open_session()
     (tmp_path / "sessions.json").unlink()

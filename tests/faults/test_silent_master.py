@@ -20,7 +20,10 @@ from tests.master.helpers import processes_of, wait_for
 
 def mlbench(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "mlbench_core.cli", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "mlbench_cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -49,23 +52,40 @@ def start(name: str = "a", command: str = "sleep 1000") -> MasterRecord:
 
 
 def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Path) -> None:
-    record = start(command=f"{sys.executable} -uc \"print('hello'); import time; time.sleep(1000)\"")
+    record = start(
+        command=f"{sys.executable} -uc \"print('hello'); import time; time.sleep(1000)\""
+    )
     wait_for(lambda: "hello" in mlbench("logs", "a-1").stdout, 60)
     os.kill(record.pid, signal.SIGSTOP)
-    for arguments in (("status",), ("run", "b", "1", "--command", "true"), ("download", "a-1"), ("master",)):
+    for arguments in (
+        ("status",),
+        ("run", "b", "1", "--command", "true"),
+        ("download", "a-1"),
+        ("master",),
+    ):
         error = mlbench(*arguments, code=1).stderr
-        assert f"the master at {record.url} (process {record.pid}) does not answer: its process is stopped" in error
+        assert (
+            f"the master at {record.url} (process {record.pid}) "
+            "does not answer: its process is stopped"
+        ) in error
         assert "no master is running" not in error
     logs = mlbench("logs", "a-1", "--rank", "0")
     assert "[0] hello" in logs.stdout and "reading its files instead" in logs.stderr
     assert "[0] hello" in mlbench("logs", "a-1", "--dashboard-url", record.url).stdout
-    assert json.loads(mlbench("env", "--json").stdout)["mlbench"]["master"]["problem"].startswith("the master at")
+    assert json.loads(mlbench("env", "--json").stdout)["mlbench"]["master"]["problem"].startswith(
+        "the master at"
+    )
     assert processes_of(home)
     assert "stopped a-1" in mlbench("stop", "a-1").stdout
     assert not processes_of(home)
     assert "no run 'c-1' in " in mlbench("stop", "c-1", code=1).stderr
     os.kill(record.pid, signal.SIGCONT)
-    wait_for(lambda: "started" not in mlbench("status", "a-1").stdout.split("state", 1)[1].splitlines()[0], 60)
+    wait_for(
+        lambda: (
+            "started" not in mlbench("status", "a-1").stdout.split("state", 1)[1].splitlines()[0]
+        ),
+        60,
+    )
     assert "stopped by a user, while the master did not answer" in mlbench("logs", "a-1").stdout
     os.kill(record.pid, signal.SIGSTOP)
     assert "stopped the master" in mlbench("master", "--stop").stdout
@@ -80,7 +100,10 @@ def test_a_master_whose_disk_is_full_is_used_and_stopped(
     record = start()
     with full(small_disk):
         assert "a-1" in mlbench("status").stdout
-        assert "No space" in (error := mlbench("run", "b", "1", "--command", "true", code=1).stderr) or "full" in error
+        assert (
+            "No space" in (error := mlbench("run", "b", "1", "--command", "true", code=1).stderr)
+            or "full" in error
+        )
         mlbench("logs", "a-1")
         assert "stopped a-1" in mlbench("stop", "a-1").stdout
         assert not processes_of(small_disk)
@@ -98,7 +121,10 @@ def test_a_replaced_record_ends_no_other_process(home: Path) -> None:
             assert mark is not None
             path = home / "master.json"
             path.write_text(json.dumps(record._replace(pid=innocent.pid, started=mark)._asdict()))
-            assert f"process {innocent.pid} does not listen there" in mlbench("master", "--stop", code=1).stderr
+            assert (
+                f"process {innocent.pid} does not listen there"
+                in mlbench("master", "--stop", code=1).stderr
+            )
             assert innocent.poll() is None and psutil.pid_exists(record.pid)
             os.kill(record.pid, signal.SIGSTOP)
             assert "no embedded master" in mlbench("master", "--stop", code=1).stderr

@@ -13,10 +13,15 @@ def test_data(*parts: str) -> Path:
 
     The root is ``MLBENCH_TEST_DATA``, or ``../shared/data`` beside the checkout.
     """
-    root = Path(os.environ.get("MLBENCH_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
+    root = Path(
+        os.environ.get("MLBENCH_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data"
+    )
     path = root.joinpath(*parts)
     if not path.exists():
-        pytest.skip(f"real data is not here: {path} (set MLBENCH_TEST_DATA to the folder that holds {parts[0]}/)")
+        pytest.skip(
+            f"real data is not here: {path} (set MLBENCH_TEST_DATA "
+            f"to the folder that holds {parts[0]}/)"
+        )
     return path
 
 

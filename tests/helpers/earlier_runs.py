@@ -1,4 +1,7 @@
-"""Four result folders of task 1a that an earlier version wrote, without bytes on the wire and exchanges."""
+"""Four result folders of task 1a that an earlier version wrote.
+
+They have no bytes on the wire and no exchanges.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ ARCHIVE = Path(__file__).parents[1] / "results" / "earlier_runs.tar.xz"
 
 @cache
 def earlier_runs() -> Path:
-    """Unpack the runs once per process: ``centralized-sgd-1-r1``, ``-2-r1`` and ``-2-r2``, and ``power-sgd-2-r1``."""
+    """Unpack the runs once per process.
+
+    They are ``centralized-sgd-1-r1``, ``-2-r1`` and ``-2-r2``, and ``power-sgd-2-r1``.
+    """
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.unpack_archive(ARCHIVE, folder, filter="data")

@@ -1,9 +1,10 @@
-"""Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has torch imported.
+"""Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has
+torch imported.
 
-What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in which a fresh
-interpreter imports torch. Exit status, output, signals, folder and environment are those of a process; only what
-``atexit`` was given does not run. A test whose claim is that a command line starts from nothing takes ``subprocess``.
-"""
+What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in
+which a fresh interpreter imports torch. Exit status, output, signals, folder and environment are
+those of a process; only what ``atexit`` was given does not run. A test whose claim is that a
+command line starts from nothing takes ``subprocess``."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ class ForkedScript:
             file.close()
 
 
-def run_script(arguments: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    arguments: list[str], timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as ``subprocess.run`` does with captured text."""
     return ForkedScript(arguments, **variables).finish(timeout_s)
 

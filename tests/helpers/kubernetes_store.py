@@ -53,7 +53,9 @@ class Store(ThreadingHTTPServer):
         return {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.server_address[1]}"}}],
+            "clusters": [
+                {"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.server_address[1]}"}}
+            ],
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
             "users": [{"name": "u", "user": {}}],
             "current-context": "c",
@@ -77,11 +79,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, reason: str) -> None:
         self._answer(
-            {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": status}, status
+            {
+                "kind": "Status",
+                "apiVersion": "v1",
+                "status": "Failure",
+                "reason": reason,
+                "code": status,
+            },
+            status,
         )
 
     def _body(self) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        body: dict[str, Any] = json.loads(
+            self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
+        )
         return body
 
     def do_GET(self) -> None:
@@ -89,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = address.path
         if path == "/version":
             self._answer(_VERSION)
-        elif path in ("/api", "/apis") or path.removeprefix("/apis/").removeprefix("/api/") in KINDS:
+        elif (
+            path in ("/api", "/apis") or path.removeprefix("/apis/").removeprefix("/api/") in KINDS
+        ):
             self._answer(_discovery(path))
         elif path in self.server.objects:
             self._answer(self.server.objects[path])
@@ -147,9 +160,17 @@ def _discovery(path: str) -> dict[str, Any]:
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        found = [{"groupVersion": name, "version": name.partition("/")[2]} for name in KINDS if "/" in name]
+        found = [
+            {"groupVersion": name, "version": name.partition("/")[2]}
+            for name in KINDS
+            if "/" in name
+        ]
         groups = [
-            {"name": entry["groupVersion"].partition("/")[0], "versions": [entry], "preferredVersion": entry}
+            {
+                "name": entry["groupVersion"].partition("/")[0],
+                "versions": [entry],
+                "preferredVersion": entry,
+            }
             for entry in found
         ]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
@@ -165,7 +186,12 @@ def _discovery(path: str) -> dict[str, Any]:
         }
         for kind, word in KINDS[group].items()
     ]
-    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": resources}
+    return {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": group,
+        "resources": resources,
+    }
 
 
 @contextmanager

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A TCP port on the loopback address that no other program is given as long as this process lives.
+    """A TCP port on the loopback address that no other program is given as long as this process
+    lives.
 
-    The socket that holds it stays open and does not listen, so a server that reuses addresses (torch's store, the
-    master) can listen there.
-    """
+    The socket that holds it stays open and does not listen, so a server that reuses addresses
+    (torch's store, the master) can listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -33,7 +33,8 @@ def free_port() -> int:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, fit for worker processes: one thread each, the checkout importable."""
+    """This process's environment with changes, fit for worker processes: one thread each, the
+    checkout importable."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
 
 
@@ -46,14 +47,18 @@ def get_json(url: str, timeout_s: float = 10.0) -> Any:
 def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
     """Post JSON and return the JSON of the answer."""
     request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+        url,
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+        method="POST",
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return json.load(answer)
 
 
 def wait_for(condition: Any, timeout_s: float, what: str) -> Any:
-    """Poll until ``condition()`` is true and return its value; fail naming ``what`` after the limit."""
+    """Poll until ``condition()`` is true and return its value; fail naming ``what`` after the
+    limit."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         value = condition()
@@ -82,19 +87,25 @@ class Master:
         options = ["--port", str(self.port), "--data-dir", str(self.folder), "--no-token"]
         with open(self.folder / "master.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlbench_core.cli", "master", *options],
+                [sys.executable, "-m", "mlbench_cli", "master", *options],
                 stdout=log,
                 stderr=log,
                 env=environment(),
                 cwd=ROOT,
             )
-        wait_for(self._answers, 30, f"the master to answer; its log:\n{(self.folder / 'master.log').read_text()}")
+        wait_for(
+            self._answers,
+            30,
+            f"the master to answer; its log:\n{(self.folder / 'master.log').read_text()}",
+        )
 
     def _answers(self) -> bool:
         try:
             return bool(get_json(f"{self.url}/api/health/", timeout_s=2))
         except (urllib.error.URLError, OSError):
-            assert self.process is not None and self.process.poll() is None, (self.folder / "master.log").read_text()
+            assert self.process is not None and self.process.poll() is None, (
+                self.folder / "master.log"
+            ).read_text()
             return False
 
     def stop(self, kill: bool = False) -> None:
@@ -110,7 +121,9 @@ class Master:
 
     def log(self, run_id: int) -> str:
         """The log of a run as text."""
-        return "\n".join(line["text"] for line in get_json(f"{self.url}/api/runs/{run_id}/logs/")["lines"])
+        return "\n".join(
+            line["text"] for line in get_json(f"{self.url}/api/runs/{run_id}/logs/")["lines"]
+        )
 
     def metric_values(self, run_id: int, name: str) -> list[str]:
         """The values of a run's metric, in the master's order."""

@@ -1,9 +1,9 @@
 """Run a function in k processes that communicate, and bring back what each returned.
 
-The processes are forked from a server that has imported torch and done nothing else: importing it anew in each of them
-would take most of the time of most tests. For the same reason it has imported what many tests read digits with, and
-pytest, which is the main module that ``multiprocessing`` imports into every process.
-"""
+The processes are forked from a server that has imported torch and done nothing else: importing it
+anew in each of them would take most of the time of most tests. For the same reason it has imported
+what many tests read digits with, and pytest, which is the main module that ``multiprocessing``
+imports into every process."""
 
 from __future__ import annotations
 
@@ -60,12 +60,17 @@ def _worker(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         if backend == "nccl":
-            # NCCL refuses a GPU that two workers of a machine share, so they appear to be on machines of their own.
+            # NCCL refuses a GPU that two workers of a machine share, so they appear to be on
+            # machines of their own.
             os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
             torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
         # A worker that ends at once would close its connections while another one is still joining.
         store.set(f"joined {rank}", "")
@@ -81,32 +86,48 @@ def _worker(
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout_s: float = 120.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` processes.
 
-    ``function`` must be importable (defined at module level), its arguments and result picklable. The processes meet
-    through a file, so no port is used; each computes with one thread.
+    ``function`` must be importable (defined at module level), its arguments and result picklable.
+    The processes meet through a file, so no port is used; each computes with one thread.
 
     Args:
         world_size: Number of processes.
         function: What each process runs.
         args: Further arguments for every process.
-        backend: ``"gloo"`` or ``"nccl"``. With NCCL, each worker uses a GPU, which it may share with others.
+        backend: ``"gloo"`` or ``"nccl"``. With NCCL, each worker uses a GPU, which it may share
+            with others.
         timeout_s: Limit in seconds for the whole run; also the process group's timeout.
 
     Returns:
         The results by rank.
 
     Raises:
-        RankFailure: A worker raised, died or the limit passed. The message names the rank and has its traceback.
+        RankFailure: A worker raised, died or the limit passed. The message names the rank and has
+            its traceback.
     """
     context = fork_context()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         channels, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            given = (function, rank, world_size, folder, backend, timeout_s, args, dict(os.environ), theirs)
+            given = (
+                function,
+                rank,
+                world_size,
+                folder,
+                backend,
+                timeout_s,
+                args,
+                dict(os.environ),
+                theirs,
+            )
             process = context.Process(target=_worker, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -130,7 +151,9 @@ def run_ranks(
                         results[rank] = value
                     else:
                         failures[rank] = value
-                        deadline = min(deadline, time.monotonic() + 10)  # the others get a moment to fail too
+                        deadline = min(
+                            deadline, time.monotonic() + 10
+                        )  # the others get a moment to fail too
             for rank in waiting:
                 failures.setdefault(rank, f"did not end within {timeout_s} s")
         finally:
@@ -142,5 +165,9 @@ def run_ranks(
             for channel in channels:
                 channel.close()
     if failures:
-        raise RankFailure("\n".join(f"--- rank {rank} of {world_size}:\n{text}" for rank, text in failures.items()))
+        raise RankFailure(
+            "\n".join(
+                f"--- rank {rank} of {world_size}:\n{text}" for rank, text in failures.items()
+            )
+        )
     return [results[rank] for rank in range(world_size)]

@@ -23,8 +23,14 @@ def train_task(
     light: bool = False,
     validation_only: bool = False,
 ) -> Tracker:
-    """Call the script's ``train`` on this worker, with the random generator that the command line would seed."""
-    args.run_id, args.gpu, args.light_target, args.validation_only = "1", False, light, validation_only
+    """Call the script's ``train`` on this worker, with the random generator that the command line
+    would seed."""
+    args.run_id, args.gpu, args.light_target, args.validation_only = (
+        "1",
+        False,
+        light,
+        validation_only,
+    )
     torch.manual_seed(args.seed)
     with Run(args, rank, world_size, str(data), str(checkpoints)) as run:
         script.train(run)

@@ -1,4 +1,5 @@
-"""Runs a script that waits less long than usual for workers who are silent: impatient.py SCRIPT ARGUMENTS."""
+"""Runs a script that waits less long than usual for workers who are silent: impatient.py SCRIPT
+ARGUMENTS."""
 
 from __future__ import annotations
 

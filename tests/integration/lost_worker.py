@@ -1,4 +1,5 @@
-"""A worker of tests/integration/test_lost_worker.py: trains, and the worker to be lost ends in mid-reduction.
+"""A worker of tests/integration/test_lost_worker.py: trains, and the worker to be lost ends in
+mid-reduction.
 
 Usage: lost_worker.py RANK WORLD_SIZE STORE LOST HOW
 """
@@ -24,17 +25,27 @@ SILENCE_S = 1.5  # how long who waited so long looks for a sign of life
 
 
 def main() -> None:
-    rank, world_size, store, lost, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+    rank, world_size, store, lost, how = (
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+        sys.argv[5],
+    )
     torch.set_num_threads(1)
     lost_workers.SILENCE_S = SILENCE_S
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if store.startswith("tcp:"):
-        shared = dist.TCPStore("127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=timeout)
+        shared = dist.TCPStore(
+            "127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=timeout
+        )
     else:
         shared = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=timeout)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    exchange = AllReduceAggregation(overlap=how != "plain", bucket_size_bytes=0, shared_memory=how == "shared")
+    exchange = AllReduceAggregation(
+        overlap=how != "plain", bucket_size_bytes=0, shared_memory=how == "shared"
+    )
     optimizer = CentralizedSGD(world_size, model, lr=0.01, aggregation=exchange)
     step = 0
 

@@ -1,4 +1,5 @@
-"""A worker that is lost in the middle of a reduction is named by the others, who end soon and do not hang."""
+"""A worker that is lost in the middle of a reduction is named by the others, who end soon and do
+not hang."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from tests.integration.lost_worker import TIMEOUT_S
 SCRIPT = Path(__file__).with_name("lost_worker.py")
 
 
-def run(world_size: int, store: str, lost: int, how: str, limit_s: float) -> dict[int, tuple[int, str, str]]:
+def run(
+    world_size: int, store: str, lost: int, how: str, limit_s: float
+) -> dict[int, tuple[int, str, str]]:
     """Exit status, output and errors of the workers that are not lost."""
     processes = [
-        ForkedScript([str(SCRIPT), str(rank), str(world_size), store, str(lost), how]) for rank in range(world_size)
+        ForkedScript([str(SCRIPT), str(rank), str(world_size), store, str(lost), how])
+        for rank in range(world_size)
     ]
     deadline = time.monotonic() + limit_s
     try:
@@ -29,7 +33,10 @@ def run(world_size: int, store: str, lost: int, how: str, limit_s: float) -> dic
     finally:
         for process in processes:
             process.kill()
-    return {rank: (process.returncode, process.stdout, process.stderr) for rank, process in ended.items()}
+    return {
+        rank: (process.returncode, process.stdout, process.stderr)
+        for rank, process in ended.items()
+    }
 
 
 @pytest.mark.parametrize("how", ["overlap", "plain", "shared"])
@@ -50,4 +57,7 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - start > TIMEOUT_S
     status, output, errors = survivors[0]
     assert (status, output) == (1, "step 3\n")
-    assert "WorkerError: communication failed, and these workers do not answer: worker 1 (process " in errors
+    assert (
+        "WorkerError: communication failed, and these workers do not answer: worker 1 (process "
+        in errors
+    )

@@ -28,7 +28,9 @@ assert LogMetrics.flush(30)
 SLEEPER = "import time\nprint('here', flush=True)\ntime.sleep(600)\n"
 
 
-def start_run(master: Master, script: Path, workers: int, arguments: str = "{run_id} {rank}") -> int:
+def start_run(
+    master: Master, script: Path, workers: int, arguments: str = "{run_id} {rank}"
+) -> int:
     run = post_json(
         f"{master.url}/api/runs/",
         {
@@ -49,13 +51,21 @@ def test_master_killed_in_mid_run_loses_and_doubles_nothing(tmp_path: Path) -> N
     script.write_text(WORKER)
     with running_master(tmp_path / "master") as master:
         run_id = start_run(master, script, 2)
-        wait_for(lambda: len(master.metric_values(run_id, "step @ 0")) >= 5, 60, "the first metrics")
+        wait_for(
+            lambda: len(master.metric_values(run_id, "step @ 0")) >= 5, 60, "the first metrics"
+        )
         master.stop(kill=True)
         time.sleep(1)  # the workers go on meanwhile
         master.start()
-        wait_for(lambda: master.state(run_id) == "finished", 60, f"the run to finish; its log:\n{master.log(run_id)}")
+        wait_for(
+            lambda: master.state(run_id) == "finished",
+            60,
+            f"the run to finish; its log:\n{master.log(run_id)}",
+        )
         for rank in (0, 1):
-            assert master.metric_values(run_id, f"step @ {rank}") == [str(step) for step in range(40)]
+            assert master.metric_values(run_id, f"step @ {rank}") == [
+                str(step) for step in range(40)
+            ]
             assert len(master.metric_values(run_id, f"longest_call_s @ {rank}")) == 1
 
 

@@ -1,4 +1,5 @@
-"""Two workers on two emulated hosts: what compression gains on a slow link, and what a pulled cable does."""
+"""Two workers on two emulated hosts: what compression gains on a slow link, and what a pulled cable
+does."""
 
 from __future__ import annotations
 
@@ -81,13 +82,19 @@ TEXT: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "te
 
 
 @contextlib.contextmanager
-def running(network: EmulatedNetwork, code: str, folder: Path, *arguments: str) -> Iterator[list[Worker]]:
+def running(
+    network: EmulatedNetwork, code: str, folder: Path, *arguments: str
+) -> Iterator[list[Worker]]:
     """One worker on each host; what it complains of goes to a file."""
     workers = []
     try:
         for host in range(network.hosts):
             with open(folder / f"errors{host}", "w") as errors:
-                workers.append(network.popen(host, [sys.executable, "-c", code, *arguments], stderr=errors, **TEXT))
+                workers.append(
+                    network.popen(
+                        host, [sys.executable, "-c", code, *arguments], stderr=errors, **TEXT
+                    )
+                )
         yield workers
     finally:
         for worker in workers:
@@ -120,18 +127,24 @@ def slowest(found: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 def test_power_sgd_takes_several_steps_where_sgd_takes_one(tmp_path: Path) -> None:
-    """VGG11's gradient fills the link for three seconds; at rank 2 its factors take a few hundredths."""
+    """VGG11's gradient fills the link for three seconds; at rank 2 its factors take a few
+    hundredths."""
     with EmulatedNetwork(2, BANDWIDTH) as network, running(network, SPEED, tmp_path) as workers:
         found = answers(workers, tmp_path)
     sgd, power = (slowest(found, name) for name in ("sgd", "power"))
     assert sgd["bytes"] > 100 * power["bytes"]
-    assert sgd["seconds"] > 0.9 * 8 * sgd["bytes"] / bits_per_second(BANDWIDTH)  # the link is what it says
+    assert sgd["seconds"] > 0.9 * 8 * sgd["bytes"] / bits_per_second(
+        BANDWIDTH
+    )  # the link is what it says
     assert sgd["seconds"] > 3 * power["seconds"]
 
 
 def test_a_short_cut_is_survived_and_a_long_one_is_an_error_in_time(tmp_path: Path) -> None:
     timeout_s = 5.0
-    with EmulatedNetwork(2, BANDWIDTH) as network, running(network, CABLE, tmp_path, str(timeout_s)) as workers:
+    with (
+        EmulatedNetwork(2, BANDWIDTH) as network,
+        running(network, CABLE, tmp_path, str(timeout_s)) as workers,
+    ):
         ask(workers)
         assert [answer["error"] for answer in answers(workers, tmp_path)] == [None, None]
         network.cut(1)
@@ -142,5 +155,7 @@ def test_a_short_cut_is_survived_and_a_long_one_is_an_error_in_time(tmp_path: Pa
         network.cut(1)
         ask(workers)
         for rank, answer in enumerate(answers(workers, tmp_path)):
-            assert answer["error"].startswith(("communication failed", f"lost worker {1 - rank}")), answer
+            assert answer["error"].startswith(
+                ("communication failed", f"lost worker {1 - rank}")
+            ), answer
             assert answer["seconds"] < 4 * timeout_s

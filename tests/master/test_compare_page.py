@@ -1,4 +1,5 @@
-"""The page that compares runs: the table of the command, notes on every other run, figures, and a page that is live."""
+"""The page that compares runs: the table of the command, notes on every other run, figures, and a
+page that is live."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from mlbench_core.cli._records import compare_records, from_master
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.table import cell
-from mlbench_master import create_app, figures
-from mlbench_master.pages.compare import MOST_RUNS
-from mlbench_master.results import RESULT_METRIC
-from mlbench_master.store import NewMetric, Run, new_run, run_owner
+from mlbench_cli._records import compare_records, from_master
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.table import cell
+from mlbench_master import create_app
+from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
+from mlbench_master.runs.result_files import RESULT_METRIC
+from mlbench_master.web import figures
+from mlbench_master.web.compare import MOST_RUNS
 from tests.cli.fake_master import summary
-from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
+from tests.master.helpers import IdleEngine, TestClient, server, wait_for
 from tests.results.helpers import GOAL, write_run
 from tests.security.browser import chromium
 
@@ -31,9 +33,11 @@ HOSTILE = "<script>alert(1)</script>"
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path / "data", launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path / "data", engine=IdleEngine())
     app.state.scheduler.start = lambda: None
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
@@ -47,7 +51,13 @@ class Master:
 
     def add(self, name: str, state: str = "finished", **metrics: str) -> int:
         """Add a run with some metrics of its first worker; its id."""
-        values = {"num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "i", "backend": "gloo", "command": "train.py"}
+        values = {
+            "num_cpus": 1.0,
+            "max_bandwidth": 1000.0,
+            "image": "i",
+            "backend": "gloo",
+            "command": "train.py",
+        }
         run: Run = self.store.add_run(new_run(name=name, num_workers=1, **values))
         self.send(run.id, **metrics)
         self.store.update_run(run.id, state=state)
@@ -62,7 +72,9 @@ class Master:
         return (folder / "result.json").read_text()
 
     def send(self, run_id: int, **metrics: str) -> None:
-        new = [NewMetric(run_owner(run_id), f"{name} @ 0", 1, value) for name, value in metrics.items()]
+        new = [
+            NewMetric(run_owner(run_id), f"{name} @ 0", 1, value) for name, value in metrics.items()
+        ]
         self.store.add_metrics(new)
 
     def of_the_command(self, ids: Sequence[int], *options: Any) -> Any:
@@ -96,7 +108,10 @@ def address(ids: Sequence[object], path: str = "/compare/", **more: str) -> str:
 def rows(text: str) -> list[list[str]]:
     """The cells of every row of every table of the page."""
     return [
-        [html.unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.S)]
+        [
+            html.unescape(re.sub(r"<[^>]*>", "", cell)).strip()
+            for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.S)
+        ]
         for row in re.findall(r"<tr.*?</tr>", text, re.S)
     ]
 
@@ -105,7 +120,11 @@ def test_the_table_is_that_of_the_command(client: Any, master: Master, four: lis
     # A run that sent only what version 3.0 does has its own row.
     ids = [*four, master.add("old", summary=json.dumps(summary(1, 80.0, 8.0)))]
     table = master.of_the_command(ids)
-    assert [row["names"] for row in table.rows] == [["adam-1", "adam-2"], ["sgd-1", "sgd-2"], ["old"]]
+    assert [row["names"] for row in table.rows] == [
+        ["adam-1", "adam-2"],
+        ["sgd-1", "sgd-2"],
+        ["old"],
+    ]
     answer = client.get(address(ids, "/compare/table.csv"))
     assert answer.text == table.as_csv() and answer.headers["content-type"].startswith("text/csv")
     machine = load_prices()["gcp-n1-standard-4"]
@@ -126,11 +145,15 @@ def test_the_table_is_that_of_the_command(client: Any, master: Master, four: lis
     assert "<option selected>sgd</option>" in text and f'value="{machine.name}" selected' in text
 
 
-def test_a_label_that_is_no_baseline_any_more_does_not_hide_the_table(client: Any, four: list[int]) -> None:
+def test_a_label_that_is_no_baseline_any_more_does_not_hide_the_table(
+    client: Any, four: list[int]
+) -> None:
     assert "19.50" in client.get(address(four, baseline="gone")).text
 
 
-def test_every_run_without_a_row_or_without_times_has_its_reason(client: Any, master: Master, four: list[int]) -> None:
+def test_every_run_without_a_row_or_without_times_has_its_reason(
+    client: Any, master: Master, four: list[int]
+) -> None:
     runs = {
         "waits": master.add("waits", "initialized"),
         "trains": master.add("trains", "started"),
@@ -138,42 +161,70 @@ def test_every_run_without_a_row_or_without_times_has_its_reason(client: Any, ma
         "plain": master.add("plain"),
         "odd": master.add("odd", result='{"schema_version": 7}'),
         "deep": master.add("deep", result="[" * 100_000),
-        "numbers": master.add("numbers", summary='{"workers": "x", "total_s": {"train": [1]}, "goal_reached": {}}'),
+        "numbers": master.add(
+            "numbers", summary='{"workers": "x", "total_s": {"train": [1]}, "goal_reached": {}}'
+        ),
     }
-    shown = {row[0]: row for row in rows(client.get(address([*four, *runs.values()])).text) if row[0] in runs}
+    shown = {
+        row[0]: row
+        for row in rows(client.get(address([*four, *runs.values()])).text)
+        if row[0] in runs
+    }
     assert shown["waits"][1:3] == ["initialized", "Queued: it joins when it ends."]
     assert shown["trains"][2] == "Running: it joins when it ends."
     assert shown["broke"][2] == "broke has the state 'failed': left out."
-    assert shown["plain"][2] == "plain sent no times, because its program does not use the Tracker: left out."
-    assert shown["odd"][2] == "Its result cannot be read: it does not follow the schema of a result."
+    assert (
+        shown["plain"][2]
+        == "plain sent no times, because its program does not use the Tracker: left out."
+    )
+    assert (
+        shown["odd"][2] == "Its result cannot be read: it does not follow the schema of a result."
+    )
     master.send(runs["trains"], result=master.result("trains", algorithm="rms"))
     master.store.update_run(runs["trains"], state="finished")
     text = client.get(address([*four, runs["trains"]])).text
     assert "rms, 1 worker" in text and "Running" not in text
 
 
-def test_different_goals_are_refused_with_both_named(client: Any, master: Master, four: list[int]) -> None:
+def test_different_goals_are_refused_with_both_named(
+    client: Any, master: Master, four: list[int]
+) -> None:
     light = master.add_result("light", goal={**GOAL, "threshold": 85.0})
     answer = client.get(address([*four, light]))
     assert answer.status_code == 200
     text = html.unescape(answer.text)
-    assert "The runs must have the same goal, not 'Prec@1 >= 90' (adam-1) and 'Prec@1 >= 85' (light)" in text
+    assert (
+        "The runs must have the same goal, not 'Prec@1 >= 90' (adam-1) and 'Prec@1 >= 85' (light)"
+        in text
+    )
     assert f'<a href="{address(four)}">Compare the 4 with the goal Prec@1 >= 90</a>' in text
     answer = client.get(address([*four, light], "/compare/table.csv"))
     assert answer.status_code == 400 and "same goal" in answer.json()["message"]
 
 
-def test_addresses_that_are_wrong_are_answered_with_a_sentence(client: Any, four: list[int]) -> None:
+def test_addresses_that_are_wrong_are_answered_with_a_sentence(
+    client: Any, four: list[int]
+) -> None:
     text = client.get(address([*four, 99, "x"])).text
-    assert "There is no run 99: it was deleted" in text and "There is no run x" in text and "19.50" in text
+    assert (
+        "There is no run 99: it was deleted" in text
+        and "There is no run x" in text
+        and "19.50" in text
+    )
     for path in ("/compare/table.csv", "/compare/figures/speedup.svg"):
         answer = client.get(address([*four, 99], path))
         assert answer.status_code == 404 and answer.json()["message"] == "run: there is no run '99'"
         assert client.get(address([], path)).status_code == 404
     answer = client.get(address(range(MOST_RUNS + 1)))
-    assert answer.status_code == 400 and "at most 50 runs are compared, not 51" in answer.json()["message"]
+    assert (
+        answer.status_code == 400
+        and "at most 50 runs are compared, not 51" in answer.json()["message"]
+    )
     assert "machine: must be one of" in client.get(address(four, machine="x")).json()["message"]
-    assert "must be one of csv, md, json" in client.get(address(four, "/compare/table.xls")).json()["message"]
+    assert (
+        "must be one of csv, md, json"
+        in client.get(address(four, "/compare/table.xls")).json()["message"]
+    )
 
 
 def test_runs_are_added_and_removed(client: Any, master: Master) -> None:
@@ -187,7 +238,10 @@ def test_runs_are_added_and_removed(client: Any, master: Master) -> None:
 
 
 def test_names_and_settings_are_text(client: Any, master: Master) -> None:
-    ids = [master.add_result(HOSTILE, algorithm=HOSTILE), master.add_result("other", algorithm="=1+1")]
+    ids = [
+        master.add_result(HOSTILE, algorithm=HOSTILE),
+        master.add_result("other", algorithm="=1+1"),
+    ]
     text = client.get(address(ids, baseline=HOSTILE)).text
     assert HOSTILE not in text and html.escape(HOSTILE) in text
     assert "\n'=1+1,1," in client.get(address(ids, "/compare/table.csv")).text
@@ -214,7 +268,9 @@ def test_figures_are_drawn_once_and_served_as_files(
         assert "<svg" in answer.text and "<script" not in answer.text
         policy = set(answer.headers["content-security-policy"].split("; "))
         assert {"default-src 'none'", "frame-ancestors 'none'", "sandbox"} <= policy
-    assert client.get(address(ids, "/compare/figures/communication_share.png")).content.startswith(b"\x89PNG")
+    assert client.get(address(ids, "/compare/figures/communication_share.png")).content.startswith(
+        b"\x89PNG"
+    )
     answer = client.get(address(ids, "/compare/figures/x.svg"))
     assert answer.status_code == 404 and "must be one of" in answer.json()["message"]
     assert len(figures._kept) <= figures._MOST_KEPT
@@ -223,7 +279,7 @@ def test_figures_are_drawn_once_and_served_as_files(
 def test_without_matplotlib_the_page_says_what_to_install(
     client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlbench_master.pages.compare.can_draw", lambda: False)
+    monkeypatch.setattr("mlbench_master.web.compare.can_draw", lambda: False)
     assert "pip install" in client.get(address(four, "/compare/figures/")).text
     answer = client.get(address(four, "/compare/figures/speedup.svg"))
     assert answer.status_code == 404 and "mlbench-core[charts]" in answer.json()["message"]
@@ -232,12 +288,19 @@ def test_without_matplotlib_the_page_says_what_to_install(
 def test_a_drawing_that_fails_or_must_wait_is_reported_and_not_kept(
     client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = iter([figures.Figures(missing=["it failed"]), figures.Figures({"speedup": "x"}, {"speedup.svg": b"<svg/>"})])
+    made = iter(
+        [
+            figures.Figures(missing=["it failed"]),
+            figures.Figures({"speedup": "x"}, {"speedup.svg": b"<svg/>"}),
+        ]
+    )
     monkeypatch.setattr(figures, "_kept", type(figures._kept)())
-    monkeypatch.setattr("mlbench_master.pages.compare.can_draw", lambda: True)
+    monkeypatch.setattr("mlbench_master.web.compare.can_draw", lambda: True)
     with monkeypatch.context() as broken:
         broken.setattr(figures.sys, "executable", "/bin/false")
-        assert "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+        assert (
+            "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+        )
     monkeypatch.setattr(figures, "_draw", lambda content: next(made))
     for _ in range(figures._MOST_WAITING):
         figures._turns.acquire()
@@ -253,11 +316,19 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
     wait = f"import os, time\nwhile os.path.exists({str(goes_on)!r}): time.sleep(0.05)\n"
     (tmp_path / "wait.py").write_text(wait)
     # Drawing would only take time.
-    setup = "import mlbench_master.pages.compare as page; page.can_draw = lambda: False"
-    with chromium(tmp_path / "profile") as browser, server(tmp_path / "data", setup=setup) as (base, _):
+    setup = "import mlbench_master.web.compare as page; page.can_draw = lambda: False"
+    with (
+        chromium(tmp_path / "profile") as browser,
+        server(tmp_path / "data", setup=setup) as (base, _),
+    ):
         ids = []
         for name in ("first", "second"):
-            body = {"name": name, "num_workers": 1, "num_cpus": 0.5, "command": f"python {tmp_path / 'wait.py'}"}
+            body = {
+                "name": name,
+                "num_workers": 1,
+                "num_cpus": 0.5,
+                "command": f"python {tmp_path / 'wait.py'}",
+            }
             ids.append(httpx.post(f"{base}/api/runs/", json=body).json()["id"])
         page = browser.open(f"{base}{address(ids)}")
         wait_for(lambda: page.text("#compared").count("Running") == 2, what="both runs")
@@ -266,14 +337,22 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
 
         def send(name: str, values: Sequence[float | str]) -> None:
             items = [
-                {"run_id": run_id, "name": name, "value": value, "date": f"2030-01-01T00:00:{second:02d}"}
+                {
+                    "run_id": run_id,
+                    "name": name,
+                    "value": value,
+                    "date": f"2030-01-01T00:00:{second:02d}",
+                }
                 for run_id in ids
                 for second, value in enumerate(values)
             ]
             assert httpx.post(f"{base}/api/metrics/", json=items).status_code == 201
 
         send("train_loss @ 0", [3.0, 2.0, 1.0])
-        wait_for(lambda: page("document.querySelectorAll('#curves canvas').length") == 1, what="the chart")
+        wait_for(
+            lambda: page("document.querySelectorAll('#curves canvas').length") == 1,
+            what="the chart",
+        )
         assert "first" in page.text("#curves") and "second" in page.text("#curves")
         assert page("document.getElementById('metric').value") == "train_loss @ 0"
         result = (write_run(tmp_path / "r" / "result", workers=1) / "result.json").read_text()
@@ -285,6 +364,9 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
         wait_for(lambda: "The figures need matplotlib" in page.text("#figures"), what="the figures")
         assert not page("document.getElementById('figures-card').hidden")
         httpx.delete(f"{base}/api/runs/{ids[0]}/")
-        wait_for(lambda: f"There is no run {ids[0]}: it was deleted" in page.text("#unknown"), what="the sentence")
+        wait_for(
+            lambda: f"There is no run {ids[0]}: it was deleted" in page.text("#unknown"),
+            what="the sentence",
+        )
         httpx.delete(f"{base}/api/runs/{ids[1]}/")
         wait_for(lambda: "No runs are chosen" in page.text("main"), what="the page of no runs")

@@ -1,4 +1,5 @@
-"""Workers of the local launcher in containers, with a program in the place of Podman that starts processes."""
+"""Workers of the local engine in containers, with a program in the place of Podman that starts
+processes."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.containers import Containers, read_options
-from mlbench_master.launchers.local import LocalLauncher, worker_commands
+from mlbench_master.engines import Job, containers
+from mlbench_master.engines.containers import Containers, read_options, remove_containers
+from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from tests.master.helpers import TestClient, processes_of, wait_for
 
 TOKEN = "secret-of-the-master"
-# Its containers are not its children for long, and do not have the variable by which the launcher finds processes.
+# Its containers are not its children for long, and do not have the variable by which the engine
+# finds processes.
 FAKE = """\
 import contextlib, os, pathlib, signal, subprocess, sys
 state = pathlib.Path(__file__).parent / "state"
@@ -32,7 +34,9 @@ def values(option):
     return [words[i + 1] for i, word in enumerate(words) if word == option]
 if words[0] == "ps":
     label = words[-1].partition("label=")[2]
-    print(*(path.stem for path in state.glob("*.container") if path.read_text().split("\\n")[1] == label))
+    for path in state.glob("*.container"):
+        if path.read_text().split("\\n")[1] == label:
+            print(path.stem)
 elif words[0] == "rm":
     for name in words[2:]:
         path = state / f"{name}.container"
@@ -45,8 +49,10 @@ elif "no/such:1" in words:
 else:
     image = words.index("me/mine:1")
     given = [word.partition("=") for word in values("--env")]
-    env = {name: value if mark else os.environ[name] for name, mark, value in given if name != "MLBENCH_RUN_DIR"}
-    container = subprocess.Popen([*values("--entrypoint"), *words[image + 1:]], env=env, start_new_session=True)
+    env = {name: value if mark else os.environ[name] for name, mark, value in given}
+    env.pop("MLBENCH_RUN_DIR", None)
+    command = [*values("--entrypoint"), *words[image + 1:]]
+    container = subprocess.Popen(command, env=env, start_new_session=True)
     path = state / f"{values('--name')[0]}.container"
     path.write_text(f"{container.pid}\\n{values('--label')[0]}")
     signal.signal(signal.SIGTERM, lambda *_: container.terminate())
@@ -68,7 +74,10 @@ class Fake:
 
     @property
     def calls(self) -> list[list[str]]:
-        return [ast.literal_eval(line) for line in (self.folder / "state" / "calls").read_text().splitlines()]
+        return [
+            ast.literal_eval(line)
+            for line in (self.folder / "state" / "calls").read_text().splitlines()
+        ]
 
     @property
     def pids(self) -> list[int]:
@@ -88,32 +97,43 @@ def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> LocalLauncher:
-    return LocalLauncher(tmp_path / "runs", cores=4, grace_s=1)
+def engine(tmp_path: Path) -> LocalEngine:
+    return LocalEngine(tmp_path / "runs", cores=4, grace_s=1)
 
 
 def job(command: str, **others: Any) -> Job:
     options = ("--container", "podman", "--env", "NCCL_DEBUG", "--volume", "/data:/data:ro")
-    given = {"image": "me/mine:1", "num_workers": 2, "options": options, "env": {"MLBENCH_TOKEN": TOKEN}, **others}
+    given = {
+        "image": "me/mine:1",
+        "num_workers": 2,
+        "options": options,
+        "env": {"MLBENCH_TOKEN": TOKEN},
+        **others,
+    }
     return Job(run_id=7, name="own", command=command, **given)
 
 
-def ended(launcher: LocalLauncher, job_id: str) -> Any:
-    return wait_for(lambda: (s := launcher.poll(job_id)).state != "running" and s, 60, "the end of the run")
+def ended(engine: LocalEngine, job_id: str) -> Any:
+    return wait_for(
+        lambda: (s := engine.poll(job_id)).state != "running" and s, 60, "the end of the run"
+    )
 
 
 def after(words: list[str], option: str) -> list[str]:
     return [words[index + 1] for index, word in enumerate(words) if word == option]
 
 
-def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, launcher: LocalLauncher) -> None:
-    script = "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; touch $MLBENCH_OUTPUT/$RANK"
-    job_id = launcher.start(job(f"sh -c '{script}'"))
-    folder = launcher.results(job_id).parent
-    assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines
-    said = sorted(line["text"] for line in launcher.logs(job_id).lines if line["stream"] == "stdout")
+def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, engine: LocalEngine) -> None:
+    script = (
+        "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; "
+        "touch $MLBENCH_OUTPUT/$RANK"
+    )
+    job_id = engine.start(job(f"sh -c '{script}'"))
+    folder = engine.results(job_id).parent
+    assert ended(engine, job_id).state == "finished", engine.logs(job_id).lines
+    said = sorted(line["text"] for line in engine.logs(job_id).lines if line["stream"] == "stdout")
     assert said == [f"{rank} of 2, INFO, , {rank}, {folder / 'work'}" for rank in (0, 1)]
-    assert {path.name for path in launcher.results(job_id).iterdir()} == {"0", "1"}
+    assert {path.name for path in engine.results(job_id).iterdir()} == {"0", "1"}
     first = next(words for words in podman.calls if words[0] == "run" and "RANK" in words)
     for option in ("--rm", "--init", "--cap-drop"):
         assert option in first
@@ -122,44 +142,71 @@ def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, launcher: Lo
     # The folder of the run itself holds the token.
     mounted = [Path(volume.partition(":")[0]) for volume in after(first, "--volume")]
     assert {folder / "work", folder / "output", folder / "spool"} < set(mounted)
-    assert folder not in mounted and Path(os.environ["MLBENCH_HOME"]) not in mounted and Path("/data") in mounted
+    assert (
+        folder not in mounted
+        and Path(os.environ["MLBENCH_HOME"]) not in mounted
+        and Path("/data") in mounted
+    )
     assert {"MLBENCH_TOKEN", "MLBENCH_SPOOL", "NCCL_DEBUG"} < set(after(first, "--env"))
-    assert TOKEN not in repr(podman.calls) + repr(launcher.logs(job_id).lines)
+    assert TOKEN not in repr(podman.calls) + repr(engine.logs(job_id).lines)
     assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
 
 
-def test_a_stopped_run_leaves_no_container(podman: Fake, launcher: LocalLauncher) -> None:
-    job_id = launcher.start(job("sh -c 'trap \"\" TERM; while :; do sleep 1; done'"))
+def test_a_stopped_run_leaves_no_container(podman: Fake, engine: LocalEngine) -> None:
+    job_id = engine.start(job("sh -c 'trap \"\" TERM; while :; do sleep 1; done'"))
     pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
-    launcher.stop(job_id)
+    engine.stop(job_id)
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
-def test_containers_of_a_killed_supervisor_are_found_by_their_label(podman: Fake, launcher: LocalLauncher) -> None:
-    job_id = launcher.start(job("sleep 100"))
+def test_containers_of_a_killed_supervisor_are_found_by_their_label(
+    podman: Fake, engine: LocalEngine
+) -> None:
+    job_id = engine.start(job("sleep 100"))
     pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
-    folder = launcher.results(job_id).parent
+    folder = engine.results(job_id).parent
     # The programs in the foreground are killed with their supervisor, but the containers go on.
     killed = [process for process in processes_of(folder) if process.pid not in pids]
     for process in killed:
         process.send_signal(signal.SIGKILL)
     psutil.wait_procs(killed, timeout=10)
     assert all(psutil.pid_exists(pid) for pid in pids)
-    assert ended(launcher, job_id).state == "lost"
+    assert ended(engine, job_id).state == "lost"
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
-def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(podman: Fake, launcher: LocalLauncher) -> None:
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("echo >&2; exit 3", "exit status 3"),
+        ("printf 'first\\nno \\377 daemon\\n' >&2; exit 1", "no \ufffd daemon"),
+        ("echo oops >&2; exec sleep 100", "no answer within 2 s"),
+    ],
+)
+def test_containers_that_cannot_be_removed_have_a_reason(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(containers, "_REMOVE_S", 2)
+    found = remove_containers("docker", tmp_path)
+    assert found == f"cannot remove containers of this run: docker: {reason}"
+
+
+def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(
+    podman: Fake, engine: LocalEngine
+) -> None:
     state = podman.folder / "state"
     state.mkdir()
     left = psutil.Popen(["sleep", "100"])
-    folder = launcher.results("local-7").parent
+    folder = engine.results("local-7").parent
     (state / "old.container").write_text(f"{left.pid}\nmlbench.folder={folder}")
-    job_id = launcher.start(job("true"))
+    job_id = engine.start(job("true"))
     assert left.wait(10) == -signal.SIGKILL
-    assert ended(launcher, job_id).state == "finished"
+    assert ended(engine, job_id).state == "finished"
     assert [words[0] for words in podman.calls][:3] == ["ps", "rm", "run"]
 
 
@@ -172,10 +219,10 @@ def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(podman: Fake
     ],
 )
 def test_a_failure_is_told_as_that_of_a_process(
-    podman: Fake, launcher: LocalLauncher, command: str, image: str, reason: str
+    podman: Fake, engine: LocalEngine, command: str, image: str, reason: str
 ) -> None:
-    job_id = launcher.start(job(command, image=image, num_workers=1))
-    assert ended(launcher, job_id).reason in (f"worker 0 failed: {reason}", f"worker 0 {reason}")
+    job_id = engine.start(job(command, image=image, num_workers=1))
+    assert ended(engine, job_id).reason in (f"worker 0 failed: {reason}", f"worker 0 {reason}")
 
 
 def test_gpus_of_each_program() -> None:
@@ -188,15 +235,24 @@ def test_gpus_of_each_program() -> None:
         commands = worker_commands(of, in_container=True)
         return Containers(program).wrap(of, commands, folder, [folder / "work"], ["MLBENCH_TOKEN"])
 
-    podman, docker, apptainer = (wrapped(program, wanted)[1] for program in ("podman", "docker", "apptainer"))
+    podman, docker, apptainer = (
+        wrapped(program, wanted)[1] for program in ("podman", "docker", "apptainer")
+    )
     assert after(podman["argv"], "--device") == ["nvidia.com/gpu=5"]
     assert after(docker["argv"], "--gpus") == ['"device=5"']
     assert after(wrapped("docker", both)[0]["argv"], "--gpus") == ['"device=3,5"']
     for command in (podman, docker):
-        assert "CUDA_VISIBLE_DEVICES" not in command["env"] and "CUDA_VISIBLE_DEVICES" not in command["argv"]
+        assert (
+            "CUDA_VISIBLE_DEVICES" not in command["env"]
+            and "CUDA_VISIBLE_DEVICES" not in command["argv"]
+        )
         assert command["env"]["LOCAL_RANK"] == "0"
         assert command["argv"][-3:] == ["python", "me/mine:1", "main.py"]
-    assert "--nv" in apptainer["argv"] and apptainer["argv"][-3:] == ["docker://me/mine:1", "python", "main.py"]
+    assert "--nv" in apptainer["argv"] and apptainer["argv"][-3:] == [
+        "docker://me/mine:1",
+        "python",
+        "main.py",
+    ]
     assert apptainer["env"]["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == "5"
     assert all(name.startswith("APPTAINERENV_") for name in apptainer["env"])
 
@@ -204,7 +260,9 @@ def test_gpus_of_each_program() -> None:
 def test_one_container_for_all_workers_of_mpi() -> None:
     of_mpi = job("main.py", backend="mpi", num_cpus=2)
     (command,) = worker_commands(of_mpi, in_container=True)
-    (wrapped,) = Containers("docker").wrap(of_mpi, [command], Path("/runs/7"), [Path("/runs/7/work")], [])
+    (wrapped,) = Containers("docker").wrap(
+        of_mpi, [command], Path("/runs/7"), [Path("/runs/7/work")], []
+    )
     argv = wrapped["argv"]
     assert after(argv, "--entrypoint") == ["mpirun"] and after(argv, "--cpus") == ["4"]
     assert argv[argv.index("me/mine:1") :][-4:] == ["-n", "2", "python", "main.py"]
@@ -220,9 +278,15 @@ def test_one_container_for_all_workers_of_mpi() -> None:
             ["--container", "podman", "--volume", "a:/b"],
             "--volume must be /SOURCE:/TARGET or .*, not 'a:/b'",
         ),
-        (["--container", "podman", "--env", "TOKEN=secret"], "--env must be the name of a variable, not 'TOKEN'"),
-        (["--container", "podman", "--privileged"], "must be --container, --volume or --env .*, not '--privileged'"),
-        (["x"], "must be --container, --volume or --env for the local launcher, not 'x'"),
+        (
+            ["--container", "podman", "--env", "TOKEN=secret"],
+            "--env must be the name of a variable, not 'TOKEN'",
+        ),
+        (
+            ["--container", "podman", "--privileged"],
+            "must be --container, --volume or --env .*, not '--privileged'",
+        ),
+        (["x"], "must be --container, --volume or --env for the engine local, not 'x'"),
     ],
 )
 def test_options_that_are_refused(options: list[str], message: str) -> None:
@@ -232,25 +296,35 @@ def test_options_that_are_refused(options: list[str], message: str) -> None:
 
 
 def test_a_missing_program_is_refused_at_once(
-    podman: Fake, client: TestClient, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+    podman: Fake, client: TestClient, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {"name": "own", "num_workers": 1, "task": "1a", "engine_options": ["--container", "apptainer"]}
+    body = {
+        "name": "own",
+        "num_workers": 1,
+        "task": "1a",
+        "engine_options": ["--container", "apptainer"],
+    }
     monkeypatch.setenv("PATH", str(podman.folder))
     refused = client.post("/api/runs/", json=body)
     assert (refused.status_code, refused.json()["message"]) == (
         400,
-        "engine_options: --container must be a program on the master's machine, not apptainer, which was not found: "
-        "give podman instead, or leave out --container to start processes",
+        "engine_options: apptainer was not found on the master's machine: give podman instead, or "
+        "leave out --container to start processes",
     )
     podman.path.unlink()
     with pytest.raises((ValueError, ConfigurationError), match="install podman, or leave out"):
-        launcher.start(job("true"))
+        engine.start(job("true"))
 
 
 def test_an_own_image_needs_the_option(client: TestClient) -> None:
-    own = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "main.py"}
+    own = {
+        "image_name": "custom_image",
+        "custom_image_name": "me/mine:1",
+        "custom_image_command": "main.py",
+    }
     refused = client.post("/api/runs/", json={"name": "own", "num_workers": 1, **own})
     assert refused.status_code == 400
     assert (
-        "local launcher starts processes, not containers; add --container docker, podman" in refused.json()["message"]
+        "the engine local starts processes, not containers; add --container docker, podman"
+        in refused.json()["message"]
     )

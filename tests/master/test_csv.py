@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 DATE = "2026-01-02T03:04:05.000006Z"
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=None)
+    app = create_app(data_dir=tmp_path, engine=IdleEngine(), token=None)
     with TestClient(app, base_url="http://127.0.0.1:5080") as opened:
         yield opened
 

@@ -1,4 +1,5 @@
-"""Runs whose workers have emulated hosts: placed, ended, cleaned up, and refused where they are not possible."""
+"""Runs whose workers have emulated hosts: placed, ended, cleaned up, and refused where they are not
+possible."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.network.named import NETWORKS
 from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
-from mlbench_master.launchers import Job
-from mlbench_master.launchers.local import LocalLauncher, worker_commands
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from mlbench_master.engines import Job
+from mlbench_master.engines.local.engine import LocalEngine, worker_commands
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
@@ -49,15 +50,15 @@ else:
 """
 
 
-class Emulating(IdleLauncher):
-    """A launcher that could give workers emulated hosts."""
+class Emulating(IdleEngine):
+    """An engine that could give workers emulated hosts."""
 
     emulates_networks = True
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=Emulating())
+    app = create_app(data_dir=tmp_path, engine=Emulating())
     # Without "with": no scheduler runs, so no run starts.
     yield TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
     app.state.store.close()
@@ -69,12 +70,16 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedNetwork, "why_not", staticmethod(lambda: None))
 
 
-def ended(launcher: LocalLauncher, job_id: str) -> Any:
-    return wait_for(lambda: launcher.poll(job_id) if launcher.poll(job_id).state != "running" else None, 30, "the end")
+def ended(engine: LocalEngine, job_id: str) -> Any:
+    return wait_for(
+        lambda: engine.poll(job_id) if engine.poll(job_id).state != "running" else None,
+        30,
+        "the end",
+    )
 
 
-def texts(launcher: LocalLauncher, job_id: str) -> list[str]:
-    return [line["text"] for line in launcher.logs(job_id).lines]
+def texts(engine: LocalEngine, job_id: str) -> list[str]:
+    return [line["text"] for line in engine.logs(job_id).lines]
 
 
 def networks_of(pid: int) -> list[str]:
@@ -84,11 +89,11 @@ def networks_of(pid: int) -> list[str]:
 @needs_namespaces
 def test_each_worker_has_a_host_and_the_network_ends_with_the_run(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.5)
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.5)
     command = f"python {tmp_path}/worker.py {{hosts}}"
-    job_id = launcher.start(Job(1, "a", command, 2, network="1gbit,30ms"))
-    status = ended(launcher, job_id)
-    said = texts(launcher, job_id)
+    job_id = engine.start(Job(1, "a", command, 2, network="1gbit,30ms"))
+    status = ended(engine, job_id)
+    said = texts(engine, job_id)
     assert status.state == "finished", said
     work = tmp_path / "runs" / job_id.removeprefix("local-") / "work"
     assert f"peer 10.77.0.2 hosts 10.77.0.1,10.77.0.2 in {work}" in said
@@ -100,10 +105,12 @@ def test_each_worker_has_a_host_and_the_network_ends_with_the_run(tmp_path: Path
 
 @needs_namespaces
 def test_a_killed_supervisor_leaves_no_network(tmp_path: Path) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
-    job_id = launcher.start(Job(1, "a", "sleep 600", 2, network="1gbit,5ms"))
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
+    job_id = engine.start(Job(1, "a", "sleep 600", 2, network="1gbit,5ms"))
     file = tmp_path / "runs" / job_id.removeprefix("local-") / "supervisor.json"
-    pid = wait_for(lambda: json.loads(file.read_text())["pid"] if file.exists() else None, 20, "the supervisor")
+    pid = wait_for(
+        lambda: json.loads(file.read_text())["pid"] if file.exists() else None, 20, "the supervisor"
+    )
 
     def sleepers() -> list[psutil.Process]:
         found = []
@@ -113,22 +120,25 @@ def test_a_killed_supervisor_leaves_no_network(tmp_path: Path) -> None:
                 found += [process] * (process.name() == "sleep")
         return found
 
-    family = [psutil.Process(pid), *wait_for(lambda: sleepers() if len(sleepers()) == 2 else None, 20, "two workers")]
+    family = [
+        psutil.Process(pid),
+        *wait_for(lambda: sleepers() if len(sleepers()) == 2 else None, 20, "two workers"),
+    ]
     os.kill(pid, signal.SIGKILL)
-    assert ended(launcher, job_id).state == "lost"
+    assert ended(engine, job_id).state == "lost"
     assert psutil.wait_procs(family[1:], timeout=5)[1] == []
     assert networks_of(pid) == []
 
 
 @needs_namespaces
 def test_a_network_that_cannot_be_made_is_the_reason_of_the_failure(tmp_path: Path) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     # A request with three workers would have been refused.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlbench_master.launchers.emulated_hosts.host_addresses", lambda job: [])
-        patch.setattr("mlbench_master.launchers.emulated_hosts.place_worker", lambda *_: None)
-        job_id = launcher.start(Job(1, "a", "true", 3, network="2x2:1gbit/1gbit"))
-    status = ended(launcher, job_id)
+        patch.setattr("mlbench_master.engines.local.emulated_hosts.host_addresses", lambda job: [])
+        patch.setattr("mlbench_master.engines.local.emulated_hosts.place_worker", lambda *_: None)
+        job_id = engine.start(Job(1, "a", "true", 3, network="2x2:1gbit/1gbit"))
+    status = ended(engine, job_id)
     assert status.state == "failed"
     assert "hosts must be 4 (2 racks of 2), not 3" in status.reason
 
@@ -137,8 +147,17 @@ def test_the_variables_of_a_worker_are_those_of_its_host() -> None:
     first, second = worker_commands(Job(1, "a", "run {hosts} {rank}", 2, network="1gbit"), 1234)
     assert second["argv"] == ["run", "10.77.0.1,10.77.0.2", "1"]
     env = second["env"]
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["RANK"], env["WORLD_SIZE"]) == ("10.77.0.1", "1234", "1", "2")
-    assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["GLOO_SOCKET_IFNAME"]) == ("0", "1", "eth0")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["RANK"], env["WORLD_SIZE"]) == (
+        "10.77.0.1",
+        "1234",
+        "1",
+        "2",
+    )
+    assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["GLOO_SOCKET_IFNAME"]) == (
+        "0",
+        "1",
+        "eth0",
+    )
     assert (env["MLBENCH_NETWORK"], env["MLBENCH_SPOOL_ONLY"]) == ("1gbit", "1")
     assert first["env"]["RANK"] == "0"
     (plain,) = worker_commands(Job(1, "a", "true", 1), 1234)
@@ -148,14 +167,19 @@ def test_the_variables_of_a_worker_are_those_of_its_host() -> None:
 def test_the_text_of_a_named_network_is_recorded_with_the_run(client: Any, able: None) -> None:
     run = client.post("/api/runs/", json={**BODY, "network": "two-racks", "num_workers": 4}).json()
     assert run["job_metadata"]["network"] == NETWORKS["two-racks"].text
-    assert any("their metrics arrive when the run ends" in note for note in run["job_metadata"]["notes"])
+    assert any(
+        "their metrics arrive when the run ends" in note for note in run["job_metadata"]["notes"]
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"network": "slow"}, "network: .*not 'slow'"),
-        ({"network": "/etc/lab.toml"}, "network: must be a name or a text .*, not the file '/etc/lab.toml'"),
+        (
+            {"network": "/etc/lab.toml"},
+            "network: must be a name or a text .*, not the file '/etc/lab.toml'",
+        ),
         ({"network": "two-racks"}, r"network: hosts must be 4 \(2 racks of 2\), not 2"),
         ({"backend": "mpi"}, "network: must be left out with backend mpi"),
         ({"backend": "nccl"}, "network: must be left out with backend nccl"),
@@ -173,28 +197,38 @@ def test_a_network_that_a_run_cannot_have_is_refused(
     assert re.search(message, answer.json()["message"]), answer.json()["message"]
 
 
-def test_a_machine_that_cannot_emulate_a_network_refuses_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_emulate_a_network_refuses_it(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(EmulatedNetwork, "why_not", staticmethod(lambda: "ip not found"))
     message = client.post("/api/runs/", json=BODY).json()["message"]
     assert message.endswith("this machine cannot emulate a network: ip not found")
 
 
-def test_another_launcher_refuses_a_network_and_its_page_says_so(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_engine_refuses_a_network_and_its_page_says_so(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Emulating, "emulates_networks", False)
-    assert "launcher cannot emulate a network" in client.post("/api/runs/", json=BODY).json()["message"]
+    assert (
+        "engine idle cannot emulate a network"
+        in client.post("/api/runs/", json=BODY).json()["message"]
+    )
     page = client.get("/runs/new/").text
     assert 'name="network"' not in page
-    assert "launcher cannot emulate a network; leave it out, or choose the engine local" in page
+    assert "engine idle cannot emulate a network; leave it out, or choose the engine local" in page
 
 
 def test_the_form_offers_the_names_and_shows_the_network_again(client: Any, able: None) -> None:
     page = client.get("/runs/new/").text
     assert re.findall(r'<option value="([\w-]+)">[^<]*: ', page) == list(NETWORKS)
-    form = {"name": "demo", "num_workers": "2", "kind": "command", "command": "true", "num_cpus": "1",
+    form = {"name": "demo", "num_workers": "2", "kind": "command", "command": "true",
+    "num_cpus": "1",
             "backend": "gloo"}  # fmt: skip
     wrong = client.post("/runs/", data={**form, "network": "lan1g"})
     assert wrong.status_code == 400
-    assert "did you mean 'lan-1g'" in html.unescape(re.findall(r'id="error-network">(.*?)</p>', wrong.text)[0])
+    assert "did you mean 'lan-1g'" in html.unescape(
+        re.findall(r'id="error-network">(.*?)</p>', wrong.text)[0]
+    )
     assert client.post("/runs/", data={**form, "network": "lan-1g"}).status_code == 303
     (run,) = client.get("/api/runs/").json()
     assert run["job_metadata"]["network"] == "1gbit"

@@ -12,7 +12,7 @@ import pytest
 
 from mlbench_core.paths import user_folder
 from mlbench_master import idle
-from mlbench_master.store import Store
+from mlbench_master.database.store import Store
 from tests.master.helpers import server
 
 IDLE_S = 1.0
@@ -24,7 +24,8 @@ def test_it_ends_after_the_last_run_and_leaves_nothing_held(tmp_path: Path) -> N
         request = {"name": "r", "num_workers": 1, "command": f"sleep {2 * IDLE_S}"}
         assert httpx.post(f"{base}/api/runs/", json=request).status_code == 201
         start = time.monotonic()
-        # Nothing is asked of it meanwhile, and the command posts nothing either: only the run holds it.
+        # Nothing is asked of it meanwhile, and the command posts nothing either: only the run holds
+        # it.
         assert process.wait(20) == 0
         assert time.monotonic() - start > 3 * IDLE_S
     log = (tmp_path / "master.log").read_text()
@@ -42,7 +43,8 @@ def test_an_open_dashboard_keeps_it_running(tmp_path: Path) -> None:
     with server(tmp_path / "data", "--end-when-idle", str(IDLE_S)) as (base, process):
         with httpx.stream("GET", f"{base}/api/events/", timeout=30):
             threading.Event().wait(2.5 * IDLE_S)
-            # An ending server would wait for the stream, so its end alone does not show that it has begun to end.
+            # An ending server would wait for the stream, so its end alone does not show that it has
+            # begun to end.
             assert process.poll() is None and "ending" not in (tmp_path / "master.log").read_text()
         assert process.wait(20) == 0
 

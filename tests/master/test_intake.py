@@ -1,4 +1,5 @@
-"""The quick way of reading metrics gives what pydantic gives, and requests that are written together stay apart."""
+"""The quick way of reading metrics gives what pydantic gives, and requests that are written
+together stay apart."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from mlbench_master import create_app
-from mlbench_master.intake import Intake, read_metrics
-from mlbench_master.leftovers import new_metric
-from mlbench_master.schemas import MetricIn
-from mlbench_master.store import NewMetric, Store, new_run
-from mlbench_master.writer import MetricWriter, UnknownRunError
+from mlbench_master.api.intake import Intake, read_metrics
+from mlbench_master.api.schemas import MetricIn
+from mlbench_master.database.store import NewMetric, Store, new_run
+from mlbench_master.database.writer import MetricWriter, UnknownRunError
+from mlbench_master.runs.leftovers import new_metric
 from tests.master.helpers import TestClient
 
 NOW = 1_700_000_000_000_000
@@ -35,7 +36,21 @@ USUAL = {
 ODD: dict[str, list[Any]] = {
     "run_id": [1, 0, -1, True, "1", 1.0, 1.5, 2**63 - 1, 2**63, None, "", []],
     "pod_name": ["r-worker-0", None, "", "A", 7],
-    "name": ["m", "", " ", "x" * 255, "x" * 256, "a\tb", "a\x7fb", "ä", "\ud800", "a\x00", None, 7, "a\u2028b"],
+    "name": [
+        "m",
+        "",
+        " ",
+        "x" * 255,
+        "x" * 256,
+        "a\tb",
+        "a\x7fb",
+        "ä",
+        "\ud800",
+        "a\x00",
+        None,
+        7,
+        "a\u2028b",
+    ],
     "date": [
         "2026-01-31T12:00:05.500000Z",
         "0001-01-01T00:00:00.000000Z",
@@ -120,13 +135,22 @@ def test_an_error_names_the_first_wrong_metric_and_its_field() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     made = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    columns = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1.0, "image": "", "backend": "g", "command": "x"}
+    columns = {
+        "num_workers": 1,
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "",
+        "backend": "g",
+        "command": "x",
+    }
     made.add_run(new_run(name="r", **columns))
     yield made
     made.close()
 
 
-def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_are_written_together_and_fail_apart(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups: list[int] = []
     first, rest = threading.Event(), threading.Event()
     add = store.add_batches
@@ -145,7 +169,9 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
 
     async def request(owner: str, *values: str) -> int | str:
         try:
-            metrics = [NewMetric(owner, "m", 1, value, client_id=f"{owner} {value}") for value in values]
+            metrics = [
+                NewMetric(owner, "m", 1, value, client_id=f"{owner} {value}") for value in values
+            ]
             return await writer.add(metrics)
         except (UnknownRunError, OverflowError) as error:
             return type(error).__name__
@@ -153,7 +179,12 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
     async def main() -> list[int | str]:
         leader = asyncio.create_task(request("run:1", "1"))
         await asyncio.to_thread(first.wait, 10)
-        others = [request("run:1", "2", "3"), request("run:7", "4"), request("run:1", "bad"), request("pod:p", "5")]
+        others = [
+            request("run:1", "2", "3"),
+            request("run:7", "4"),
+            request("run:1", "bad"),
+            request("pod:p", "5"),
+        ]
         tasks = [asyncio.create_task(task) for task in (*others, request("run:1", "2", "6"))]
         await asyncio.sleep(0.05)
         rest.set()
@@ -168,7 +199,9 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
 
 async def outcome(writer: MetricWriter, *values: str) -> int | str:
     try:
-        return await asyncio.wait_for(writer.add([NewMetric("run:1", "m", 1, value) for value in values]), 5)
+        return await asyncio.wait_for(
+            writer.add([NewMetric("run:1", "m", 1, value) for value in values]), 5
+        )
     except Exception as error:
         return type(error).__name__
 
@@ -203,7 +236,9 @@ def test_a_database_that_does_not_answer_is_asked_once_for_all_requests_that_wai
     writer.close()
 
 
-def test_a_run_that_is_deleted_meanwhile_leaves_no_metrics(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_deleted_meanwhile_leaves_no_metrics(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     existing = store.existing_runs
     deleting = threading.Thread(target=store.delete_run, args=(1,))
 
@@ -240,19 +275,31 @@ def test_a_request_that_gets_no_thread_fails_and_holds_up_no_other(
     writer.close()
 
 
-def test_posts_of_many_clients_are_all_kept_and_answered_with_their_own_entry(tmp_path: Path) -> None:
+def test_posts_of_many_clients_are_all_kept_and_answered_with_their_own_entry(
+    tmp_path: Path,
+) -> None:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:
         client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"})
 
         def post(number: int) -> None:
-            item = {"run_id": 1 if number % 10 else 7, "name": "m", "value": number, "id": f"{number}"}
+            item = {
+                "run_id": 1 if number % 10 else 7,
+                "name": "m",
+                "value": number,
+                "id": f"{number}",
+            }
             answer = client.post("/api/metrics/", content=json.dumps(item))
             assert answer.status_code == (201 if number % 10 else 404)
-            assert not number % 10 or (answer.json()["value"], answer.json()["run_id"]) == (str(number), 1)
+            assert not number % 10 or (answer.json()["value"], answer.json()["run_id"]) == (
+                str(number),
+                1,
+            )
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(post, range(200)))
         found = client.get("/api/metrics/1/?metric_type=run").json()["m"]
-        assert sorted(int(entry["value"]) for entry in found) == [number for number in range(200) if number % 10]
+        assert sorted(int(entry["value"]) for entry in found) == [
+            number for number in range(200) if number % 10
+        ]

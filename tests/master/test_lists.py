@@ -14,13 +14,13 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from mlbench_master.store import new_run
-from tests.master.helpers import IdleLauncher, TestClient
+from mlbench_master.database.store import new_run
+from tests.master.helpers import IdleEngine, TestClient
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     app.state.scheduler.start = lambda: None  # nothing starts, so the runs keep their states
     with TestClient(app, base_url="http://127.0.0.1:5080") as test_client:
         yield test_client
@@ -38,7 +38,13 @@ def add_runs(client: Any) -> None:
             ("b-3", 1, "finished"),
         ]
     ):
-        common = {"num_cpus": 1.0, "max_bandwidth": 1.0, "image": "", "backend": "gloo", "command": "true"}
+        common = {
+            "num_cpus": 1.0,
+            "max_bandwidth": 1.0,
+            "image": "",
+            "backend": "gloo",
+            "command": "true",
+        }
         run = client.app.state.store.add_run(new_run(name=name, num_workers=workers, **common))
         ended = 100 - index if state in ("finished", "failed") else None
         client.app.state.store.update_run(run.id, state=state, finished_at=ended)
@@ -79,7 +85,9 @@ def names(page: list[dict[str, Any]]) -> str:
         ("after=4", "b-2 b-3"),
     ],
 )
-def test_runs_are_filtered_and_sorted_as_a_whole_and_in_pages(client: Any, query: str, found: str) -> None:
+def test_runs_are_filtered_and_sorted_as_a_whole_and_in_pages(
+    client: Any, query: str, found: str
+) -> None:
     add_runs(client)
     assert [names(page) for page in pages(client, f"/api/runs/?{query}")] == [found]
     in_pages = pages(client, f"/api/runs/?{query}&limit=2")
@@ -113,24 +121,39 @@ def test_a_log_comes_in_pages(tmp_path: Path) -> None:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:
-        run = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
+        run = client.post(
+            "/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}
+        ).json()
         address = f"/api/runs/{run['id']}/logs/"
-        assert pages(client, address) == [{"lines": [], "next": 0, "previous": 0, "matches": 0}], "it has not started"
+        assert pages(client, address) == [{"lines": [], "next": 0, "previous": 0, "matches": 0}], (
+            "it has not started"
+        )
         app.state.store.update_run(run["id"], job_id=f"local-{run['id']}")
         (tmp_path / "runs" / str(run["id"])).mkdir(parents=True)
-        lines = [{"rank": 0, "stream": "stdout", "text": str(number), "date": ""} for number in range(7)]
+        lines = [
+            {"rank": 0, "stream": "stdout", "text": str(number), "date": ""} for number in range(7)
+        ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / "runs" / str(run["id"]) / "log.jsonl").write_text(text)
         found = pages(client, f"{address}?limit=3")
-        assert [[line["text"] for line in page["lines"]] for page in found] == [list("012"), list("345"), ["6"], []]
+        assert [[line["text"] for line in page["lines"]] for page in found] == [
+            list("012"),
+            list("345"),
+            ["6"],
+            [],
+        ]
         assert [page["next"] for page in found] == [3, 6, 7, 7]
         for query in ("limit=-1", "limit=5001", "limit=x"):
             assert client.get(f"{address}?{query}").status_code == 400, query
 
 
 @pytest.mark.parametrize(
-    "query", ["state=lost", "state=failed&" * 5, "sort=command", "sort=--id", "offset=-1", "limit=10001"]
+    "query",
+    ["state=lost", "state=failed&" * 5, "sort=command", "sort=--id", "offset=-1", "limit=10001"],
 )
 def test_a_wrong_query_names_the_parameter(client: Any, query: str) -> None:
     answer = client.get(f"/api/runs/?{query}")
-    assert (answer.status_code, answer.json()["message"].split(":")[0].split(".")[0]) == (400, query.split("=")[0])
+    assert (answer.status_code, answer.json()["message"].split(":")[0].split(".")[0]) == (
+        400,
+        query.split("=")[0],
+    )

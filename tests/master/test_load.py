@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master import load as keeping
+from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import format_date
+from mlbench_master.engines import Job, LogPage
+from mlbench_master.engines.local.engine import LocalEngine
+from mlbench_master.engines.supervisor import load_sampler as measuring
+from mlbench_master.engines.supervisor.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.events import EventBus
-from mlbench_master.launchers import Job, LogPage
-from mlbench_master.launchers import load_sampler as measuring
-from mlbench_master.launchers.load_sampler import GpuMeter, LoadSampler
-from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.load import LoadKeeper
-from mlbench_master.store import NewMetric, Run, Store, new_run, pod_owner
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from mlbench_master.runs import load_samples as keeping
+from mlbench_master.runs.load_samples import LoadKeeper
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 HOUR_US = 3_600_000_000
 STEP_US = 5_000_000
@@ -40,7 +40,9 @@ def started() -> Iterator[Any]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*argv: str, **env: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, env={**os.environ, **env}, start_new_session=True)
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, env={**os.environ, **env}, start_new_session=True
+        )
         processes.append(process)
         assert process.stdout is not None
         process.stdout.readline()
@@ -75,18 +77,21 @@ def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.Mo
     """The first one is seen alive, the second one starts and ends between two samples."""
     child = BUSY.replace("60", "0.3")
     parent = (
-        f"import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
-        "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
+        "import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', "
+        f"{child!r}]\nfor _ in range(2): subprocess.run(child, "
+        "stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
-    # One second between two samples, so that their sum is the time of the CPU, however busy the machine is.
+    # One second between two samples, so that their sum is the time of the CPU, however busy the
+    # machine is.
     monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
     sampler = LoadSampler(1, {root.pid: 0})
     seconds = []
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
         seconds.append(sampler.sample()[0]["cpu"] / 100)
-    # Each child counts its own time in its last loop, of which the system may count a part as its own.
+    # Each child counts its own time in its last loop, of which the system may count a part as its
+    # own.
     wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.5)
     seconds.append(sampler.sample()[0]["cpu"] / 100)
     assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)
@@ -106,8 +111,9 @@ def test_an_orphan_stays_with_its_rank(started: Any) -> None:
     """A process of a killed parent belongs to the supervisor, which adopts it."""
     script = (
         "import ctypes, os, subprocess, sys, time\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-        "from mlbench_master.launchers.load_sampler import LoadSampler\n"
-        "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, 'RANK': '1'})\n"
+        "from mlbench_master.engines.supervisor.load_sampler import LoadSampler\n"
+        "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, "
+        "'RANK': '1'})\n"
         "shell.wait()\n"
         "print(list(LoadSampler(2, {1: 0, 2: 1}).sample()))\n"
     )
@@ -127,7 +133,10 @@ def test_an_orphan_stays_with_its_rank(started: Any) -> None:
 def test_a_worker_in_its_own_network_has_its_own_figures(started: Any) -> None:
     """Its loopback interface is not the network."""
     unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-n", "true"], check=False, capture_output=True).returncode:
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-n", "true"], check=False, capture_output=True).returncode
+    ):
         pytest.skip("only root can make a network namespace")
     worker = started(unshare, "-n", sys.executable, "-c", IDLE)
     sampler = LoadSampler(1, {worker.pid: 0})
@@ -181,14 +190,19 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 # From the supervisor to the API
 
 
-def test_a_run_has_the_load_of_its_workers(client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_the_load_of_its_workers(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", "0.1")
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, time\nend = time.monotonic() + 30\nwhile time.monotonic() < end:\n"
         "    os.environ['RANK'] == '0' or time.sleep(0.05)\n"
     )
-    run = client.post("/api/runs/", json={"name": "loaded", "num_workers": 2, "num_cpus": 1, "command": str(script)})
+    run = client.post(
+        "/api/runs/",
+        json={"name": "loaded", "num_workers": 2, "num_cpus": 1, "command": str(script)},
+    )
     run_id = run.json()["id"]
 
     def metrics(rank: int) -> dict[str, Any]:
@@ -202,39 +216,52 @@ def test_a_run_has_the_load_of_its_workers(client: TestClient, tmp_path: Path, m
     wait_for(lambda: cpu(0) > 3 and metrics(1), timeout_s=60)
     assert min(float(entry["value"]) for entry in metrics(1)["memory"]) > 2**20
     shown = client.get("/api/metrics/").json()["pod_metrics"]["loaded-worker-1"]
-    assert set(shown) == {"cpu", "memory", "network_in", "network_out"}  # this machine lends no GPU to the run
+    assert set(shown) == {
+        "cpu",
+        "memory",
+        "network_in",
+        "network_out",
+    }  # this machine lends no GPU to the run
     assert shown["cpu"][0]["metadata"] == ""
     assert json.loads(shown["network_in"][0]["metadata"]) == {"network": "machine"}
     assert client.delete(f"/api/runs/{run_id}/").status_code == 204
     assert client.get("/api/metrics/loaded-worker-0/").status_code == 404
 
 
-def test_the_last_samples_are_kept_and_zero_means_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+def test_the_last_samples_are_kept_and_zero_means_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LocalEngine(tmp_path / "runs", grace_s=0.1)
     store = Store("sqlite://")
     for interval, name in (("0.1", "some"), ("0", "none")):
         monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", interval)
         run = added_run(store, name, 1)
-        job_id = launcher.start(Job(run.id, name, f"{sys.executable} -c 'import time; time.sleep(0.4)'", 1))
+        job_id = engine.start(
+            Job(run.id, name, f"{sys.executable} -c 'import time; time.sleep(0.4)'", 1)
+        )
         run.job_id = job_id
-        while launcher.poll(job_id).state == "running":
+        while engine.poll(job_id).state == "running":
             time.sleep(0.05)
-        LoadKeeper(store, launcher, EventBus()).finish(run)
+        LoadKeeper(store, engine, EventBus()).finish(run)
         assert bool(store.latest(pod_owner(f"{name}-worker-0"))) is (name == "some")
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0.01", "nan", "inf", "1e300"])
-def test_the_interval_is_a_number_of_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_the_interval_is_a_number_of_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", value)
-    with pytest.raises(ConfigurationError, match=f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least .*, not '{value}'"):
-        LocalLauncher(tmp_path).start(Job(1, "a-run", "true", 1))
+    with pytest.raises(
+        ConfigurationError, match=f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least .*, not '{value}'"
+    ):
+        LocalEngine(tmp_path).start(Job(1, "a-run", "true", 1))
 
 
 # How long it is kept
 
 
-class Recorded(IdleLauncher):
-    """A launcher with recorded lines."""
+class Recorded(IdleEngine):
+    """An engine with recorded lines."""
 
     def __init__(self) -> None:
         self.lines: list[Any] = []
@@ -249,36 +276,51 @@ class Recorded(IdleLauncher):
 
 
 def added_run(store: Store, name: str = "a-run", workers: int = 2) -> Run:
-    columns: dict[str, Any] = {"num_cpus": 1.0, "max_bandwidth": 1.0, "image": "", "backend": "gloo", "command": ""}
+    columns: dict[str, Any] = {
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "",
+        "backend": "gloo",
+        "command": "",
+    }
     run = store.add_run(new_run(name=name, num_workers=workers, **columns))
     run.job_id = f"idle-{run.id}"
     return run
 
 
 def values(store: Store, name: str = "cpu", rank: int = 0) -> list[tuple[int, float]]:
-    return [(point.date, float(point.value)) for point in store.points(pod_owner(f"a-run-worker-{rank}"), name)]
+    return [
+        (point.date, float(point.value))
+        for point in store.points(pod_owner(f"a-run-worker-{rank}"), name)
+    ]
 
 
-def test_old_samples_become_means_and_a_restart_repeats_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+def test_old_samples_become_means_and_a_restart_repeats_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
     begin = run.started_at = 1_800_000_000_000_000
     mine = NewMetric(pod_owner("a-run-worker-0"), "cpu", begin + 1, "1000", client_id="my own")
     store.add_metrics([mine])
-    keeper = LoadKeeper(store, launcher, EventBus())
+    keeper = LoadKeeper(store, engine, EventBus())
     count = 3 * 720  # samples of three hours
     for index in range(count):
         now = begin + index * STEP_US
-        launcher.add(now, cpu=index, memory=2 * index)
+        engine.add(now, cpu=index, memory=2 * index)
         if index % 100 == 0:
             monkeypatch.setattr(keeping, "now_us", lambda now=now: now)
             keeper.keep(run)
         if index == 1500:
-            keeper = LoadKeeper(store, launcher, EventBus())  # another master, which reads all lines again
+            keeper = LoadKeeper(
+                store, engine, EventBus()
+            )  # another master, which reads all lines again
     monkeypatch.setattr(keeping, "now_us", lambda: now)
     keeper.finish(run)
     stored = [entry for entry in values(store) if entry != (begin + 1, 1000.0)]
-    assert len(values(store)) == len(stored) + 1  # a worker's own metric of this name is not touched
+    assert (
+        len(values(store)) == len(stored) + 1
+    )  # a worker's own metric of this name is not touched
     recent = [(begin + index * STEP_US, float(index)) for index in range(count - 720, count)]
     assert stored[-720:] == recent
     # Two hours in means of five minutes each, at the middle of their samples.
@@ -292,31 +334,42 @@ def test_old_samples_become_means_and_a_restart_repeats_none(monkeypatch: pytest
     assert store.pods_with_metrics() == []
 
 
-def test_lines_that_the_supervisor_did_not_write_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+def test_lines_that_the_supervisor_did_not_write_add_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
     now = 1_800_000_000_000_000
     monkeypatch.setattr(keeping, "now_us", lambda: now)
-    for text in ("", "[]", "{", "[" * 100_000, '{"cpu": NaN}', '{"cpu": -1}', '{"cpu": "9"}', '{"cpu": 1e400}'):
-        launcher.add(now - 1, text)
-    launcher.add(now - 1, rank=2, cpu=1)
-    launcher.add(now - 1, rank=-1, cpu=1)
-    launcher.add(now - 1, rank=None, cpu=1)
-    launcher.add(now + HOUR_US, cpu=1)
-    launcher.add(now - 1, goal=1)
-    launcher.lines.append({"rank": 0, "stream": "load", "text": '{"cpu": 1}', "date": "soon"})
-    launcher.add(now - 1, rank=1, cpu=7)
-    LoadKeeper(store, launcher, EventBus()).keep(run)
+    for text in (
+        "",
+        "[]",
+        "{",
+        "[" * 100_000,
+        '{"cpu": NaN}',
+        '{"cpu": -1}',
+        '{"cpu": "9"}',
+        '{"cpu": 1e400}',
+    ):
+        engine.add(now - 1, text)
+    engine.add(now - 1, rank=2, cpu=1)
+    engine.add(now - 1, rank=-1, cpu=1)
+    engine.add(now - 1, rank=None, cpu=1)
+    engine.add(now + HOUR_US, cpu=1)
+    engine.add(now - 1, goal=1)
+    engine.lines.append({"rank": 0, "stream": "load", "text": '{"cpu": 1}', "date": "soon"})
+    engine.add(now - 1, rank=1, cpu=7)
+    LoadKeeper(store, engine, EventBus()).keep(run)
     assert store.pods_with_metrics() == ["a-run-worker-1"]
     assert values(store, rank=1) == [(now - 1, 7.0)]
 
 
 def test_a_database_that_is_away_only_delays_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher = Store("sqlite://"), Recorded()
+    store, engine = Store("sqlite://"), Recorded()
     run = added_run(store)
-    launcher.add(1_800_000_000_000_000, cpu=5)
+    engine.add(1_800_000_000_000_000, cpu=5)
     monkeypatch.setattr(keeping, "now_us", lambda: 1_800_000_000_000_001)
-    keeper = LoadKeeper(store, launcher, EventBus())
+    keeper = LoadKeeper(store, engine, EventBus())
 
     def fail(metrics: Any) -> int:
         raise keeping.SQLAlchemyError("away")
@@ -329,14 +382,19 @@ def test_a_database_that_is_away_only_delays_the_load(monkeypatch: pytest.Monkey
 
 
 def test_subscribers_get_the_samples_as_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, launcher, published = Store("sqlite://"), Recorded(), []
-    bus: Any = SimpleNamespace(has_subscribers=True, publish=lambda kind, *items: published.append((kind, *items)))
+    store, engine, published = Store("sqlite://"), Recorded(), []
+    bus: Any = SimpleNamespace(
+        has_subscribers=True, publish=lambda kind, *items: published.append((kind, *items))
+    )
     run = added_run(store)
     run.started_at = 1_700_000_000_000_000
-    launcher.add(run.started_at, rank=1, memory=2)
+    engine.add(run.started_at, rank=1, memory=2)
     # A run of the last hour has nothing to thin, which would take time for each of its workers.
     monkeypatch.setattr(store, "thin_metrics", None)
-    LoadKeeper(store, launcher, bus).keep(run)
+    LoadKeeper(store, engine, bus).keep(run)
     [(kind, event)] = published
     assert kind == "metric"
-    assert event.items() >= {"pod_name": "a-run-worker-1", "run_id": None, "name": "memory", "value": "2"}.items()
+    assert (
+        event.items()
+        >= {"pod_name": "a-run-worker-1", "run_id": None, "name": "memory", "value": "2"}.items()
+    )

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from mlbench_master.api.export import log_text
+from mlbench_master.api.schemas import LogsQuery
 from mlbench_master.app import create_app
-from mlbench_master.export import log_text
-from mlbench_master.launchers import logs
-from mlbench_master.launchers.interface import LogFilter, LogRange, NumberedLine
-from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
-from mlbench_master.schemas import LogsQuery
+from mlbench_master.engines import logs
+from mlbench_master.engines.interface import LogFilter, LogRange, NumberedLine
+from mlbench_master.engines.logs import LogReader, LogWriter, append_log
 from tests.master.helpers import TestClient
 
 END = 2**60
@@ -28,7 +28,10 @@ def client(tmp_path: Path) -> Iterator[Any]:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
     with TestClient(app, base_url="http://127.0.0.1:5080") as opened:
-        opened.post("/api/runs/", json={"name": "a-run", "num_workers": 70, "command": "true", "oversubscribe": True})
+        opened.post(
+            "/api/runs/",
+            json={"name": "a-run", "num_workers": 70, "command": "true", "oversubscribe": True},
+        )
         app.state.store.update_run(1, state="started", job_id="local-1")
         opened.folder = tmp_path / "runs" / "1"
         opened.folder.mkdir()
@@ -91,7 +94,10 @@ def test_a_reader_gets_the_lines_that_it_asks_for(client: Any) -> None:
         ("before_line=2&since_line=4", []),
     ):
         answer = client.get(f"/api/runs/1/logs/?{query}").json()
-        assert ([line["line"] for line in answer["lines"]], answer["matches"]) == (numbers, len(numbers)), query
+        assert ([line["line"] for line in answer["lines"]], answer["matches"]) == (
+            numbers,
+            len(numbers),
+        ), query
         if "limit" not in query:
             count = client.get(f"/api/runs/1/logs/?{query}&limit=0").json()
             assert count == {**answer, "lines": []}
@@ -113,7 +119,9 @@ def test_a_wrong_parameter_is_named(client: Any) -> None:
     ):
         for path in ("/api/runs/1/logs/", "/runs/1/logs/"):
             answer = client.get(f"{path}?{query}")
-            assert answer.status_code == 400 and answer.json()["message"].startswith(message), answer.text
+            assert answer.status_code == 400 and answer.json()["message"].startswith(message), (
+                answer.text
+            )
 
 
 def test_a_run_without_a_log_has_no_lines(client: Any) -> None:
@@ -133,7 +141,9 @@ def test_pages_in_both_directions_meet_every_line_once(
     randomly = random.Random(chunk_bytes)
     writer, reader = LogWriter(tmp_path, 12_000), LogReader(tmp_path)
     for number in range(200):
-        text = f"line {number} " + randomly.choice(["ok", "Bad", '"bad"', "\x1b[1mb\x1b[0mad", "x" * 300])
+        text = f"line {number} " + randomly.choice(
+            ["ok", "Bad", '"bad"', "\x1b[1mb\x1b[0mad", "x" * 300]
+        )
         writer.write(randomly.choice([None, 0, 1, 11]), randomly.choice(["stdout", "stderr"]), text)
         if number % 40 == 0:
             reader.read(number, 5)  # the index grows with the log
@@ -154,7 +164,9 @@ def test_pages_in_both_directions_meet_every_line_once(
                 assert walk(reader, limit, wanted, backwards) == expected
 
 
-def test_a_search_that_takes_long_stops_and_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_takes_long_stops_and_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "_CHUNK_BYTES", 5000)
     monkeypatch.setattr(logs, "_SEARCH_S", -1.0)
     write(tmp_path, *((0, "stdout", f"line {number}") for number in range(400)))
@@ -163,7 +175,10 @@ def test_a_search_that_takes_long_stops_and_is_continued(tmp_path: Path, monkeyp
     first = reader.read(0, 200, END, wanted)
     assert (first.lines, first.matches, first.next) == ([], 0, 400) and 300 < first.previous < 400
     for backwards in (False, True):
-        assert [line["line"] for line in walk(reader, 200, wanted, backwards)] == [17, *range(170, 180)]
+        assert [line["line"] for line in walk(reader, 200, wanted, backwards)] == [
+            17,
+            *range(170, 180),
+        ]
 
 
 def test_a_reader_that_follows_with_a_filter_misses_nothing(tmp_path: Path) -> None:
@@ -216,7 +231,11 @@ def test_a_line_is_plain_text(tmp_path: Path, raw: str, text: str) -> None:
 
 def test_lines_of_another_format_are_found_too(tmp_path: Path) -> None:
     """A worker can write into the file."""
-    content = ["not JSON 5", '{"stream": "stderr", "text": "5", "date": "", "rank": 5}', '{"rank": 5, "stream": 5}']
+    content = [
+        "not JSON 5",
+        '{"stream": "stderr", "text": "5", "date": "", "rank": 5}',
+        '{"rank": 5, "stream": 5}',
+    ]
     (tmp_path / "log.jsonl").write_text("".join(f"{line}\n" for line in content))
     reader = LogReader(tmp_path)
     for wanted, numbers in (
@@ -230,16 +249,23 @@ def test_lines_of_another_format_are_found_too(tmp_path: Path) -> None:
 
 def test_the_download_has_every_line(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_PAGE_BYTES", 1000)
-    write(client.folder, *((n % 2, "stderr" if n % 3 == 0 else "stdout", f"line {n} <b>") for n in range(100)))
+    write(
+        client.folder,
+        *((n % 2, "stderr" if n % 3 == 0 else "stdout", f"line {n} <b>") for n in range(100)),
+    )
     whole = client.get("/api/runs/1/logs/?format=text")
     assert whole.headers["content-type"] == "text/plain; charset=utf-8"
     assert whole.headers["content-disposition"] == 'attachment; filename="a-run.log"'
     lines = whole.text.splitlines()
     assert [line.split(" | ")[1] for line in lines] == [f"line {n} <b>" for n in range(100)]
     assert lines[3].startswith("20") and " rank 1 stderr | " in lines[3]
-    some = client.get("/api/runs/1/logs/?format=text&rank=1&stream=stderr&search=LINE+9&before_line=99")
+    some = client.get(
+        "/api/runs/1/logs/?format=text&rank=1&stream=stderr&search=LINE+9&before_line=99"
+    )
     assert some.headers["content-disposition"] == 'attachment; filename="a-run-rank-1-stderr.log"'
-    assert [line.split(" | ")[1] for line in some.text.splitlines()] == [f"line {n} <b>" for n in (9, 93)]
+    assert [line.split(" | ")[1] for line in some.text.splitlines()] == [
+        f"line {n} <b>" for n in (9, 93)
+    ]
     master = client.get("/api/runs/1/logs/?format=text&rank=master")
     assert (master.text, "a-run-master.log" in master.headers["content-disposition"]) == ("", True)
 
@@ -247,11 +273,11 @@ def test_the_download_has_every_line(client: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_long_log_needs_little_memory(client: Any) -> None:
     line = b'{"rank": 0, "stream": "stdout", "text": "%s", "date": ""}\n' % (b"x" * 20_000)
     (client.folder / "log.jsonl").write_bytes(line * 2000)
-    run, launcher = client.app.state.store.run(1), client.app.state.launcher
+    run, engine = client.app.state.store.run(1), client.app.state.engine
     tracemalloc.start()
     try:
-        size = sum(map(len, log_text(launcher, run, LogsQuery())))
-        assert launcher.logs("local-1", LogRange(0, 200, END, LogFilter(search="y"))).previous == 0
+        size = sum(map(len, log_text(engine, run, LogsQuery())))
+        assert engine.logs("local-1", LogRange(0, 200, END, LogFilter(search="y"))).previous == 0
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -261,13 +287,21 @@ def test_a_long_log_needs_little_memory(client: Any) -> None:
 def test_the_page_of_a_log_works_without_a_script(client: Any) -> None:
     write(client.folder, *((n % 70, "stdout", f"<script>line {n}") for n in range(1000)))
     text = client.get("/runs/1/logs/").text
-    assert text.count('class="line"') == 201 and "&lt;script&gt;line 999<" in text and "<script>line" not in text
+    assert (
+        text.count('class="line"') == 201
+        and "&lt;script&gt;line 999<" in text
+        and "<script>line" not in text
+    )
     # A choice of 4,096 workers would be long.
     assert '<input name="rank"' in text and "before_line=800" in text
     text = client.get("/runs/1/logs/?rank=3&search=LINE+7%22&before_line=500").text
     assert "No such line." in text and 'value="3"' in text and 'value="LINE 7&#34;"' in text
     text = client.get("/runs/1/logs/?search=line+77&rank=").text
-    assert text.count("&lt;script&gt;line 77") == 11 and "format=text" in text and "search=line+77" in text
+    assert (
+        text.count("&lt;script&gt;line 77") == 11
+        and "format=text" in text
+        and "search=line+77" in text
+    )
     client.post("/api/runs/", json={"name": "small", "num_workers": 2, "command": "true"})
     assert '<option value="1">rank 1</option>' in client.get("/runs/2/").text
     assert '<option value="1" selected>' in client.get("/runs/2/logs/?rank=1").text

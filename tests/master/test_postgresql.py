@@ -1,4 +1,5 @@
-"""The master on a real PostgreSQL: a throwaway server on a Unix socket, with tests of the API and of its own.
+"""The master on a real PostgreSQL: a throwaway server on a Unix socket, with tests of the API and
+of its own.
 
 They are skipped where the programs of PostgreSQL or the package psycopg are missing.
 """
@@ -23,8 +24,8 @@ pytest.importorskip("psycopg", reason="needs the extra 'postgres'")
 import sqlalchemy as sa
 
 from mlbench_master import create_app
-from mlbench_master.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
-from tests.master.helpers import IdleLauncher, TestClient
+from mlbench_master.database.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
+from tests.master.helpers import IdleEngine, TestClient
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 
 # These tests run here again, with the client of this module.
@@ -48,7 +49,9 @@ from tests.master.test_curves import (
     test_names_and_counts_come_without_a_metric,  # noqa: F401
     test_pages_hold_the_rows_by_date,  # noqa: F401
 )
-from tests.master.test_queries import add_run, test_the_page_of_a_run_has_the_latest_value_of_each_metric  # noqa: F401
+from tests.master.test_queries import (
+    add_run,
+)
 from tests.master.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
 
 _NUMBERS = itertools.count()
@@ -65,7 +68,8 @@ def program(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """The folder of the socket of a server, which a user without rights runs: PostgreSQL refuses to run as root."""
+    """The folder of the socket of a server, which a user without rights runs: PostgreSQL refuses to
+    run as root."""
     initdb, control = program("initdb"), program("pg_ctl")
     # The path of a Unix socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="mlbench-pg-", dir="/tmp"))
@@ -78,10 +82,24 @@ def postgres() -> Iterator[str]:
     def call(*arguments: str) -> None:
         # The server would keep a pipe open.
         with (folder.parent / f"{folder.name}.log").open("ab") as log:
-            subprocess.run(arguments, check=True, cwd="/", stdout=log, stderr=log, timeout=60, **user)
+            subprocess.run(
+                arguments, check=True, cwd="/", stdout=log, stderr=log, timeout=60, **user
+            )
 
     try:
-        call(initdb, "-D", str(data), "-A", "trust", "-U", "mlbench", "-E", "UTF8", "--no-locale", "--no-sync")
+        call(
+            initdb,
+            "-D",
+            str(data),
+            "-A",
+            "trust",
+            "-U",
+            "mlbench",
+            "-E",
+            "UTF8",
+            "--no-locale",
+            "--no-sync",
+        )
         call(control, "-D", str(data), "-w", "-o", f"-F -k {folder} -c listen_addresses=", "start")
         try:
             yield str(folder)
@@ -110,8 +128,10 @@ def store(url: str) -> Iterator[Store]:
 @pytest.fixture
 def client(url: str, tmp_path: Path) -> Iterator[TestClient]:
     """A master with an empty database."""
-    app = create_app(database_url=url, data_dir=tmp_path, launcher=IdleLauncher())
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    app = create_app(database_url=url, data_dir=tmp_path, engine=IdleEngine())
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
@@ -127,7 +147,14 @@ def run_sql(url: str, *statements: str) -> list[Any]:
 
 
 def a_run(name: str, **values: Any) -> Run:
-    columns = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1.0, "image": "", "backend": "gloo", "command": "x"}
+    columns = {
+        "num_workers": 1,
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "",
+        "backend": "gloo",
+        "command": "x",
+    }
     return new_run(name=name, **columns, **values)
 
 
@@ -147,7 +174,10 @@ def test_a_database_of_an_older_version_is_brought_to_this_one(url: str, version
 def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
     run_sql(url, *old_tables(1, "postgresql"))
     upgrade_until_killed(url)
-    names = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema ORDER BY 1"
+    names = (
+        "SELECT table_name FROM information_schema.tables "
+        "WHERE table_schema = current_schema ORDER BY 1"
+    )
     assert run_sql(url, names) == [("metrics",), ("runs",)]
     store = Store(url)
     check_upgraded(store)
@@ -157,7 +187,9 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
 def test_masters_that_start_together_make_the_tables_once(url: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: Store(url), range(8)))
-    rows = [LeaseRow(f"master {number}", 1, "host", "place", number, "start") for number in range(8)]
+    rows = [
+        LeaseRow(f"master {number}", 1, "host", "place", number, "start") for number in range(8)
+    ]
     with ThreadPoolExecutor(8) as pool:
         taken = list(pool.map(lambda store, row: store.replace_lease(None, row), stores, rows))
     assert sorted(taken) == [False] * 7 + [True]
@@ -168,14 +200,18 @@ def test_masters_that_start_together_make_the_tables_once(url: str) -> None:
 
 def test_deliveries_of_many_threads_are_stored_once(store: Store) -> None:
     owner = run_owner(store.add_run(a_run("r")).id)
-    metrics = [NewMetric(owner, "loss", date, str(date), client_id=str(date)) for date in range(3000)]
+    metrics = [
+        NewMetric(owner, "loss", date, str(date), client_id=str(date)) for date in range(3000)
+    ]
     barrier = threading.Barrier(6)
 
     def deliver(index: int) -> int:
         barrier.wait()
         # Rows in another order could lock each other out if transactions ran at the same time.
         ordered = metrics if index % 2 else metrics[::-1]
-        return sum(store.add_metrics(ordered[start : start + 1000]) for start in range(0, 3000, 1000))
+        return sum(
+            store.add_metrics(ordered[start : start + 1000]) for start in range(0, 3000, 1000)
+        )
 
     with ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(deliver, range(6))) == 3000
@@ -200,7 +236,10 @@ def test_an_id_that_no_run_can_have_is_none(client: TestClient) -> None:
 
 
 def test_runs_are_filtered_and_sorted(store: Store) -> None:
-    ids = [store.add_run(a_run(name, finished_at=end)).id for name, end in (("a-1", 2), ("a_2", None), ("b-1", 1))]
+    ids = [
+        store.add_run(a_run(name, finished_at=end)).id
+        for name, end in (("a-1", 2), ("a_2", None), ("b-1", 1))
+    ]
     for query, wanted in (
         ({"sort": "finished_at"}, [2, 0, 1]),
         ({"sort": "-finished_at", "limit": 2}, [0, 2]),
@@ -208,7 +247,9 @@ def test_runs_are_filtered_and_sorted(store: Store) -> None:
         ({"name": "A_"}, [1]),
         ({"after": 10**18}, []),
     ):
-        assert [found.id for found in store.runs(**query)] == [ids[index] for index in wanted], query
+        assert [found.id for found in store.runs(**query)] == [ids[index] for index in wanted], (
+            query
+        )
 
 
 def test_a_connection_that_the_server_closed_is_replaced(store: Store, url: str) -> None:
@@ -232,7 +273,9 @@ def test_imported_runs_are_found_again(store: Store) -> None:
 def test_statements_do_not_grow_with_metrics(store: Store) -> None:
     run_id = add_run(store, "r", 8, 20)
     statements: list[str] = []
-    sa.event.listen(store._engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    sa.event.listen(
+        store._database_engine, "before_cursor_execute", lambda *a: statements.append(a[2])
+    )
     counts = store.metric_counts([run_owner(run_id)])
     values = [[point.value for point in points] for _, _, points in store.entries(counts)]
     assert values == [["0", "1", "2"]] * 160

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.load import load, unpack
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.load import load, unpack
-from mlbench_master import create_app, results
-from mlbench_master.goals import read_goal
-from mlbench_master.results import FILES, ResultFolder
-from mlbench_master.store import Run, new_run
-from tests.master.helpers import IdleLauncher, TestClient
-from tests.master.test_launcher import create, wait_state
+from mlbench_master import create_app
+from mlbench_master.database.store import Run, new_run
+from mlbench_master.runs import result_files
+from mlbench_master.runs.goals import read_goal
+from mlbench_master.runs.result_files import FILES, ResultFolder
+from tests.master.helpers import IdleEngine, TestClient
+from tests.master.test_local_engine import create, wait_state
 
 GOAL = {
     "metric": "val_global_Prec@1",
@@ -35,8 +36,8 @@ GOAL = {
 }
 
 
-class FolderLauncher(IdleLauncher):
-    """An idle launcher whose runs have the same folder of results."""
+class FolderEngine(IdleEngine):
+    """An idle engine whose runs have the same folder of results."""
 
     folder: Path | None = None
 
@@ -45,30 +46,40 @@ class FolderLauncher(IdleLauncher):
 
 
 @pytest.fixture
-def launcher() -> FolderLauncher:
-    return FolderLauncher()
+def engine() -> FolderEngine:
+    return FolderEngine()
 
 
 @pytest.fixture
-def client(tmp_path: Path, launcher: FolderLauncher) -> Iterator[Any]:
-    app = create_app(data_dir=tmp_path / "data", launcher=launcher)
+def client(tmp_path: Path, engine: FolderEngine) -> Iterator[Any]:
+    app = create_app(data_dir=tmp_path / "data", engine=engine)
     app.state.scheduler.start = lambda: None
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
 @pytest.fixture
 def run(client: Any) -> Run:
-    values = {"num_cpus": 1.0, "max_bandwidth": 1.0, "image": "i", "backend": "gloo", "command": "true"}
-    made: Run = client.app.state.store.add_run(new_run(name="r", num_workers=1, job_id="idle-1", **values))
+    values = {
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "i",
+        "backend": "gloo",
+        "command": "true",
+    }
+    made: Run = client.app.state.store.add_run(
+        new_run(name="r", num_workers=1, job_id="idle-1", **values)
+    )
     return made
 
 
 @pytest.fixture
-def folder(tmp_path: Path, launcher: FolderLauncher) -> Path:
+def folder(tmp_path: Path, engine: FolderEngine) -> Path:
     """The result folder of the run, with a line in every file."""
-    launcher.folder = tmp_path / "output"
-    made = launcher.folder / "task1a" / "7"
+    engine.folder = tmp_path / "output"
+    made = engine.folder / "task1a" / "7"
     made.mkdir(parents=True)
     for name in FILES:
         (made / name).write_text(f'{{"file": "{name}"}}\n')
@@ -76,12 +87,19 @@ def folder(tmp_path: Path, launcher: FolderLauncher) -> Path:
 
 
 def send(client: Any, run: Run, name: str, value: str, second: int = 0) -> None:
-    item = {"run_id": run.id, "name": name, "value": value, "date": f"2026-01-01T00:00:{second:02d}"}
+    item = {
+        "run_id": run.id,
+        "name": name,
+        "value": value,
+        "date": f"2026-01-01T00:00:{second:02d}",
+    }
     assert client.post("/api/metrics/", json=[item]).status_code == 201
 
 
 def archive(client: Any, run: Run) -> zipfile.ZipFile:
-    opened = zipfile.ZipFile(io.BytesIO(client.get(f"/api/metrics/{run.id}/?metric_type=run&format=zip").content))
+    opened = zipfile.ZipFile(
+        io.BytesIO(client.get(f"/api/metrics/{run.id}/?metric_type=run&format=zip").content)
+    )
     assert opened.testzip() is None
     return opened
 
@@ -98,12 +116,15 @@ def test_the_zip_has_the_result_files(client: Any, run: Run, folder: Path, tmp_p
     for name in FILES:
         assert found.read(name) == (folder / name).read_bytes()
     assert client.get(f"/api/runs/{run.id}/result/").json() == {"file": "result.json"}
-    assert f'<a href="/api/runs/{run.id}/result/">result.json</a>' in client.get(f"/runs/{run.id}/").text
+    assert (
+        f'<a href="/api/runs/{run.id}/result/">result.json</a>'
+        in client.get(f"/runs/{run.id}/").text
+    )
     assert str(folder) in client.get(f"/runs/{run.id}/").text
     (tmp_path / "zips").mkdir()
     (tmp_path / "zips" / "r.zip").write_bytes(found.fp.getvalue())  # type: ignore[union-attr]
     # The reader finds the result in it, and refuses this one, which has no version.
-    with pytest.raises(ConfigurationError, match=r"schema_version of result.json in .*r.zip must be 1, not None"):
+    with pytest.raises(ConfigurationError, match=r"result.json in .*r.zip is None, not 1"):
         load([tmp_path / "zips"])
 
 
@@ -126,17 +147,28 @@ def test_the_newest_result_counts(client: Any, run: Run, folder: Path) -> None:
 def test_a_file_that_is_too_large_is_left_out_and_named(
     client: Any, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(results.FILES, "metrics.jsonl", 9)
+    monkeypatch.setitem(result_files.FILES, "metrics.jsonl", 9)
     (folder / "metrics.jsonl").write_text("0123456789")
     found = archive(client, run)
     assert "metrics.jsonl" not in found.namelist() and "mlperf.log" in found.namelist()
-    assert found.read("left_out.txt") == b"metrics.jsonl: it has 10 bytes, and at most 9 are passed on\n"
+    assert (
+        found.read("left_out.txt")
+        == b"metrics.jsonl: it has 10 bytes, and at most 9 are passed on\n"
+    )
     (folder / "metrics.jsonl").write_text("012345678")
     assert "left_out.txt" not in archive(client, run).namelist()
 
 
-def test_a_run_without_result_has_the_lines_of_its_workers(client: Any, run: Run, folder: Path, tmp_path: Path) -> None:
-    start: dict[str, Any] = {"kind": "start", "time": "2026-01-01T00:00:00+00:00", "run_id": "7", "step": 0, "epoch": 0}
+def test_a_run_without_result_has_the_lines_of_its_workers(
+    client: Any, run: Run, folder: Path, tmp_path: Path
+) -> None:
+    start: dict[str, Any] = {
+        "kind": "start",
+        "time": "2026-01-01T00:00:00+00:00",
+        "run_id": "7",
+        "step": 0,
+        "epoch": 0,
+    }
     start["configuration"] = Configuration(workers=3).to_dict()
     lines = [json.dumps({"rank": rank, **start}) for rank in range(3)]
     # A killed worker can leave half a line.
@@ -149,7 +181,9 @@ def test_a_run_without_result_has_the_lines_of_its_workers(client: Any, run: Run
     (folder / "result.json").unlink()
     found = archive(client, run)
     assert found.read("metrics.jsonl").decode() == f'{lines[0]}\n{{"rank": 0, "ki\n{lines[2]}\n'
-    assert found.read("left_out.txt").startswith(b"metrics.rank-1.jsonl: it cannot be read as a regular file")
+    assert found.read("left_out.txt").startswith(
+        b"metrics.rank-1.jsonl: it cannot be read as a regular file"
+    )
     (tmp_path / "r.zip").write_bytes(found.fp.getvalue())  # type: ignore[union-attr]
     assert not unpack(tmp_path / "r.zip", tmp_path / "result")
     assert unpack(tmp_path / "r.zip", tmp_path / "result", unfinished=True)
@@ -157,6 +191,17 @@ def test_a_run_without_result_has_the_lines_of_its_workers(client: Any, run: Run
     (tmp_path / "result" / "environment.json").unlink()
     (record,) = load([tmp_path / "result"])
     assert (record.state, record.workers) == ("unfinished", 3)
+
+
+def test_each_of_many_workers_has_its_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "task" / "1"
+    folder.mkdir(parents=True)
+    (folder / "environment.json").write_text("{}")
+    names = [f"metrics.rank-{rank}.jsonl" for rank in range(300)]
+    for name in [*names, "metrics.rank-1.jsonl.gz", "other.jsonl"]:
+        (folder / name).touch()
+    with ResultFolder.find(tmp_path) as found:  # type: ignore[union-attr]
+        assert found.lines_of_workers() == sorted(names)
 
 
 def test_a_file_that_grows_is_read_to_the_size_that_it_had(
@@ -178,13 +223,20 @@ def test_a_file_that_grows_is_read_to_the_size_that_it_had(
 def test_without_a_folder_the_metric_has_the_result(client: Any, run: Run) -> None:
     address = f"/api/runs/{run.id}/result/"
     refused = client.get(address)
-    assert (refused.status_code, refused.json()["message"][:31]) == (404, f"id: run {run.id} has no valid result.j")
+    assert (refused.status_code, refused.json()["message"][:31]) == (
+        404,
+        f"id: run {run.id} has no valid result.j",
+    )
     for second, damaged in enumerate(('{"run": ', "[1]", '{"value": NaN}', "[" * 60_000, "0.5")):
         send(client, run, "result @ 0", damaged, second)
         assert client.get(address).status_code == 404
         assert archive(client, run).namelist() == ["run.json", "result_result @ 0.json"]
     send(client, run, "result @ 0", '{"schema_version": 1}', 30)
-    assert client.get(address).content == archive(client, run).read("result.json") == b'{"schema_version": 1}'
+    assert (
+        client.get(address).content
+        == archive(client, run).read("result.json")
+        == b'{"schema_version": 1}'
+    )
     page = client.get(f"/runs/{run.id}/").text
     assert f'href="/api/runs/{run.id}/result/"' in page and "schema_version" not in page
 
@@ -202,11 +254,14 @@ def test_workers_write_their_results_below_the_folder_of_the_run(tmp_path: Path)
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, pathlib\n"
-        "folder = pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'task1a', os.environ['MLBENCH_RUN_ID'])\n"
+        "folder = pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'task1a', "
+        "os.environ['MLBENCH_RUN_ID'])\n"
         "folder.mkdir(parents=True)\n"
         "(folder / 'result.json').write_text('{\"rank\": ' + os.environ['RANK'] + '}')\n"
     )
-    with TestClient(create_app(data_dir=tmp_path / "data"), base_url="http://127.0.0.1:5080") as client:
+    with TestClient(
+        create_app(data_dir=tmp_path / "data"), base_url="http://127.0.0.1:5080"
+    ) as client:
         made = create(client, f"python {script}", workers=1)
         done = wait_state(client, made["id"], "finished", "failed")
         assert done["state"] == "finished", done
@@ -228,9 +283,16 @@ def test_the_goal_is_part_of_the_record(client: Any, run: Run) -> None:
     assert client.get("/api/runs/").json()[0]["goal"] == GOAL
     assert json.loads(archive(client, run).read("run.json"))["goal"] == GOAL
     for page in (client.get("/"), client.get(f"/runs/{run.id}/")):
-        assert "reached in 407.1 s (3 epochs)" in page.text and "in some words</dd>" not in page.text
+        assert (
+            "reached in 407.1 s (3 epochs)" in page.text and "in some words</dd>" not in page.text
+        )
     assert ": Prec@1 &gt;= 95</" in page.text
-    for phase in ("Compute: 5 min", "Exposed communication: 1 min 40 s", "Metrics: 5.0 s", "Data: 2.0 s"):
+    for phase in (
+        "Compute: 5 min",
+        "Exposed communication: 1 min 40 s",
+        "Metrics: 5.0 s",
+        "Data: 2.0 s",
+    ):
         assert f"<title>{phase}</title>" in page.text
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
-from mlbench_master.launchers import LogPage
-from mlbench_master.phases import MOST_EPOCHS
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from mlbench_master.engines import LogPage
+from mlbench_master.runs.phases import MOST_EPOCHS
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 
-class Failing(IdleLauncher):
+class Failing(IdleEngine):
     """Says what two workers wrote before they ended."""
 
     def logs(self, *_: Any, **__: Any) -> LogPage:
@@ -33,7 +33,7 @@ class Failing(IdleLauncher):
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=Failing(), token=None)
+    app = create_app(data_dir=tmp_path, engine=Failing(), token=None)
     with TestClient(app, base_url="http://127.0.0.1:5080") as opened:
         yield opened
 
@@ -49,7 +49,12 @@ def start(client: TestClient, **values: Any) -> int:
 
 def send(client: TestClient, run_id: int, *metrics: tuple[str, object], epoch: int = 0) -> None:
     items = [
-        {"run_id": run_id, "name": name, "value": str(value), "metadata": {"rank": 0, "epoch": epoch}}
+        {
+            "run_id": run_id,
+            "name": name,
+            "value": str(value),
+            "metadata": {"rank": 0, "epoch": epoch},
+        }
         for name, value in metrics
     ]
     assert client.post("/api/metrics/", json=items).status_code == 201
@@ -72,11 +77,21 @@ def test_the_best_value_and_the_epochs_show_the_way_to_the_goal(client: TestClie
     run_id = start(client)
     assert "This run has no goal yet" in part(page_of(client, run_id), "goal")
     plan = {"metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "max_epochs": 8}
-    send(client, run_id, ("plan @ 0", json.dumps(plan)), ("CumulativeTrainTimeEpoch @ 0", 1), epoch=1)
-    send(client, run_id, ("val_global_Perplexity @ 0", 100), ("val_global_Perplexity @ 0", "nan"), epoch=0)
+    send(
+        client, run_id, ("plan @ 0", json.dumps(plan)), ("CumulativeTrainTimeEpoch @ 0", 1), epoch=1
+    )
+    send(
+        client,
+        run_id,
+        ("val_global_Perplexity @ 0", 100),
+        ("val_global_Perplexity @ 0", "nan"),
+        epoch=0,
+    )
     send(client, run_id, ("val_global_Perplexity @ 0", 140), epoch=1)
     page = page_of(client, run_id)
-    assert part(page, "goal").startswith("Goal: Perplexity &lt;= 70 not reached yet best 100 of 70 2 of at most 8")
+    assert part(page, "goal").startswith(
+        "Goal: Perplexity &lt;= 70 not reached yet best 100 of 70 2 of at most 8"
+    )
     assert '<progress value="0.7" max="1"' in page and '<progress value="2" max="8"' in page
     assert 'data-metric="val_global_Perplexity" data-threshold="70.0"' in page
 
@@ -95,13 +110,25 @@ def test_the_goal_of_a_task_is_known_from_the_beginning(client: TestClient) -> N
 
 def test_a_goal_of_a_fixed_time_shows_the_time_and_the_best_value(client: TestClient) -> None:
     run_id = start(client, command=None, task="1a", arguments=["--goal-after", "60"])
-    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s not reached yet"
+    assert (
+        part(page_of(client, run_id), "goal")
+        == "Goal: Prec@1 after 60 s of training not reached yet"
+    )
     send(client, run_id, ("val_global_Prec@1 @ 0", 70), ("val_global_Prec@1 @ 0", 45), epoch=1)
     assert "not reached yet best 70 so far" in part(page_of(client, run_id), "goal")
-    goal = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0, "reached": True}
+    goal = {
+        "metric": "val_global_Prec@1",
+        "threshold": None,
+        "minimize": False,
+        "budget_s": 60.0,
+        "reached": True,
+    }
     goal |= {"value": 91.5, "time_to_goal_s": 63.25, "epochs": 3}
     send(client, run_id, ("goal @ 0", json.dumps(goal)))
-    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s 91.5 after 63.2 s (3 epochs) 2 epochs"
+    assert (
+        part(page_of(client, run_id), "goal")
+        == "Goal: Prec@1 after 60 s of training 91.5 after 63.2 s (3 epochs) 2 epochs"
+    )
 
 
 def test_more_cores_than_the_machine_has_are_a_note(client: TestClient) -> None:
@@ -110,7 +137,9 @@ def test_more_cores_than_the_machine_has_are_a_note(client: TestClient) -> None:
     assert note.startswith("warning: 2 workers x 4096 cores want more than the ")
 
 
-def test_a_failed_run_says_why_with_the_last_lines_of_the_failing_worker(client: TestClient) -> None:
+def test_a_failed_run_says_why_with_the_last_lines_of_the_failing_worker(
+    client: TestClient,
+) -> None:
     run_id = start(client)
     store = client.app.state.store  # type: ignore[attr-defined]
     store.update_run(run_id, {"reason": "worker 1 failed: exit status 1: <i>"}, state="failed")
@@ -132,8 +161,10 @@ def test_phases_are_those_of_the_slowest_worker_and_hidden_communication_is_a_pa
     assert "No times yet" in part(page_of(client, run_id), "totals")
     for epoch, seconds in enumerate((10, 30)):
         send(
-            client, run_id, ("cum_fwd_pass @ 0", seconds), ("cum_fwd_pass @ 1", 2 * seconds), ("cum_agg @ 0", 8),
-            ("cum_agg @ 1", 1), ("cum_hidden_communication @ 0", seconds / 2), ("cum_validation @ 0", 3),
+            client, run_id, ("cum_fwd_pass @ 0", seconds), ("cum_fwd_pass @ 1", 2 * seconds),
+            ("cum_agg @ 0", 8),
+            ("cum_agg @ 1", 1), ("cum_hidden_communication @ 0", seconds / 2),
+             ("cum_validation @ 0", 3),
             ("cum_mine @ 0", epoch), epoch=epoch,
         )  # fmt: skip
     table = part(page_of(client, run_id), "times")
@@ -161,28 +192,47 @@ def test_names_and_values_are_text_and_long_ones_are_cut(client: TestClient) -> 
 
 def test_many_metrics_are_a_part_and_a_filter(client: TestClient) -> None:
     run_id = start(client)
-    send(client, run_id, *((f"layer{number} @ {rank}", number) for number in range(150) for rank in (0, 1)))
+    send(
+        client,
+        run_id,
+        *((f"layer{number} @ {rank}", number) for number in range(150) for rank in (0, 1)),
+    )
     send(client, run_id, ("train_loss @ 0", 1), ("plain", 1))
     page = page_of(client, run_id)
     assert page.count("<tr data-name=") == 200
     assert "The first 200 of 302 metrics." in part(page, "metrics")
     page = page_of(client, run_id, "?filter=LAYER14")
     assert page.count("<tr data-name=") == 22 and "The first" not in part(page, "metrics")
-    assert part(page_of(client, run_id, "?filter=%3Cb%3E"), "metrics").endswith("No metric has this in its name.")
+    assert part(page_of(client, run_id, "?filter=%3Cb%3E"), "metrics").endswith(
+        "No metric has this in its name."
+    )
     names = re.findall(r'<option value="([^"]*)" data-ranks="([^"]*)">', page)
-    assert names[:2] == [("train_loss", "0"), ("layer0", "0 1")] and ("plain", "") in names and len(names) == 152
+    assert (
+        names[:2] == [("train_loss", "0"), ("layer0", "0 1")]
+        and ("plain", "") in names
+        and len(names) == 152
+    )
 
 
-def test_workers_have_their_load_and_the_configuration_is_that_of_the_result(client: TestClient) -> None:
+def test_workers_have_their_load_and_the_configuration_is_that_of_the_result(
+    client: TestClient,
+) -> None:
     run_id = start(client)
     loads = [
-        {"pod_name": "a-worker-1", "name": name, "value": value} for name, value in (("cpu", 93.72), ("memory", 5e8))
+        {"pod_name": "a-worker-1", "name": name, "value": value}
+        for name, value in (("cpu", 93.72), ("memory", 5e8))
     ]
     assert client.post("/api/metrics/", json=loads).status_code == 201
     page = page_of(client, run_id)
-    assert part(page, "workers").endswith("rank 1 CPU 94 % Memory 500 MB Network in - Network out -")
+    assert part(page, "workers").endswith(
+        "rank 1 CPU 94 % Memory 500 MB Network in - Network out -"
+    )
     assert "program python x.py" in part(page, "configuration")
-    result = {"configuration": {"goal": {"metric": "<m>"}, "list": [1, "a"]}, "software": {"torch": "2"}, "machine": 3}
+    result = {
+        "configuration": {"goal": {"metric": "<m>"}, "list": [1, "a"]},
+        "software": {"torch": "2"},
+        "machine": 3,
+    }
     send(client, run_id, ("result @ 0", json.dumps(result)))
     page = page_of(client, run_id)
     assert "goal.metric &lt;m&gt; list 1 a" in part(page, "configuration")
@@ -198,7 +248,9 @@ def test_a_curve_stays_when_its_latest_value_is_not_finite(client: TestClient) -
     assert names == ["train_loss", "other"]
 
 
-def test_the_page_says_that_a_run_waits_and_that_an_ended_one_left_no_log(client: TestClient) -> None:
+def test_the_page_says_that_a_run_waits_and_that_an_ended_one_left_no_log(
+    client: TestClient,
+) -> None:
     assert "waiting for its turn" not in page_of(client, start(client))
     body = {"name": "b", "num_workers": 2, "command": "python x.py"}
     waiting = client.post("/api/runs/", json=body).json()["id"]

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
+from mlbench_master.database.store import NewMetric, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.store import NewMetric, Run, Store, run_owner
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 ATTACK = "<script>alert(1)</script>"
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, engine=IdleEngine())
     # Without "with": no scheduler runs, so the states stay as a test has made them.
     yield TestClient(app, base_url="http://127.0.0.1:5080")
     app.state.store.close()
@@ -28,7 +28,8 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
 
 def add(store: Store, name: str, **values: Any) -> Run:
     default: dict[str, Any] = {
-        "num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "custom_image", "backend": "gloo",
+        "num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "custom_image",
+        "backend": "gloo",
         "command": "sleep 1", "state": "finished", "created_at": now_us(),
     }  # fmt: skip
     return store.add_run(Run(**{"name": name, **default, **values}))
@@ -49,9 +50,11 @@ def test_the_list_can_be_filtered_and_sorted_by_each_column(client: Any) -> None
     second = 1_000_000
     goal = {"metric": "val_global_Prec@1", "threshold": 80.0, "minimize": False, "reached": True}
     add(store, "b-run", state="failed", num_workers=4, backend="mpi", created_at=3 * second)
-    add(store, "a-run", num_workers=2, created_at=1 * second, started_at=second, finished_at=9 * second,
+    add(store, "a-run", num_workers=2, created_at=1 * second, started_at=second,
+    finished_at=9 * second,
         goal=json.dumps({**goal, "time_to_goal_s": 12.5}))  # fmt: skip
-    add(store, "c_run", image="task0_allreduce", command="main.py --plot", created_at=2 * second, started_at=second,
+    add(store, "c_run", image="task0_allreduce", command="main.py --plot", created_at=2 * second,
+    started_at=second,
         finished_at=3 * second, goal=json.dumps({**goal, "time_to_goal_s": 5e-3}))  # fmt: skip
     for query, found in (
         ("", ["b-run", "c_run", "a-run"]),
@@ -87,9 +90,9 @@ def test_a_head_of_a_column_keeps_the_filter_and_turns_the_order(client: Any) ->
     add(client.app.state.store, "run")
     page = get(client, "?q=run&page=1")
     assert (
-        '<th scope="col" aria-sort="descending"><a id="sort-created_at" href="/runs/?q=run&amp;sort=created_at">'
-        in page
-    )
+        '<th scope="col" aria-sort="descending"><a id="sort-created_at" '
+        'href="/runs/?q=run&amp;sort=created_at">'
+    ) in page
     assert '<a id="sort-name" href="/runs/?q=run&amp;sort=name">' in page
     page = get(client, "?sort=name")
     assert '<a id="sort-name" href="/runs/?sort=-name">' in page
@@ -112,7 +115,14 @@ def test_a_page_has_50_runs(client: Any) -> None:
 
 
 def test_texts_of_users_are_text(client: Any) -> None:
-    add(client.app.state.store, "run", command=f"echo '{ATTACK}'", backend=ATTACK, image=ATTACK, goal_result=ATTACK)
+    add(
+        client.app.state.store,
+        "run",
+        command=f"echo '{ATTACK}'",
+        backend=ATTACK,
+        image=ATTACK,
+        goal_result=ATTACK,
+    )
     for query in ("", f"?q={ATTACK}"):
         page = get(client, query)
         assert names(page) == ["run"] and ATTACK not in page and "&lt;script&gt;alert(1)" in page
@@ -120,12 +130,21 @@ def test_texts_of_users_are_text(client: Any) -> None:
 
 def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     store = client.app.state.store
-    task = {"image": "task1a_resnet20_cifar10", "command": "main.py --dataset digits --light", "state": "started"}
+    task = {
+        "image": "task1a_resnet20_cifar10",
+        "command": "main.py --dataset digits --light",
+        "state": "started",
+    }
     close = add(store, "close", **task, started_at=1)
     add(store, "fresh", **task)
     text = add(store, "text", **task)
     zero = add(store, "zero", **task)
-    recorded = {"metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False}
+    recorded = {
+        "metric": "val_global_Perplexity",
+        "threshold": 70,
+        "minimize": True,
+        "reached": False,
+    }
     missed = add(store, "missed", goal=json.dumps(recorded))
     reached = {**recorded, "reached": True, "time_to_goal_s": 61.25}
     add(store, "reached", goal=json.dumps(reached), goal_result="old text")
@@ -142,20 +161,35 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
         (own, "plan @ 0", ("{", plan)),
         (own, "val_loss @ 0", ("2.0",)),
     ):
-        store.add_metrics([NewMetric(run_owner(run.id), name, date, value) for date, value in enumerate(values)])
+        store.add_metrics(
+            [NewMetric(run_owner(run.id), name, date, value) for date, value in enumerate(values)]
+        )
     rows = dict(
-        zip(names(page := get(client)), re.findall(r'<td class="goal">\s*(.*?)\s*</td>', page, re.DOTALL), strict=True)
+        zip(
+            names(page := get(client)),
+            re.findall(r'<td class="goal">\s*(.*?)\s*</td>', page, re.DOTALL),
+            strict=True,
+        )
     )
     assert rows["close"].startswith(
         '<span title="45.123456">45.12</span> <span class="faint">of Prec@1 &gt;= 90</span>'
     )
     assert '<progress max="1" value="0.5014"' in rows["close"]
-    assert rows["missed"].startswith("not reached: ") and '<progress max="1" value="0.5"' in rows["missed"]
     assert (
-        rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of loss &lt;= 0.5</span>')
+        rows["missed"].startswith("not reached: ")
+        and '<progress max="1" value="0.5"' in rows["missed"]
+    )
+    assert (
+        rows["own"].startswith(
+            '<span title="2.0">2</span> <span class="faint">of val_loss &lt;= 0.5</span>'
+        )
         and 'value="0.25"' in rows["own"]
     )
-    assert rows["timed"].split("\n")[0].endswith('>45</span> <span class="faint">Prec@1 after 60 s</span>')
+    assert (
+        rows["timed"]
+        .split("\n")[0]
+        .endswith('>45</span> <span class="faint">Prec@1 after 60 s of training</span>')
+    )
     assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
     assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
     assert '<progress max="1" value="0.0"' in rows["zero"]
@@ -168,8 +202,17 @@ def test_a_damaged_record_does_not_hide_the_others(client: Any) -> None:
     store = client.app.state.store
     add(store, "good")
     broken = add(store, "broken")
-    with store._engine.begin() as connection:
-        for column in ("command", "image", "backend", "num_cpus", "num_workers", "started_at", "finished_at", "goal"):
+    with store._database_engine.begin() as connection:
+        for column in (
+            "command",
+            "image",
+            "backend",
+            "num_cpus",
+            "num_workers",
+            "started_at",
+            "finished_at",
+            "goal",
+        ):
             connection.exec_driver_sql(f"UPDATE runs SET {column} = x'ff' WHERE id = {broken.id}")
     assert sorted(names(get(client))) == ["broken", "good"]
     assert client.get(f"/runs/new/?from={broken.id}").status_code == 200
@@ -177,7 +220,10 @@ def test_a_damaged_record_does_not_hide_the_others(client: Any) -> None:
 
 def test_an_empty_list_says_what_to_do_next(client: Any) -> None:
     page = get(client)
-    assert '<a href="/runs/new/">Start the first one with the form</a>' in page and "mlbench run my-run 2" in page
+    assert (
+        '<a href="/runs/new/">Start the first one with the form</a>' in page
+        and "mlbench run my-run 2" in page
+    )
     add(client.app.state.store, "run")
     assert 'No run matches. <a href="/runs/">Show all runs</a>' in get(client, "?q=other")
 
@@ -187,7 +233,9 @@ def test_a_list_asks_the_database_a_fixed_number_of_times(client: Any) -> None:
 
     store = client.app.state.store
     statements: list[str] = []
-    sa.event.listen(store._engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    sa.event.listen(
+        store._database_engine, "before_cursor_execute", lambda *given: statements.append(given[2])
+    )
     counts = []
     for number in range(3):
         add(store, f"run-{number}", image="task1a_resnet20_cifar10")
@@ -199,10 +247,17 @@ def test_a_list_asks_the_database_a_fixed_number_of_times(client: Any) -> None:
 
 def test_a_run_that_its_user_stopped_is_not_called_failed(client: Any) -> None:
     store = client.app.state.store
-    reasons = {"by-me": "stopped by a user; 3 metrics are missing", "broken": "worker 0 failed: exit status 1: E: bad"}
+    reasons = {
+        "by-me": "stopped by a user; 3 metrics are missing",
+        "broken": "worker 0 failed: exit status 1: E: bad",
+    }
     for name, reason in reasons.items():
         add(store, name, state="failed", job_metadata=json.dumps({"stdout": [], "reason": reason}))
-    states = dict(re.findall(r'href="/runs/\d+/">(.*?)</a>.*?<span class="state state-\w+">(\w+)<', get(client), re.S))
+    states = dict(
+        re.findall(
+            r'href="/runs/\d+/">(.*?)</a>.*?<span class="state state-\w+">(\w+)<', get(client), re.S
+        )
+    )
     assert states == {"by-me": "stopped", "broken": "failed"}
     assert names(get(client, "?state=stopped")) == ["by-me"]
     assert names(get(client, "?state=failed")) == ["broken"]

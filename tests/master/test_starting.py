@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mlbench_master.store import NameInUseError, Run, Store, new_run
+from mlbench_master.database.store import NameInUseError, Run, Store, new_run
 
 
 def make(name: str) -> Run:
     return new_run(
-        name=name, num_workers=1, num_cpus=1.0, max_bandwidth=1000.0, image="custom_image", backend="gloo", command="x"
+        name=name,
+        num_workers=1,
+        num_cpus=1.0,
+        max_bandwidth=1000.0,
+        image="custom_image",
+        backend="gloo",
+        command="x",
     )
 
 

@@ -1,4 +1,5 @@
-"""The scripts and styles of the pages: those of others are unchanged, and nothing comes from another host."""
+"""The scripts and styles of the pages: those of others are unchanged, and nothing comes from
+another host."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import pytest
 
 import mlbench_master
 
-ROOT = Path(mlbench_master.__file__).parent
+ROOT = Path(mlbench_master.__file__).parent / "web"
 VENDOR = ROOT / "static" / "vendor"
-CHECKSUMS = dict(line.split("  ")[::-1] for line in (VENDOR / "SHA256SUMS").read_text().splitlines())
+CHECKSUMS = dict(
+    line.split("  ")[::-1] for line in (VENDOR / "SHA256SUMS").read_text().splitlines()
+)
 OWN = sorted(path for path in (ROOT / "static").iterdir() if path.suffix in (".js", ".css", ".svg"))
 
 
@@ -25,13 +28,19 @@ def test_every_script_of_others_has_its_checksum_and_its_licence() -> None:
         assert f"`{name}`" in (VENDOR / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", [*OWN, *sorted((ROOT / "templates").iterdir())], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*OWN, *sorted((ROOT / "templates").iterdir())], ids=lambda path: path.name
+)
 def test_a_page_needs_no_other_host_and_no_inline_code(path: Path) -> None:
     """The Content-Security-Policy would refuse them, and only a browser would tell."""
     text = path.read_text()
-    assert not re.findall(r"(?:src|href|url|import|from)\s*[=(]?\s*[\"'(]*(?:https?:)?//(?!www\.w3\.org)", text)
+    assert not re.findall(
+        r"(?:src|href|url|import|from)\s*[=(]?\s*[\"'(]*(?:https?:)?//(?!www\.w3\.org)", text
+    )
     if path.suffix == ".html":
-        assert not re.findall(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son[a-z]+=|javascript:", text)
+        assert not re.findall(
+            r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son[a-z]+=|javascript:", text
+        )
         assert "| safe" not in text
     else:
         assert "innerHTML" not in text and "eval(" not in text

@@ -1,4 +1,5 @@
-"""Fields that the API does not have are refused by name, and those of version 3.0's pages are not."""
+"""Fields that the API does not have are refused by name, and those of version 3.0's pages are
+not."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ METRIC = {"run_id": 1, "name": "loss", "value": 0.5}
     ],
 )
 @pytest.mark.parametrize("how", ["json", "data"])
-def test_a_run_with_an_unknown_field_is_not_started(client: TestClient, how: Any, field: str, hint: str) -> None:
+def test_a_run_with_an_unknown_field_is_not_started(
+    client: TestClient, how: Any, field: str, hint: str
+) -> None:
     answer = client.post("/api/runs/", **{how: {**RUN, field: "1"}})
     assert answer.status_code == 400
     assert answer.json()["message"].startswith(f"{field}: is not a field, and would be ignored: ")
@@ -35,9 +38,11 @@ def test_a_run_with_an_unknown_field_is_not_started(client: TestClient, how: Any
     ("values", "field"),
     [
         ({"command": "true", "custom_backend": "x"}, "custom_backend"),
-        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_name": "a/b"},
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest",
+         "custom_image_name": "a/b"},
          "custom_image_name"),
-        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_command": "/x"},
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest",
+         "custom_image_command": "/x"},
          "custom_image_command"),
         ({"command": "true", "arguments": ["--epochs", "3"]}, "arguments"),
     ],
@@ -57,7 +62,10 @@ def test_a_metric_with_an_unknown_field_is_not_stored(client: TestClient, items:
         items = {**items, "runid": 1}
     answer = client.post("/api/metrics/", json=items)
     assert answer.status_code == 400
-    assert "runid: is not a field, and would be ignored: did you mean 'run_id'?" in answer.json()["message"]
+    assert (
+        "runid: is not a field, and would be ignored: did you mean 'run_id'?"
+        in answer.json()["message"]
+    )
     assert client.get("/api/metrics/1/?metric_type=run").json() == {}
 
 

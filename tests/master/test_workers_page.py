@@ -9,21 +9,23 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
+from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import now_us
-from mlbench_master.store import NewMetric, Run, Store, new_run, pod_owner
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleEngine, TestClient
 
 MACHINE = '{"network": "machine"}'
 
 
-class Launcher(IdleLauncher):
-    """A launcher with a log of two workers."""
+class Engine(IdleEngine):
+    """An engine with a log of two workers."""
 
     capacity = 8.0  # type: ignore[assignment]
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> Any:
         texts = ((0, "of rank 0"), (1, "<b>of rank 1</b>"), (None, "of the master"))
-        return [{"rank": rank, "stream": "stdout", "text": text, "date": "now"} for rank, text in texts]
+        return [
+            {"rank": rank, "stream": "stdout", "text": text, "date": "now"} for rank, text in texts
+        ]
 
     def log_end(self, job_id: str) -> int:
         return 3
@@ -35,30 +37,48 @@ class Launcher(IdleLauncher):
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    app = create_app(database_url="sqlite://", launcher=Launcher())
+    app = create_app(database_url="sqlite://", engine=Engine())
     with TestClient(app, base_url="http://127.0.0.1:5080") as made:
         yield made
 
 
-def add(client: TestClient, name: str, workers: int = 2, state: str = "started", **columns: Any) -> Run:
+def add(
+    client: TestClient, name: str, workers: int = 2, state: str = "started", **columns: Any
+) -> Run:
     store: Store = client.app.state.store  # type: ignore[attr-defined]
-    values = {"num_cpus": 1.5, "max_bandwidth": 1.0, "image": "", "backend": "gloo", "command": "true", **columns}
+    values = {
+        "num_cpus": 1.5,
+        "max_bandwidth": 1.0,
+        "image": "",
+        "backend": "gloo",
+        "command": "true",
+        **columns,
+    }
     run = store.add_run(new_run(name=name, num_workers=workers, **values))
     ended = None if state == "started" else now_us()
     job_id = f"idle-{run.id}"
-    changed = store.update_run(run.id, state=state, job_id=job_id, started_at=run.created_at, finished_at=ended)
+    changed = store.update_run(
+        run.id, state=state, job_id=job_id, started_at=run.created_at, finished_at=ended
+    )
     assert changed is not None
     return changed
 
 
 def send(client: TestClient, pod: str, extra: str = "", **load: Any) -> None:
-    metrics = [NewMetric(pod_owner(pod), name, now_us(), str(value), extra=extra) for name, value in load.items()]
+    metrics = [
+        NewMetric(pod_owner(pod), name, now_us(), str(value), extra=extra)
+        for name, value in load.items()
+    ]
     client.app.state.store.add_metrics(metrics)  # type: ignore[attr-defined]
 
 
 def figures(html: str) -> dict[str, str]:
     """Title with its note, and value, of each figure."""
-    found = re.findall(r"data-metric=\"\w+\">\s*<dt>(.*?)</dt>\s*<dd><span class=\"value\">(.*?)</span>", html, re.S)
+    found = re.findall(
+        r"data-metric=\"\w+\">\s*<dt>(.*?)</dt>\s*<dd><span class=\"value\">(.*?)</span>",
+        html,
+        re.S,
+    )
     return {re.sub(r"<.*?>", "", title).strip(): value for title, value in found}
 
 
@@ -109,7 +129,11 @@ def test_a_worker_has_its_load_and_its_own_log(client: TestClient) -> None:
     html = client.get("/workers/running-worker-1/").text
     assert "Nothing has been measured yet." in html
     assert figures(html) == dict.fromkeys(("CPU", "Memory", "Network in", "Network out"), "-")
-    assert "&lt;b&gt;of rank 1&lt;/b&gt;" in html and "of rank 0" not in html and "of the master" not in html
+    assert (
+        "&lt;b&gt;of rank 1&lt;/b&gt;" in html
+        and "of rank 0" not in html
+        and "of the master" not in html
+    )
     assert f'href="/runs/{run.id}/"' in html and 'data-next="3"' in html
     send(client, "running-worker-1", cpu="<b>", memory=1)
     html = client.get("/workers/running-worker-1/").text
@@ -122,7 +146,16 @@ def test_a_command_is_text(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["running", "running-worker-2", "running-worker-01", "running-worker--1", "other-worker-0", "%00", "<b>"]
+    "name",
+    [
+        "running",
+        "running-worker-2",
+        "running-worker-01",
+        "running-worker--1",
+        "other-worker-0",
+        "%00",
+        "<b>",
+    ],
 )
 def test_a_worker_that_does_not_exist_is_not_found(client: TestClient, name: str) -> None:
     add(client, "running")

@@ -1,4 +1,5 @@
-"""LSTMs within autocast, on processors with and without the instructions that oneDNN needs for them."""
+"""LSTMs within autocast, on processors with and without the instructions that oneDNN needs for
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("mlbench_core").addHandler(handler)
 
 torch.manual_seed(0)
-gnmt, lstm = GNMT(20, hidden_size=8, num_layers=3, dropout=0.0), LSTMLanguageModel(11, 4, 6, 2, wdrop=0.5)
+gnmt = GNMT(20, hidden_size=8, num_layers=3, dropout=0.0)
+lstm = LSTMLanguageModel(11, 4, 6, 2, wdrop=0.5)
 words, lengths = torch.randint(4, 11, (5, 3)), torch.tensor([5, 4, 5])
 expected = gnmt(words, lengths, words)
 losses, errors = [], []
@@ -55,7 +57,8 @@ print(json.dumps({"messages": messages, "errors": errors, "finite": bool(finite)
 def test_models_with_lstms_train_within_autocast_without_avx_512() -> None:
     # Without the limit, torch may know more instructions than the processor of another reader has.
     run = subprocess.run(
-        [sys.executable, "-c", TRAIN_BOTH], env=environment(ONEDNN_MAX_CPU_ISA="AVX2"), capture_output=True, text=True,
+        [sys.executable, "-c", TRAIN_BOTH], env=environment(ONEDNN_MAX_CPU_ISA="AVX2"),
+         capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip
     found = json.loads(run.stdout)
@@ -76,7 +79,11 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refused")
 def test_a_refused_dtype_gives_the_bits_of_float32() -> None:
     torch.manual_seed(0)
-    lstm, x, state = AutocastLSTM(3, 4), torch.randn(5, 2, 3), (torch.randn(1, 2, 4), torch.randn(1, 2, 4))
+    lstm, x, state = (
+        AutocastLSTM(3, 4),
+        torch.randn(5, 2, 3),
+        (torch.randn(1, 2, 4), torch.randn(1, 2, 4)),
+    )
     packed = pack_padded_sequence(x, torch.tensor([5, 3]))
     dropped = WeightDrop(lstm, ["weight_hh_l0"], dropout=0.0)
     expected = [lstm(x), lstm(x, state), lstm(packed), dropped(x, state)]
@@ -85,7 +92,9 @@ def test_a_refused_dtype_gives_the_bits_of_float32() -> None:
         found = [lstm(x), lstm(x, state), lstm(packed), dropped(x, state)]
         from_halves = lstm(x.bfloat16(), halves)
     for (output, states), (wanted, wanted_states) in zip(found, expected, strict=True):
-        data, wanted_data = (out if isinstance(out, torch.Tensor) else out.data for out in (output, wanted))
+        data, wanted_data = (
+            out if isinstance(out, torch.Tensor) else out.data for out in (output, wanted)
+        )
         assert torch.equal(data, wanted_data)
         assert all(map(torch.equal, states, wanted_states))
     rounded = lstm(x.bfloat16().float(), tuple(half.float() for half in halves))

@@ -17,17 +17,27 @@ SIZES = (6, 10)  # images of the two workers: parts need not be equal
 
 def make_network(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2, momentum=None)]
+    layers = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 2, 3),
+        nn.BatchNorm2d(2, momentum=None),
+    ]
     return nn.Sequential(*layers).to(dtype)
 
 
 def make_batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(sum(SIZES), 3, 8, 8, generator=generator, dtype=torch.float64) * 3 + 1 for _ in range(3)]
+    return [
+        torch.randn(sum(SIZES), 3, 8, 8, generator=generator, dtype=torch.float64) * 3 + 1
+        for _ in range(3)
+    ]
 
 
 def run(network: nn.Module, batches: list[Tensor]) -> dict[str, Any]:
-    """Outputs, gradients of a sum of losses, and buffers after a few batches, in training and then in evaluation."""
+    """Outputs, gradients of a sum of losses, and buffers after a few batches, in training and then
+    in evaluation."""
     outputs, inputs = [], [batch.clone().requires_grad_() for batch in batches]
     for batch in inputs:
         outputs.append(network(batch))
@@ -44,7 +54,9 @@ def run(network: nn.Module, batches: list[Tensor]) -> dict[str, Any]:
 
 def run_part(rank: int, world_size: int) -> dict[str, Any]:
     start = sum(SIZES[:rank])
-    return run(convert_batch_norm(make_network()), [b[start : start + SIZES[rank]] for b in make_batches()])
+    return run(
+        convert_batch_norm(make_network()), [b[start : start + SIZES[rank]] for b in make_batches()]
+    )
 
 
 def test_two_workers_compute_what_one_computes_with_both_batches() -> None:
@@ -54,14 +66,18 @@ def test_two_workers_compute_what_one_computes_with_both_batches() -> None:
         for number, expected in enumerate(whole[what]):
             torch.testing.assert_close(torch.cat([part[what][number] for part in parts]), expected)
     for number, expected in enumerate(whole["weights"]):
-        torch.testing.assert_close(parts[0]["weights"][number] + parts[1]["weights"][number], expected)
+        torch.testing.assert_close(
+            parts[0]["weights"][number] + parts[1]["weights"][number], expected
+        )
     for part in parts:
         for found, expected in zip(part["buffers"], whole["buffers"], strict=True):
             torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.cat([p["evaluation"] for p in parts]), whole["evaluation"])
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+)
 def test_alone_it_is_torchs(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3, **options)

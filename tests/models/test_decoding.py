@@ -1,4 +1,5 @@
-"""The search against enumeration, against itself with one sentence, and its scores against formulas by hand."""
+"""The search against enumeration, against itself with one sentence, and its scores against formulas
+by hand."""
 
 from __future__ import annotations
 
@@ -29,12 +30,15 @@ PAD, EOS, START, VOCABULARY = 0, 1, 2, 5
 
 
 class TableModel:
-    """The next token depends on the sentence, the step and the two newest tokens, through a random table.
+    """The next token depends on the sentence, the step and the two newest tokens, through a random
+    table.
 
     It keeps what it was fed, so that a wrong ``reorder`` gives wrong scores.
     """
 
-    def __init__(self, sentences: list[int], seed: int = 0, steps: int = 8, source: int = 3) -> None:
+    def __init__(
+        self, sentences: list[int], seed: int = 0, steps: int = 8, source: int = 3
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         size = (8, steps, VOCABULARY, VOCABULARY)
         self.table = 2.0 * torch.randn(*size, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -57,7 +61,9 @@ class Found:
     tokens: list[int]
 
 
-def log_prob_and_coverage(model: TableModel, sentence: int, tokens: list[int]) -> tuple[float, Tensor]:
+def log_prob_and_coverage(
+    model: TableModel, sentence: int, tokens: list[int]
+) -> tuple[float, Tensor]:
     """Of one sequence, token by token."""
     before, newest, total = PAD, START, 0.0
     coverage = torch.zeros(model.attention_table.shape[-1], dtype=torch.float64)
@@ -68,7 +74,9 @@ def log_prob_and_coverage(model: TableModel, sentence: int, tokens: list[int]) -
     return total, coverage
 
 
-def enumerate_all(model: TableModel, sentence: int, max_len: int, score: Score, min_len: int = 1) -> list[Found]:
+def enumerate_all(
+    model: TableModel, sentence: int, max_len: int, score: Score, min_len: int = 1
+) -> list[Found]:
     """Every sequence of at most ``max_len`` tokens that ends, best first."""
     words = [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
     found = []
@@ -82,7 +90,11 @@ def enumerate_all(model: TableModel, sentence: int, max_len: int, score: Score, 
 
 
 def run(
-    sentences: list[int], max_len: int | Tensor, seed: int = 0, prefix: Tensor | None = None, **options
+    sentences: list[int],
+    max_len: int | Tensor,
+    seed: int = 0,
+    prefix: Tensor | None = None,
+    **options,
 ) -> Hypotheses:
     start = torch.full((len(sentences),), START)
     sampling = options.pop("sampling", None)
@@ -90,7 +102,12 @@ def run(
     return search(proposer, start, SearchOptions(eos=EOS, pad=PAD, **options), max_len, prefix)
 
 
-SCORES = [LengthPenaltyScore(0.0), LengthPenaltyScore(1.0), LengthPenaltyScore(2.5), GNMTScore(0.6, 5, 0.3)]
+SCORES = [
+    LengthPenaltyScore(0.0),
+    LengthPenaltyScore(1.0),
+    LengthPenaltyScore(2.5),
+    GNMTScore(0.6, 5, 0.3),
+]
 
 
 @pytest.mark.parametrize("score", SCORES, ids=str)
@@ -99,12 +116,23 @@ def test_a_wide_beam_search_is_exhaustive(score: Score, seed: int) -> None:
     max_len, sentences = 4, [0, 3, 5]
     beam_size = 4 * 3**3  # all continuations of all beginnings
     for min_len in (1, 3):
-        found = run(sentences, max_len, seed, beam_size=beam_size, score=score, stop_early=False, min_len=min_len)
+        found = run(
+            sentences,
+            max_len,
+            seed,
+            beam_size=beam_size,
+            score=score,
+            stop_early=False,
+            min_len=min_len,
+        )
         for i, sentence in enumerate(sentences):
             expected = enumerate_all(TableModel([0], seed), sentence, max_len, score, min_len)
             assert found.to_lists(5)[i] == [f.tokens for f in expected[:5]]
             torch.testing.assert_close(
-                found.scores[i, : len(expected)], torch.tensor([f.score for f in expected]), rtol=1e-5, atol=1e-5
+                found.scores[i, : len(expected)],
+                torch.tensor([f.score for f in expected]),
+                rtol=1e-5,
+                atol=1e-5,
             )
             assert found.scores[i, len(expected) :].eq(float("-inf")).all()
 
@@ -178,7 +206,9 @@ def test_a_prefix_is_kept_and_scored() -> None:
 def test_samples_have_the_models_distribution(topk: int, temperature: float) -> None:
     draws = 4000
     sampling = Sampling(topk, temperature, torch.Generator().manual_seed(5))
-    found = run([1], 3, beam_size=draws, independent=True, sampling=sampling, score=LengthPenaltyScore(0.0))
+    found = run(
+        [1], 3, beam_size=draws, independent=True, sampling=sampling, score=LengthPenaltyScore(0.0)
+    )
     assert found.ended.tolist() == [draws]
     first = torch.bincount(found.tokens[0, :, 0], minlength=VOCABULARY).double()
     logits = TableModel([0]).table[1, 0, PAD, START] / temperature
@@ -199,7 +229,13 @@ def test_samples_have_the_models_distribution(topk: int, temperature: float) -> 
 def test_samples_repeat_from_the_generator_and_leave_the_global_one_alone() -> None:
     before = torch.get_rng_state()
     once, again = (
-        run([1, 2], 6, beam_size=4, independent=True, sampling=Sampling(generator=torch.Generator().manual_seed(9)))
+        run(
+            [1, 2],
+            6,
+            beam_size=4,
+            independent=True,
+            sampling=Sampling(generator=torch.Generator().manual_seed(9)),
+        )
         for _ in range(2)
     )
     assert torch.equal(once.tokens, again.tokens)
@@ -210,12 +246,21 @@ def test_length_normalisation_and_coverage_penalty_by_hand() -> None:
     score = GNMTScore(len_norm_factor=0.6, len_norm_const=5, cov_penalty_factor=0.1)
     coverage = torch.tensor([0.5, 1.7, 0.25, 0.0])  # the last one is padding
     expected = -8.0 / (12 / 6) ** 0.6 + 0.1 * (math.log(0.5) + math.log(1.0) + math.log(0.25))
-    assert score(torch.tensor(-8.0), torch.tensor(7), coverage).item() == pytest.approx(expected, rel=1e-6)
-    assert LengthPenaltyScore(0.6)(torch.tensor(-8.0), torch.tensor(7)).item() == pytest.approx(-8 / 7**0.6, rel=1e-6)
+    assert score(torch.tensor(-8.0), torch.tensor(7), coverage).item() == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert LengthPenaltyScore(0.6)(torch.tensor(-8.0), torch.tensor(7)).item() == pytest.approx(
+        -8 / 7**0.6, rel=1e-6
+    )
 
 
 def test_an_empty_batch_is_searched_at_once() -> None:
-    found = search(LogitProposer(TableModel([])), torch.empty(0, dtype=torch.int64), SearchOptions(EOS, PAD, 2), 4)
+    found = search(
+        LogitProposer(TableModel([])),
+        torch.empty(0, dtype=torch.int64),
+        SearchOptions(EOS, PAD, 2),
+        4,
+    )
     assert found.to_lists() == []
 
 
@@ -260,7 +305,12 @@ def test_a_language_model_continues_prompts(sampling: Sampling | None) -> None:
     model = LSTMLanguageModel(ntoken=9, ninp=6, nhid=7, nlayers=2).eval()
     prompts = torch.tensor([[3, 4], [5, PAD]])
     options = SearchOptions(
-        EOS, PAD, beam_size=4, min_len=5, score=LengthPenaltyScore(0.0), independent=sampling is not None
+        EOS,
+        PAD,
+        beam_size=4,
+        min_len=5,
+        score=LengthPenaltyScore(0.0),
+        independent=sampling is not None,
     )
     proposer = LogitProposer(LanguageModelState(model, 2), sampling)
     found = search(proposer, torch.full((2,), START), options, max_len=8, prefix=prompts)
@@ -277,16 +327,23 @@ def test_a_language_model_continues_prompts(sampling: Sampling | None) -> None:
 
 
 class ModelOf30:
-    """``generate`` as in version 3.0, with a context of encoder outputs, lengths and a hidden state."""
+    """``generate`` as in version 3.0, with a context of encoder outputs, lengths and a hidden
+    state."""
 
     def __init__(self, batch_first: bool) -> None:
         self.batch_first = batch_first
 
     def context(self, sentences: list[int]) -> list[object]:
         outputs = torch.tensor(sentences, dtype=torch.float32).view(-1, 1, 1).expand(-1, 3, 2)
-        return [outputs if self.batch_first else outputs.transpose(0, 1), torch.tensor(sentences), None]
+        return [
+            outputs if self.batch_first else outputs.transpose(0, 1),
+            torch.tensor(sentences),
+            None,
+        ]
 
-    def generate(self, inputs: Tensor, context: list, beam_size: int) -> tuple[Tensor, Tensor, Tensor, list]:
+    def generate(
+        self, inputs: Tensor, context: list, beam_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, list]:
         rows = inputs.numel()
         assert inputs.shape == ((rows, 1) if self.batch_first else (1, rows))
         outputs, lengths, hidden = context
@@ -297,10 +354,17 @@ class ModelOf30:
         model.fed = fed
         logits, attention = model.step(inputs.flatten())
         logits[:, PAD] = 0.3  # likely enough to come up, and never taken
-        log_probs, words = logits.float().log_softmax(dim=-1).topk(min(beam_size, VOCABULARY), dim=-1)
+        log_probs, words = (
+            logits.float().log_softmax(dim=-1).topk(min(beam_size, VOCABULARY), dim=-1)
+        )
         dim = 1 if self.batch_first else 0
         hidden = [(model.fed.float().view(1, 1, rows, -1),)]
-        return words.unsqueeze(dim), log_probs.unsqueeze(dim), attention.unsqueeze(dim), [outputs, lengths, hidden]
+        return (
+            words.unsqueeze(dim),
+            log_probs.unsqueeze(dim),
+            attention.unsqueeze(dim),
+            [outputs, lengths, hidden],
+        )
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -353,7 +417,9 @@ def test_the_generator_of_gnmt_refuses_wrong_arguments() -> None:
         SequenceGenerator(model, max_seq_len=1)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, beam_size=0)
-    with pytest.raises(ValueError, match=r"initial_input must have batch_size \(2\) elements, not shape \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"initial_input must have batch_size \(2\) elements, not shape \(1, 3\)"
+    ):
         SequenceGenerator(model).beam_search(2, torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"the context must have .*, not 2 parts"):
         reorder_context([None, None], torch.tensor([0]))

@@ -1,4 +1,5 @@
-"""GNMT: against its formulas cell by cell, what may and what may not change its outputs, its size."""
+"""GNMT: against its formulas cell by cell, what may and what may not change its outputs, its
+size."""
 
 from __future__ import annotations
 
@@ -39,11 +40,19 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def cells(lstm: nn.LSTM, inputs: list[Tensor], suffix: str = "") -> list[Tensor]:
     """An LSTM layer by its definition, gate by gate."""
-    weights = {name: getattr(lstm, f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+    weights = {
+        name: getattr(lstm, f"{name}_l0{suffix}")
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    }
     h = c = torch.zeros(lstm.hidden_size, dtype=inputs[0].dtype)
     outputs = []
     for x in inputs:
-        gates = weights["weight_ih"] @ x + weights["bias_ih"] + weights["weight_hh"] @ h + weights["bias_hh"]
+        gates = (
+            weights["weight_ih"] @ x
+            + weights["bias_ih"]
+            + weights["weight_hh"] @ h
+            + weights["bias_hh"]
+        )
         i, f, g, o = gates.chunk(4)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
@@ -71,16 +80,22 @@ def by_hand(model: GNMT, source: list[int], target: list[int]) -> Tensor:
     contexts = []
     for query in y:
         wq, wk = attention.query_projection.weight, attention.key_projection.weight
-        a = torch.stack([(v * torch.tanh(wq @ query + wk @ m_s + attention.bias)).sum() for m_s in m]).softmax(dim=0)
+        a = torch.stack(
+            [(v * torch.tanh(wq @ query + wk @ m_s + attention.bias)).sum() for m_s in m]
+        ).softmax(dim=0)
         contexts.append(sum(a_s * m_s for a_s, m_s in zip(a, m, strict=True)))
     for number, layer in enumerate(decoder.layers, start=2):
-        y = residual(number, y, cells(layer, [torch.cat(pair) for pair in zip(y, contexts, strict=True)]))
+        y = residual(
+            number, y, cells(layer, [torch.cat(pair) for pair in zip(y, contexts, strict=True)])
+        )
     return torch.stack([decoder.classifier.weight @ y_t + decoder.classifier.bias for y_t in y])
 
 
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize(("num_layers", "share_embedding"), [(2, True), (4, True), (3, False)])
-def test_scores_are_those_of_the_formulas(num_layers: int, share_embedding: bool, fusion: bool) -> None:
+def test_scores_are_those_of_the_formulas(
+    num_layers: int, share_embedding: bool, fusion: bool
+) -> None:
     model = tiny(num_layers=num_layers, share_embedding=share_embedding, fusion=fusion)
     source, target = batch()
     with torch.no_grad():
@@ -98,7 +113,9 @@ def test_training_runs_each_part_once_over_the_whole_target() -> None:
     decoder = model.decoder
     for layer in (decoder.first, *decoder.layers):
         layer.register_forward_hook(lambda module, inputs, output: steps.append(len(inputs[0])))
-    decoder.attention.register_forward_hook(lambda module, inputs, output: steps.append(inputs[0].shape[1]))
+    decoder.attention.register_forward_hook(
+        lambda module, inputs, output: steps.append(inputs[0].shape[1])
+    )
     source, target = batch()
     model(source, LENGTHS, target)
     assert steps == [5] * 5
@@ -124,7 +141,9 @@ def test_padding_never_matters(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     is_padding = torch.arange(9).unsqueeze(1) >= LENGTHS
     longer = torch.randint(0, VOCABULARY, (9, 4), generator=generator)
-    longer[:6] = torch.where(is_padding[:6], longer[:6], source)  # anything at all where padding is, and more of it
+    longer[:6] = torch.where(
+        is_padding[:6], longer[:6], source
+    )  # anything at all where padding is, and more of it
     results = []
     for words in (source, longer):
         model.zero_grad()
@@ -142,10 +161,14 @@ def test_a_batch_of_mixed_lengths_is_its_sentences_one_by_one() -> None:
     source, target = batch()
     together = model(source, LENGTHS, target)
     for row, length in enumerate(LENGTHS.tolist()):
-        alone = model(source[:length, row : row + 1], LENGTHS[row : row + 1], target[:, row : row + 1])
+        alone = model(
+            source[:length, row : row + 1], LENGTHS[row : row + 1], target[:, row : row + 1]
+        )
         torch.testing.assert_close(together[:, row], alone[:, 0], rtol=0, atol=1e-12)
     order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(model(source[:, order], LENGTHS[order], target[:, order]), together[:, order])
+    torch.testing.assert_close(
+        model(source[:, order], LENGTHS[order], target[:, order]), together[:, order]
+    )
 
 
 def test_a_word_of_the_target_sees_no_later_one() -> None:
@@ -162,11 +185,17 @@ def test_a_word_of_the_target_sees_no_later_one() -> None:
 def test_decoding_step_by_step_gives_the_same_scores(width: int) -> None:
     model = tiny()
     source, _ = batch()
-    target = torch.randint(1, VOCABULARY, (5, 4 * width), generator=torch.Generator().manual_seed(4))
+    target = torch.randint(
+        1, VOCABULARY, (5, 4 * width), generator=torch.Generator().manual_seed(4)
+    )
     with torch.no_grad():
-        expected = model(source.repeat_interleave(width, 1), LENGTHS.repeat_interleave(width), target)
+        expected = model(
+            source.repeat_interleave(width, 1), LENGTHS.repeat_interleave(width), target
+        )
         context = model.context(model.encode(source, LENGTHS), LENGTHS)
-        if width > 1:  # the first words of the rows of a sentence differ here: begin with a state for each row
+        if (
+            width > 1
+        ):  # the first words of the rows of a sentence differ here: begin with a state for each row
             zeros = tuple((torch.zeros(1, 4 * width, 6).double(),) * 2 for _ in range(4))
             context = type(context)(context.source, zeros)
         for step, words in enumerate(target):
@@ -174,7 +203,9 @@ def test_decoding_step_by_step_gives_the_same_scores(width: int) -> None:
             torch.testing.assert_close(scores, expected[step], rtol=0, atol=1e-12)
             is_word = (torch.arange(6) < LENGTHS.unsqueeze(1)).repeat_interleave(width, 0)
             assert torch.equal(attention > 0, is_word)
-            torch.testing.assert_close(attention.sum(dim=1), torch.ones(4 * width, dtype=attention.dtype))
+            torch.testing.assert_close(
+                attention.sum(dim=1), torch.ones(4 * width, dtype=attention.dtype)
+            )
 
 
 def test_number_of_parameters() -> None:
@@ -188,16 +219,24 @@ def test_number_of_parameters() -> None:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in GNMT(**arguments).parameters())
 
-    assert count(vocab_size=32000) == formula(32000, 1024, 4, 1) == 90 * 1024**2 + 74 * 1024 + 1 + 2049 * 32000
+    assert (
+        count(vocab_size=32000)
+        == formula(32000, 1024, 4, 1)
+        == 90 * 1024**2 + 74 * 1024 + 1 + 2049 * 32000
+    )
     assert count(vocab_size=32000) == 160_015_617
-    assert count(vocab_size=100, hidden_size=8, num_layers=2, share_embedding=False) == formula(100, 8, 2, 2)
+    assert count(vocab_size=100, hidden_size=8, num_layers=2, share_embedding=False) == formula(
+        100, 8, 2, 2
+    )
     assert count(vocab_size=100, hidden_size=8, num_layers=5) == formula(100, 8, 5, 1)
 
 
 def test_matrices_start_within_another_bound() -> None:
     usual, wide = (tiny(init_bound=bound).float() for bound in (0.1, 0.2))
     for (name, parameter), other in zip(usual.named_parameters(), wide.parameters(), strict=True):
-        torch.testing.assert_close(other, parameter * 2 if parameter.dim() == 2 else parameter, msg=name)
+        torch.testing.assert_close(
+            other, parameter * 2 if parameter.dim() == 2 else parameter, msg=name
+        )
     with pytest.raises(ValueError, match=r"init_bound must be finite and positive, not 0\.0"):
         tiny(init_bound=0.0)
 
@@ -286,7 +325,9 @@ def test_a_source_without_words_is_no_nan() -> None:
     lengths = torch.tensor([3, 0, 1, 5])
     scores = model(source, lengths, target)
     assert torch.isfinite(scores).all()
-    torch.testing.assert_close(scores[:, 0], model(source, LENGTHS, target)[:, 0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        scores[:, 0], model(source, LENGTHS, target)[:, 0], rtol=0, atol=1e-12
+    )
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -298,9 +339,13 @@ def test_wrong_arguments_are_named() -> None:
         GNMT.preset("huge", VOCABULARY)
     model = tiny()
     source, target = batch()
-    with pytest.raises(ValueError, match=r"must have the shapes \(target, batch\) and \(source, batch\), not"):
+    with pytest.raises(
+        ValueError, match=r"must have the shapes \(target, batch\) and \(source, batch\), not"
+    ):
         model(source, LENGTHS, target[:, :2])
-    with pytest.raises(ValueError, match=r"shapes \(source, batch\) and \(batch,\), not \(6, 4\) and \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"shapes \(source, batch\) and \(batch,\), not \(6, 4\) and \(3,\)"
+    ):
         model(source, LENGTHS[:3], target)
     with pytest.raises(ValueError, match="lengths must be at most 6, the source positions, not 7"):
         model(source, LENGTHS + 1, target)
@@ -309,8 +354,16 @@ def test_wrong_arguments_are_named() -> None:
 def test_presets() -> None:
     with torch.device("meta"):
         small, big = GNMT.preset("small", 100), GNMT.preset("big", 100, dropout=0.1)
-    assert (small.encoder.embedding.embedding_dim, len(small.encoder.layers), small.decoder.dropout.p) == (256, 1, 0.3)
-    assert (big.encoder.embedding.embedding_dim, len(big.decoder.layers), big.decoder.dropout.p) == (1024, 3, 0.1)
+    assert (
+        small.encoder.embedding.embedding_dim,
+        len(small.encoder.layers),
+        small.decoder.dropout.p,
+    ) == (256, 1, 0.3)
+    assert (
+        big.encoder.embedding.embedding_dim,
+        len(big.decoder.layers),
+        big.decoder.dropout.p,
+    ) == (1024, 3, 0.1)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""Translating with GNMT: against enumeration, one by one, from numbers to text, and after learning to."""
+"""Translating with GNMT: against enumeration, one by one, from numbers to text, and after learning
+to."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_batch_is_its_sentences_one_by_one() -> None:
         alone, _ = search.translate((source[:length, row : row + 1], LENGTHS[row : row + 1]))
         assert alone == [together[row]]
     order = torch.tensor([3, 1, 0, 2])
-    assert search.translate((source[:, order], LENGTHS[order]))[0] == [together[row] for row in order.tolist()]
+    assert search.translate((source[:, order], LENGTHS[order]))[0] == [
+        together[row] for row in order.tolist()
+    ]
     assert len(set(together)) == 4
 
 
@@ -80,7 +83,11 @@ def test_beam_of_one_takes_the_likeliest_word_each_time() -> None:
         words = [BOS]
         with torch.no_grad():
             while len(words) < 11 and words[-1] != EOS:
-                scores = model(source[:, row : row + 1], LENGTHS[row : row + 1], torch.tensor(words).unsqueeze(1))
+                scores = model(
+                    source[:, row : row + 1],
+                    LENGTHS[row : row + 1],
+                    torch.tensor(words).unsqueeze(1),
+                )
                 scores[:, :, PAD] = float("-inf")
                 words.append(int(scores[-1, 0].argmax()))
         if words[-1] != EOS:
@@ -101,11 +108,14 @@ def test_sequence_generator_finds_the_same() -> None:
             assert [[words] for words in found] == expected
         greedy, lengths, _ = generator.greedy_search(4, start, model.context(memory, LENGTHS))
     expected = translator(model, beam_size=1).generate(source, LENGTHS).to_lists()
-    assert [[row[1:end].tolist()] for row, end in zip(greedy, lengths.tolist(), strict=True)] == expected
+    assert [
+        [row[1:end].tolist()] for row, end in zip(greedy, lengths.tolist(), strict=True)
+    ] == expected
 
 
 def test_wide_beam_ranks_all_translations_as_enumeration_does() -> None:
-    """Six symbols, at most 3 words and the end: every translation is scored by the paper's formula, word by word."""
+    """Six symbols, at most 3 words and the end: every translation is scored by the paper's formula,
+    word by word."""
     model = make_model(vocab_size=6)
     source, lengths = torch.tensor([[4], [5], [3]]), torch.tensor([3])
     score = GNMTScore(0.6, 5.0, 0.1)
@@ -125,7 +135,9 @@ def test_wide_beam_ranks_all_translations_as_enumeration_does() -> None:
     found = translator(model, beam_size=100, max_seq_len=5).generate(source, lengths)
     assert found.ended.tolist() == [len(ranked)] == [1 + 4 + 16 + 64]
     assert found.to_lists(len(ranked)) == [[words for _, words in ranked]]
-    assert found.scores[0, : len(ranked)].tolist() == pytest.approx([value for value, _ in ranked], abs=1e-4)
+    assert found.scores[0, : len(ranked)].tolist() == pytest.approx(
+        [value for value, _ in ranked], abs=1e-4
+    )
 
 
 def test_texts_have_no_special_symbols_and_keep_the_order() -> None:
@@ -139,7 +151,9 @@ def test_texts_have_no_special_symbols_and_keep_the_order() -> None:
     assert translations[1] == translations[3] == ""
     alone, _ = search.translate((source[:, [0, 2]], torch.tensor([3, 3])))
     assert alone == [translations[0], translations[2]]
-    assert all(number not in (PAD, BOS, EOS) for words in search.trg_tokenizer.seen for number in words)
+    assert all(
+        number not in (PAD, BOS, EOS) for words in search.trg_tokenizer.seen for number in words
+    )
     BLEUScore(use_raw=True)(translations, references)
 
 
@@ -189,9 +203,13 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         translator(model, beam_size=0)
     search = translator(model)
-    with pytest.raises(ValueError, match=r"shapes \(words, batch\) and \(batch,\), not \(4, 6\) and \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"shapes \(words, batch\) and \(batch,\), not \(4, 6\) and \(4,\)"
+    ):
         search.translate((source.t(), LENGTHS))
-    with pytest.raises(ValueError, match="trg must have one reference for each of the 4 sentences, not 3"):
+    with pytest.raises(
+        ValueError, match="trg must have one reference for each of the 4 sentences, not 3"
+    ):
         search.translate((source, LENGTHS), (source[:, :3], LENGTHS[:3]))
 
 

@@ -17,10 +17,16 @@ from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
 from mlbench_core.models.pytorch.language_models import lstm as lstm_module
 from mlbench_core.models.pytorch.layers import dropout_layers
-from mlbench_core.models.pytorch.layers.dropout_layers import LockedDropout, WeightDrop, embedded_dropout
+from mlbench_core.models.pytorch.layers.dropout_layers import (
+    LockedDropout,
+    WeightDrop,
+    embedded_dropout,
+)
 
 NO_DROPOUT = {"dropout": 0.0, "dropouth": 0.0, "dropouti": 0.0, "dropoute": 0.0}
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device with cuDNN")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device with cuDNN"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +34,11 @@ def seeded() -> None:
     torch.manual_seed(7)
 
 
-def lstm_by_cells(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """One layer, one time step after the other, gate by gate: outputs (time, batch, width) and the last c."""
+def lstm_by_cells(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One layer, one time step after the other, gate by gate: outputs (time, batch, width) and the
+    last c."""
     outputs = []
     for step in x:
         i, f, g, o = (step @ w_ih.T + h @ w_hh.T + b).chunk(4, dim=1)
@@ -39,14 +48,17 @@ def lstm_by_cells(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b
     return torch.stack(outputs), c
 
 
-def by_cells(model: LSTMLanguageModel, words: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list]:
+def by_cells(
+    model: LSTMLanguageModel, words: Tensor, hidden: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list]:
     """The whole model without dropout, from the state_dict alone."""
     state = model.state_dict()
     x = torch.stack([torch.stack([state["encoder.weight"][word] for word in row]) for row in words])
     ends = []
     for layer, (h, c) in enumerate(hidden):
         w_ih, w_hh, b_ih, b_hh = (
-            state[f"rnns.{layer}.module.{name}_l0"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            state[f"rnns.{layer}.module.{name}_l0"]
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         x, c = lstm_by_cells(x, h[0], c[0], w_ih, w_hh, b_ih + b_hh)
         ends.append((x[-1], c))
@@ -67,7 +79,9 @@ def test_equals_a_cell_by_cell_computation(nlayers: int, tie_weights: bool) -> N
         torch.testing.assert_close(c[0], expected_c, atol=1e-5, rtol=0)
 
 
-def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = LSTMLanguageModel(11, 4, 5, 2, 0.4, 0.3, 0.6, 0.2, wdrop=0.5, tie_weights=True)
     words, hidden = torch.randint(11, (6, 3)), model.init_hidden(3)
     masks: list[Tensor] = []
@@ -82,15 +96,27 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
     scores, _, raw, outputs = model(words, hidden, return_h=True)
     of_words, of_input, weights_0, of_hidden, weights_1, of_output = masks
     assert of_words.shape == (11, 1)
-    assert [mask.shape for mask in (of_input, of_hidden, of_output)] == [(1, 3, 4), (1, 3, 5), (1, 3, 4)]
+    assert [mask.shape for mask in (of_input, of_hidden, of_output)] == [
+        (1, 3, 4),
+        (1, 3, 5),
+        (1, 3, 4),
+    ]
     state = model.state_dict()
     x = (state["encoder.weight"] * of_words)[words] * of_input
     for layer, weights, mask in ((0, weights_0, of_hidden), (1, weights_1, of_output)):
         lstm = {
-            name: state[f"rnns.{layer}.module.{name}_l0"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            name: state[f"rnns.{layer}.module.{name}_l0"]
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         }
         h = torch.zeros(3, 5 if layer == 0 else 4)
-        y, _ = lstm_by_cells(x, h, h, lstm["weight_ih"], lstm["weight_hh"] * weights, lstm["bias_ih"] + lstm["bias_hh"])
+        y, _ = lstm_by_cells(
+            x,
+            h,
+            h,
+            lstm["weight_ih"],
+            lstm["weight_hh"] * weights,
+            lstm["bias_ih"] + lstm["bias_hh"],
+        )
         x = y * mask
         torch.testing.assert_close(raw[layer], y, atol=1e-5, rtol=0)
         torch.testing.assert_close(outputs[layer], x, atol=1e-5, rtol=0)
@@ -104,7 +130,8 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
 def test_the_loss_is_the_cross_entropy_of_the_scores(
     onednn: bool, rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute the loss in pieces, with and without a shorter last one, and at once. Two words are ignored."""
+    """Compute the loss in pieces, with and without a shorter last one, and at once. Two words are
+    ignored."""
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
@@ -130,7 +157,9 @@ def test_the_loss_is_the_cross_entropy_of_the_scores(
 def test_the_loss_keeps_the_scores_of_a_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     monkeypatch.setattr(lstm_module, "SCORES_AT_ONCE", 11 * 4)
-    monkeypatch.setattr(F, "cross_entropy", lambda *args, **kwargs: sizes.append(args[0].shape) or args[0].sum())
+    monkeypatch.setattr(
+        F, "cross_entropy", lambda *args, **kwargs: sizes.append(args[0].shape) or args[0].sum()
+    )
     model = LSTMLanguageModel(11, 4, 6, 2)
     model.loss(torch.zeros(5, 3, 6), torch.zeros(15, dtype=torch.int64))
     assert sizes == [(4, 11), (4, 11), (4, 11), (3, 11)]
@@ -139,22 +168,34 @@ def test_the_loss_keeps_the_scores_of_a_piece_only(monkeypatch: pytest.MonkeyPat
 def test_the_loss_refuses_second_derivatives() -> None:
     model = LSTMLanguageModel(11, 4, 6, 2)
     loss = model.loss(torch.zeros(5, 3, 6), torch.zeros(15, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=r"create_graph must be False .* first derivatives only: .* cross_entropy"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"create_graph must be False .* first derivatives only: .* cross_entropy",
+    ):
         loss.backward(create_graph=True)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (14,), (15, 11)])
 def test_targets_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     model = LSTMLanguageModel(11, 4, 6, 2)
-    with pytest.raises(ValueError, match=rf"targets must have shape \(15,\), .*, not {re.escape(str(shape))}: flatten"):
+    with pytest.raises(
+        ValueError,
+        match=rf"targets must have shape \(15,\), .*, not {re.escape(str(shape))}: flatten",
+    ):
         model.loss(torch.zeros(5, 3, 6), torch.zeros(shape, dtype=torch.int64))
 
 
 def test_full_size_has_33_6_million_parameters() -> None:
     with torch.device("meta"):
-        model = LSTMLanguageModel(33_278, 400, 1150, 3, 0.4, 0.2, 0.65, 0.1, wdrop=0.5, tie_weights=True)
+        model = LSTMLanguageModel(
+            33_278, 400, 1150, 3, 0.4, 0.2, 0.65, 0.1, wdrop=0.5, tie_weights=True
+        )
     layers = [4 * (i * h + h * h + 2 * h) for i, h in ((400, 1150), (1150, 1150), (1150, 400))]
-    assert sum(p.numel() for p in model.parameters()) == 33_278 * 400 + 33_278 + sum(layers) == 33_556_078
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == 33_278 * 400 + 33_278 + sum(layers)
+        == 33_556_078
+    )
 
 
 def test_evaluation_is_plain_torch_bit_by_bit() -> None:
@@ -214,7 +255,10 @@ def test_dropped_weights_are_drawn_once_a_pass_and_get_masked_gradients() -> Non
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "lstm": (lambda: nn.LSTM(3, 3, num_layers=2, bidirectional=True), ["weight_hh_l0", "weight_hh_l1_reverse"]),
+    "lstm": (
+        lambda: nn.LSTM(3, 3, num_layers=2, bidirectional=True),
+        ["weight_hh_l0", "weight_hh_l1_reverse"],
+    ),
     "projected": (lambda: nn.LSTM(3, 5, proj_size=2, bias=False), ["weight_hh_l0", "weight_hr_l0"]),
     "gru": (lambda: nn.GRU(3, 3, batch_first=True), ["weight_hh_l0"]),
     "rnn": (lambda: nn.RNN(3, 3), ["weight_ih_l0"]),
@@ -269,11 +313,18 @@ def test_copies_and_states_are_independent_and_old_states_load() -> None:
     assert twin.decoder.weight is twin.encoder.weight
     assert list(model.state_dict()) == [
         "encoder.weight",
-        *(f"rnns.{i}.module.{name}_l0" for i in (0, 1) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
+        *(
+            f"rnns.{i}.module.{name}_l0"
+            for i in (0, 1)
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        ),
         "decoder.weight",
         "decoder.bias",
     ]
-    old = {key.replace("weight_hh_l0", "weight_hh_l0_raw"): value for key, value in model.state_dict().items()}
+    old = {
+        key.replace("weight_hh_l0", "weight_hh_l0_raw"): value
+        for key, value in model.state_dict().items()
+    }
     fresh = LSTMLanguageModel(13, 5, 7, 2, **NO_DROPOUT, wdrop=0.5, tie_weights=True)
     fresh.load_state_dict(old)
     for other in (twin, fresh):
@@ -288,7 +339,9 @@ def test_copies_and_states_are_independent_and_old_states_load() -> None:
     assert {name for name, p in model.named_parameters() if p.grad is None} == set()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's compiler looks at it
 def test_compiles() -> None:
     model = LSTMLanguageModel(13, 5, 7, 2, **NO_DROPOUT, wdrop=0.5)
     words = torch.randint(13, (6, 2))
@@ -307,7 +360,9 @@ def test_locked_dropout_draws_once_for_all_times() -> None:
     mask = y / x
     torch.testing.assert_close(mask, mask[:1].expand_as(mask))
     assert (mask[0] == 0).double().mean().item() == pytest.approx(0.3, abs=0.08)
-    torch.testing.assert_close(mask[0][mask[0] != 0], torch.full((int((mask[0] != 0).sum()),), 1 / 0.7))
+    torch.testing.assert_close(
+        mask[0][mask[0] != 0], torch.full((int((mask[0] != 0).sum()),), 1 / 0.7)
+    )
     assert not torch.equal(drop(x), y)
     assert drop.eval()(x) is x
     assert LockedDropout(0)(x) is x
@@ -325,9 +380,13 @@ def test_embedded_dropout_drops_words_everywhere_and_scales_the_others() -> None
     assert sorted({round(values[0], 3) for values in seen}) == [0.0, 1.667]
     assert torch.equal(embedded_dropout(embed, words, dropout=0), embed(words))
     scale = torch.rand(50, 1)
-    torch.testing.assert_close(embedded_dropout(embed, words, 0, scale), embed(words) * scale[words])
+    torch.testing.assert_close(
+        embedded_dropout(embed, words, 0, scale), embed(words) * scale[words]
+    )
     per_feature = torch.rand(4)
-    torch.testing.assert_close(embedded_dropout(embed, words, 0, per_feature), embed(words) * per_feature)
+    torch.testing.assert_close(
+        embedded_dropout(embed, words, 0, per_feature), embed(words) * per_feature
+    )
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 4])
@@ -371,7 +430,10 @@ def test_bad_arguments_are_named() -> None:
     for call, message in [
         (lambda: LSTMLanguageModel(0, 4, 4, 1), "ntoken must be at least 1, not 0"),
         (lambda: LSTMLanguageModel(4, 4, 4, 1, wdrop=1.5), "wdrop must be from 0 to 1, not 1.5"),
-        (lambda: LSTMLanguageModel(4, 4, 4, 1, dropouti=-0.1), "dropouti must be from 0 to 1, not -0.1"),
+        (
+            lambda: LSTMLanguageModel(4, 4, 4, 1, dropouti=-0.1),
+            "dropouti must be from 0 to 1, not -0.1",
+        ),
         (lambda: LockedDropout(2), "p must be from 0 to 1, not 2"),
         (
             lambda: embedded_dropout(nn.Embedding(2, 2), torch.zeros(1, dtype=torch.long), 1.1),
@@ -403,8 +465,11 @@ def test_learns_a_repeating_text_and_prints_nothing(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "")
 
 
-def test_weights_packed_for_cudnn_share_a_buffer_and_leave_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the one call that needs a GPU: it moves tensors into one buffer, as cuDNN's does."""
+def test_weights_packed_for_cudnn_share_a_buffer_and_leave_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for the one call that needs a GPU: it moves tensors into one buffer, as
+    cuDNN's does."""
     calls = []
 
     def flatten(weights: list[Tensor], per_layer: int, *others: object) -> None:

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.models.pytorch.linear_models import LinearRegression, LogisticRegression, Standardization
+from mlbench_core.models.pytorch.linear_models import (
+    LinearRegression,
+    LogisticRegression,
+    Standardization,
+)
 from tests.helpers.ranks import run_ranks
 
 SAMPLES = torch.tensor([[0.0, 1.5, 0.0, -2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 1.0]])
@@ -30,14 +34,18 @@ def test_sparse_samples_give_the_outputs_and_dense_gradients_of_dense_ones(make,
         model.zero_grad()
         output = model(x)
         output.square().sum().backward()
-        gradients.append((output.detach(), model.linear.weight.grad.clone(), model.linear.bias.grad.clone()))
+        gradients.append(
+            (output.detach(), model.linear.weight.grad.clone(), model.linear.bias.grad.clone())
+        )
     for dense, sparse in zip(*gradients, strict=True):
         assert sparse.layout == torch.strided
         torch.testing.assert_close(sparse, dense)
 
 
 def test_entries_given_twice_add_up_and_need_no_order() -> None:
-    x = torch.sparse_coo_tensor([[1, 0, 1], [2, 0, 2]], [1.0, 4.0, 2.0], (2, 3), check_invariants=True)
+    x = torch.sparse_coo_tensor(
+        [[1, 0, 1], [2, 0, 2]], [1.0, 4.0, 2.0], (2, 3), check_invariants=True
+    )
     model = LinearRegression(3)
     torch.testing.assert_close(model(x), model(x.to_dense()))
 
@@ -68,7 +76,9 @@ def standardize(rank: int, world_size: int, samples: Tensor) -> dict[str, Tensor
 
 def test_standardization_is_that_of_the_whole_training_set_on_every_worker() -> None:
     generator = torch.Generator().manual_seed(5)
-    samples = 1e4 + torch.randn(11, 3, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 50.0, 0.0])
+    samples = 1e4 + torch.randn(11, 3, generator=generator, dtype=torch.float64) * torch.tensor(
+        [1.0, 50.0, 0.0]
+    )
     samples[:, 2] = 0.1  # whose mean over 11 samples is not 0.1 to the last bit
     expected = samples.numpy().copy()
     for result in (standardize(0, 1, samples), *run_ranks(2, standardize, samples)):
@@ -79,6 +89,8 @@ def test_standardization_is_that_of_the_whole_training_set_on_every_worker() -> 
     with pytest.raises(ValueError, match="at least one batch, not none"):
         Standardization.of([])
     with pytest.raises(ValueError, match=r"samples must be dense, not torch.sparse"):
-        nn.Sequential(Standardization(torch.zeros(4), torch.ones(4)), LogisticRegression(4))(SAMPLES.to_sparse())
+        nn.Sequential(Standardization(torch.zeros(4), torch.ones(4)), LogisticRegression(4))(
+            SAMPLES.to_sparse()
+        )
     with pytest.raises(ValueError, match="at least 0"):
         Standardization(torch.zeros(2), torch.tensor([1.0, -1.0]))

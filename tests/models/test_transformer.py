@@ -1,4 +1,5 @@
-"""The Transformer: attention against a formula, what may and what may not change its outputs, its size."""
+"""The Transformer: attention against a formula, what may and what may not change its outputs, its
+size."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def words(number: int = 12) -> Dictionary:
 def tiny(seed: int = 0, **changes) -> TransformerModel:
     torch.manual_seed(seed)
     vocabulary = words()
-    return TransformerModel(TransformerConfig(**{**TINY, **changes}), vocabulary, vocabulary).double().eval()
+    return (
+        TransformerModel(TransformerConfig(**{**TINY, **changes}), vocabulary, vocabulary)
+        .double()
+        .eval()
+    )
 
 
 def random_tokens(lengths: list[int], width: int, seed: int, left: bool) -> Tensor:
@@ -60,7 +65,9 @@ def random_tokens(lengths: list[int], width: int, seed: int, left: bool) -> Tens
     return tokens
 
 
-def attention_by_hand(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, hidden) -> Tensor:
+def attention_by_hand(
+    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, hidden
+) -> Tensor:
     """Position by position and head by head; ``hidden(b, t, s)`` says what is masked."""
     wq, wk, wv = module.in_proj_weight.chunk(3)
     heads, d = module.num_heads, module.head_dim
@@ -86,7 +93,9 @@ def attention_by_hand(module: MultiheadAttention, query: Tensor, key: Tensor, va
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["self", "cross", "three"])
-def test_attention_is_the_papers_formula(backend: str, causal: bool, padded: bool, kind: str) -> None:
+def test_attention_is_the_papers_formula(
+    backend: str, causal: bool, padded: bool, kind: str
+) -> None:
     torch.manual_seed(1)
     module = MultiheadAttention(8, 2, backend=backend).double()
     query = torch.randn(4, 3, 8, dtype=torch.float64)
@@ -107,7 +116,9 @@ def test_attention_is_the_papers_formula(backend: str, causal: bool, padded: boo
         output, weights = module(query, key, value, causal, mask)
         torch.testing.assert_close(output, expected)
     assert weights.shape == (3, 4, key.shape[0])
-    empty = torch.tensor([[all(hidden(b, t, s) for s in range(key.shape[0])) for t in range(4)] for b in range(3)])
+    empty = torch.tensor(
+        [[all(hidden(b, t, s) for s in range(key.shape[0])) for t in range(4)] for b in range(3)]
+    )
     torch.testing.assert_close(weights.sum(dim=-1), (~empty).double())
 
 
@@ -136,8 +147,12 @@ def test_masked_keys_never_matter(backend: str, seed: int) -> None:
     key = torch.randn(7, 5, 8, generator=generator)
     query = torch.randn(3, 5, 8, generator=generator)
     padding = torch.rand(5, 7, generator=generator) < 0.4
-    changed = torch.where(padding.t().unsqueeze(2), 1000 * torch.randn(7, 5, 8, generator=generator), key)
-    outputs = [module(query, k, k, key_padding_mask=padding, need_weights=False)[0] for k in (key, changed)]
+    changed = torch.where(
+        padding.t().unsqueeze(2), 1000 * torch.randn(7, 5, 8, generator=generator), key
+    )
+    outputs = [
+        module(query, k, k, key_padding_mask=padding, need_weights=False)[0] for k in (key, changed)
+    ]
     assert torch.equal(*outputs)
 
 
@@ -155,16 +170,22 @@ def test_attention_weights_are_dropped_out_in_training_only(softmax_type: str) -
         weights = module(x, x, x, need_weights=needed)[0].squeeze(1)
         dropped = (weights == 0).double().mean().item()
         assert dropped == pytest.approx(0.25, abs=0.04)
-        torch.testing.assert_close(weights[weights > 0], torch.tensor(1 / 64 / 0.75).expand(int((weights > 0).sum())))
+        torch.testing.assert_close(
+            weights[weights > 0], torch.tensor(1 / 64 / 0.75).expand(int((weights > 0).sum()))
+        )
     module.eval()
     torch.testing.assert_close(module(x, x, x)[0].squeeze(1), torch.full((64, 64), 1 / 64))
 
 
-def test_torchs_kernel_is_told_of_causality_and_gets_a_mask_only_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_is_told_of_causality_and_gets_a_mask_only_for_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[bool, bool]] = []
     kernel = F.scaled_dot_product_attention
 
-    def spy(*args: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **others: float) -> Tensor:
+    def spy(
+        *args: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **others: float
+    ) -> Tensor:
         calls.append((is_causal, attn_mask is not None))
         return kernel(*args, attn_mask=attn_mask, is_causal=is_causal, **others)
 
@@ -179,14 +200,19 @@ def test_torchs_kernel_is_told_of_causality_and_gets_a_mask_only_for_padding(mon
 
 
 def test_attention_refuses_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match=r"embed_dim must be a multiple of num_heads \(4\), not 10"):
+    with pytest.raises(
+        ValueError, match=r"embed_dim must be a multiple of num_heads \(4\), not 10"
+    ):
         MultiheadAttention(10, 4)
     with pytest.raises(ValueError, match=r"dropout must be .* below 1, not 1\.0"):
         MultiheadAttention(8, 4, dropout=1.0)
-    with pytest.raises(ValueError, match="softmax_type must be one of default, fast_fill, not 'hard'"):
+    with pytest.raises(
+        ValueError, match="softmax_type must be one of default, fast_fill, not 'hard'"
+    ):
         MultiheadAttention(8, 4, softmax_type="hard")
     with pytest.raises(
-        ValueError, match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'reference'"
+        ValueError,
+        match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'reference'",
     ):
         MultiheadAttention(8, 4, softmax_type="fast_fill", backend="reference")
     with pytest.raises(ValueError, match=r"backend must be one of .*, not 'magic'"):
@@ -194,7 +220,9 @@ def test_attention_refuses_wrong_arguments() -> None:
     module, x = MultiheadAttention(8, 4), torch.zeros(3, 2, 8)
     with pytest.raises(ValueError, match=r"query must have .* features, not shape \(3, 2, 4\)"):
         module(x[:, :, :4], x, x)
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 3\), not \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask must have shape \(2, 3\), not \(3, 2\)"
+    ):
         module(x, x, x, key_padding_mask=torch.zeros(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="key and value must be tensors, not None"):
         module(x, None, None)
@@ -257,14 +285,17 @@ def test_layers_are_torchs_layers(normalize_before: bool) -> None:
     source = torch.randn(5, 3, 16, dtype=torch.float64)
     target = torch.randn(4, 3, 16, dtype=torch.float64)
     padding = torch.tensor([[False] * 5, [True, True, False, False, False], [False] * 4 + [True]])
-    torch.testing.assert_close(encoder(source, padding), torch_encoder(source, src_key_padding_mask=padding))
+    torch.testing.assert_close(
+        encoder(source, padding), torch_encoder(source, src_key_padding_mask=padding)
+    )
     causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
     expected = torch_decoder(target, source, tgt_mask=causal, memory_key_padding_mask=padding)
     torch.testing.assert_close(decoder(target, source, padding)[0], expected)
 
 
 def expected_parameters(vocabulary: int, d: int, f: int, layers: int) -> int:
-    """Vaswani et al. 2017: four d x d matrices an attention, two d x f a feed-forward network, layer norms of 2 d."""
+    """Vaswani et al. 2017: four d x d matrices an attention, two d x f a feed-forward network,
+    layer norms of 2 d."""
     attention, norm = 4 * d * d, 2 * d
     feed_forward = d * f + f + f * d + d
     encoder = layers * (attention + feed_forward + 2 * norm) + norm
@@ -272,7 +303,9 @@ def expected_parameters(vocabulary: int, d: int, f: int, layers: int) -> int:
     return vocabulary * d + encoder + decoder
 
 
-@pytest.mark.parametrize(("preset", "d", "f", "layers"), [("big", 1024, 4096, 6), ("base", 512, 2048, 6)])
+@pytest.mark.parametrize(
+    ("preset", "d", "f", "layers"), [("big", 1024, 4096, 6), ("base", 512, 2048, 6)]
+)
 def test_number_of_parameters(preset: str, d: int, f: int, layers: int) -> None:
     vocabulary = words(32_768)
     with torch.device("meta"):
@@ -285,11 +318,15 @@ def test_number_of_parameters(preset: str, d: int, f: int, layers: int) -> None:
 
 def test_number_of_parameters_without_sharing() -> None:
     source, target = words(11), words(9)
-    model = TransformerModel(argparse.Namespace(**TINY, share_all_embeddings=False, data="x"), source, target)
+    model = TransformerModel(
+        argparse.Namespace(**TINY, share_all_embeddings=False, data="x"), source, target
+    )
     number = sum(parameter.numel() for parameter in model.parameters())
     assert number == expected_parameters(11 + 9 + 9, 16, 24, 2)
     assert model(torch.tensor([[10, 1]]), None, torch.tensor([[1, 8]]))[0].shape == (1, 2, 9)
-    with pytest.raises(ValueError, match=r"src_dict \(11 symbols\) and trg_dict \(9 symbols\) are not equal"):
+    with pytest.raises(
+        ValueError, match=r"src_dict \(11 symbols\) and trg_dict \(9 symbols\) are not equal"
+    ):
         TransformerModel(argparse.Namespace(**TINY), source, target)
 
 
@@ -317,7 +354,9 @@ def test_left_padded_targets_are_right_padded_ones_shifted() -> None:
     left, right = (random_tokens(lengths, 6, 1, left) for left in (True, False))
     shifted, plain = model(source, None, left)[0], model(source, None, right)[0]
     for row, length in enumerate(lengths):
-        torch.testing.assert_close(shifted[row, 6 - length :], plain[row, :length], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            shifted[row, 6 - length :], plain[row, :length], rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -328,12 +367,18 @@ def test_padding_never_matters(changes: dict, seed: int) -> None:
     target = random_tokens([4, 6, 2], 6, seed + 10, left=False)
     expected = model(source, torch.tensor(lengths), target)[0]
     wider = torch.cat((torch.zeros(3, 4, dtype=torch.int64), source), dim=1)
-    torch.testing.assert_close(model(wider, torch.tensor(lengths), target)[0], expected, rtol=1e-9, atol=1e-9)
-    with torch.no_grad():  # shared weights: the column of the padding's score changes, and nothing else
+    torch.testing.assert_close(
+        model(wider, torch.tensor(lengths), target)[0], expected, rtol=1e-9, atol=1e-9
+    )
+    with (
+        torch.no_grad()
+    ):  # shared weights: the column of the padding's score changes, and nothing else
         model.encoder.embed_tokens.weight[0] = 100.0
     changed = model(wider, torch.tensor(lengths), target)[0]
     is_token = target != 0
-    torch.testing.assert_close(changed[is_token][:, 1:], expected[is_token][:, 1:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        changed[is_token][:, 1:], expected[is_token][:, 1:], rtol=1e-9, atol=1e-9
+    )
     for row in range(3):
         alone = model(source[row : row + 1, 7 - lengths[row] :], None, target[row : row + 1])[0]
         torch.testing.assert_close(alone[0, is_token[row], 1:], expected[row, is_token[row], 1:])
@@ -347,9 +392,13 @@ def test_later_tokens_never_matter(seed: int) -> None:
     expected = model(source, None, target)[0]
     for position in range(1, 6):
         changed = target.clone()
-        changed[:, position:] = random_tokens([6 - position] * 2, 6 - position, seed + 50, left=False)
+        changed[:, position:] = random_tokens(
+            [6 - position] * 2, 6 - position, seed + 50, left=False
+        )
         output = model(source, None, changed)[0]
-        torch.testing.assert_close(output[:, :position], expected[:, :position], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            output[:, :position], expected[:, :position], rtol=1e-12, atol=1e-12
+        )
         assert not torch.equal(output[:, position:], expected[:, position:])
 
 
@@ -387,7 +436,8 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
         expected = model(source[sentence_of], None, target)[0]
         encoder_out, mask = model.encoder(source)
         state = IncrementalState()
-        # One row a sentence, then two rows of sentences 2 and 0, which began with tokens that are theirs only later.
+        # One row a sentence, then two rows of sentences 2 and 0, which began with tokens that are
+        # theirs only later.
         first = torch.stack((target[2], target[2], target[0]))[:, :1]
         model.decoder(first, encoder_out, mask, state, before=0)
         kept = torch.tensor([2, 0])
@@ -417,7 +467,14 @@ def test_several_new_positions_continue_a_cache(backend: str) -> None:
     x = torch.randn(6, 3, 8, dtype=torch.float64)
     expected, _ = module(x, x, x, mask_future_timesteps=True, need_weights=False)
     parts = [
-        module(part, part, part, mask_future_timesteps=True, incremental_state=state, need_weights=False)[0]
+        module(
+            part,
+            part,
+            part,
+            mask_future_timesteps=True,
+            incremental_state=state,
+            need_weights=False,
+        )[0]
         for part in x.split([1, 3, 2])
     ]
     torch.testing.assert_close(torch.cat(parts), expected)
@@ -469,7 +526,9 @@ def test_the_whole_model_compiles_into_one_graph() -> None:
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(source, None, target)[0], model(source, None, target)[0])
+        torch.testing.assert_close(
+            compiled(source, None, target)[0], model(source, None, target)[0]
+        )
     torch._dynamo.reset()
 
 
@@ -479,7 +538,9 @@ def test_the_config_reads_namespaces_and_refuses_what_cannot_be() -> None:
     assert TransformerConfig.preset("small", encoder_layers=1).encoder_layers == 1
     with pytest.raises(ValueError, match="preset must be one of big, base, small, not 'huge'"):
         TransformerConfig.preset("huge")
-    with pytest.raises(ValueError, match=r"decoder_embed_dim must be encoder_embed_dim \(512\), not 1024"):
+    with pytest.raises(
+        ValueError, match=r"decoder_embed_dim must be encoder_embed_dim \(512\), not 1024"
+    ):
         TransformerConfig(encoder_embed_dim=512)
     with pytest.raises(ValueError, match="decoder_layers must be at least 1, not 0"):
         TransformerConfig(decoder_layers=0)

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
-from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
+from mlbench_core.models.pytorch.transformer import (
+    SequenceGenerator,
+    TransformerConfig,
+    TransformerModel,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,8 +27,12 @@ WORDS = Dictionary(symbols=["Ein_", "Hunde", "hals", "band_"])
 def make_model(seed: int = 0, **changes: Any) -> TransformerModel:
     """A model whose scores differ much, so that translations are not one word again and again."""
     torch.manual_seed(seed)
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
-    model = TransformerModel(TransformerConfig(**sides, share_all_embeddings=False, **changes), WORDS, WORDS)
+    sides = {
+        f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()
+    }
+    model = TransformerModel(
+        TransformerConfig(**sides, share_all_embeddings=False, **changes), WORDS, WORDS
+    )
     with torch.no_grad():
         model.decoder.output_projection.weight.mul_(4.0)
     return model
@@ -68,7 +76,8 @@ def test_beam_search_finds_the_best_of_all_translations(len_penalty: float) -> N
 
 
 def test_length_penalty_by_hand() -> None:
-    """All 6 symbols are equally likely: 3 tokens and the end have log P = -4 log 6 = -7.167, divided by (9/6)^0.6."""
+    """All 6 symbols are equally likely: 3 tokens and the end have log P = -4 log 6 = -7.167,
+    divided by (9/6)^0.6."""
     model = make_model()
     with torch.no_grad():
         model.decoder.output_projection.weight.zero_()
@@ -88,7 +97,9 @@ def test_a_batch_of_mixed_lengths_is_one_by_one(seed: int, beam_size: int) -> No
     generator = SequenceGenerator(make_model(seed), WORDS, WORDS, beam_size=beam_size)
     together = generator.generate(SOURCE, LENGTHS, maxlen_a=1.5, maxlen_b=2)
     for i, source in enumerate(SOURCE):
-        alone = generator.generate(source[5 - LENGTHS[i] :].unsqueeze(0), None, maxlen_a=1.5, maxlen_b=2)
+        alone = generator.generate(
+            source[5 - LENGTHS[i] :].unsqueeze(0), None, maxlen_a=1.5, maxlen_b=2
+        )
         torch.testing.assert_close(together.scores[i], alone.scores[0], rtol=1e-4, atol=1e-4)
         assert together.to_lists()[i][0] == alone.to_lists()[0][0]
         assert together.lengths[i].max() <= int(1.5 * LENGTHS[i]) + 2 + 1
@@ -97,7 +108,9 @@ def test_a_batch_of_mixed_lengths_is_one_by_one(seed: int, beam_size: int) -> No
 @pytest.mark.parametrize("seed", range(3))
 def test_scores_are_those_of_the_model_without_caches(seed: int) -> None:
     model = make_model(seed)
-    found = SequenceGenerator(model, WORDS, WORDS, beam_size=4, len_penalty=0.6).generate(SOURCE, LENGTHS, 1.0, 6)
+    found = SequenceGenerator(model, WORDS, WORDS, beam_size=4, len_penalty=0.6).generate(
+        SOURCE, LENGTHS, 1.0, 6
+    )
     for i, hypotheses in enumerate(found.to_lists(4)):
         assert len({tuple(tokens) for tokens in hypotheses}) == len(hypotheses) >= 1
         for rank, tokens in enumerate(hypotheses):
@@ -141,7 +154,8 @@ def test_texts_references_prefixes_and_several_translations() -> None:
     assert references[1] == "Hundehalsband"
     texts, _ = generator.translate_batch(batch, maxlen_b=2, prefix_size=2, ignore_case=False)
     assert [
-        text.startswith(start) for text, start in zip(texts, ["Ein_ band_", "Hunde hals", "Ein_", "hals"], strict=True)
+        text.startswith(start)
+        for text, start in zip(texts, ["Ein_ band_", "Hunde hals", "Ein_", "hals"], strict=True)
     ]
     assert texts[2] == "Ein_"  # the reference ends there
 
@@ -153,7 +167,9 @@ def test_a_batch_without_target_and_a_model_that_diverged() -> None:
     texts, references = generator.translate_batch(batch, maxlen_b=2)
     assert len(texts) == 4
     assert references == []
-    with pytest.raises(ValueError, match="prefix_size must be 0 for a batch without a target, not 1"):
+    with pytest.raises(
+        ValueError, match="prefix_size must be 0 for a batch without a target, not 1"
+    ):
         generator.translate_batch(batch, prefix_size=1)
     with torch.no_grad():
         model.decoder.output_projection.weight.fill_(float("nan"))
@@ -164,7 +180,9 @@ def test_the_models_mode_is_put_back_and_dropout_can_stay() -> None:
     model = make_model(dropout=0.5).train()
     model.decoder.layers[0].eval()  # type: ignore[operator]
     modes = [module.training for module in model.modules()]
-    plain = [SequenceGenerator(model, WORDS, WORDS).generate(SOURCE, LENGTHS).scores for _ in range(2)]
+    plain = [
+        SequenceGenerator(model, WORDS, WORDS).generate(SOURCE, LENGTHS).scores for _ in range(2)
+    ]
     torch.testing.assert_close(*plain)
     assert [module.training for module in model.modules()] == modes
     noisy = SequenceGenerator(model.train(), WORDS, WORDS, retain_dropout=True)
@@ -177,8 +195,17 @@ def test_sampling_repeats_from_its_generator() -> None:
 
     def sample(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        options = {"beam_size": 5, "sampling": True, "sampling_topk": 3, "sampling_temperature": 1.3}
-        return SequenceGenerator(model, WORDS, WORDS, **options, generator=generator).generate(SOURCE, LENGTHS).tokens
+        options = {
+            "beam_size": 5,
+            "sampling": True,
+            "sampling_topk": 3,
+            "sampling_temperature": 1.3,
+        }
+        return (
+            SequenceGenerator(model, WORDS, WORDS, **options, generator=generator)
+            .generate(SOURCE, LENGTHS)
+            .tokens
+        )
 
     assert torch.equal(sample(1), sample(1))
     assert not torch.equal(sample(1)[:, :, :4], sample(2)[:, :, :4])
@@ -188,7 +215,9 @@ def test_a_trained_model_translates() -> None:
     """Digits into the same digits backwards, from random weights to text."""
     digits = Dictionary(symbols=[f"{digit}_" for digit in range(6)])
     torch.manual_seed(0)
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+    sides = {
+        f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()
+    }
     sides |= {f"{side}_embed_dim": 32 for side in ("encoder", "decoder")}
     model = TransformerModel(TransformerConfig(**sides, dropout=0.0), digits, digits)
     loss, optimizer = LabelSmoothing(digits.pad(), 0.1), torch.optim.Adam(model.parameters(), 5e-3)
@@ -202,14 +231,20 @@ def test_a_trained_model_translates() -> None:
         optimizer.step()
     batch = {"net_input": {"src_tokens": source}, "target": torch.cat((backwards, end), dim=1)}
     for options in ({"beam_size": 1}, {"beam_size": 4, "len_penalty": 0.6}):
-        texts, references = SequenceGenerator(model, digits, digits, **options).translate_batch(batch, remove_bpe="_")
-        assert sum(text == reference for text, reference in zip(texts, references, strict=True)) >= 60
+        texts, references = SequenceGenerator(model, digits, digits, **options).translate_batch(
+            batch, remove_bpe="_"
+        )
+        assert (
+            sum(text == reference for text, reference in zip(texts, references, strict=True)) >= 60
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_translates(dtype: torch.dtype) -> None:
     model = make_model()
-    expected = SequenceGenerator(model, WORDS, WORDS, beam_size=4).generate(SOURCE, LENGTHS).scores[:, 0]
+    expected = (
+        SequenceGenerator(model, WORDS, WORDS, beam_size=4).generate(SOURCE, LENGTHS).scores[:, 0]
+    )
     found = SequenceGenerator(model.to(dtype), WORDS, WORDS, beam_size=4).generate(SOURCE, LENGTHS)
     assert found.scores.dtype == torch.float32
     torch.testing.assert_close(found.scores[:, 0], expected, rtol=0.1, atol=0.1)
@@ -220,7 +255,9 @@ def test_half_precision_translates(dtype: torch.dtype) -> None:
 def test_the_gpu_finds_the_same_translations() -> None:
     model = make_model()
     expected = SequenceGenerator(model, WORDS, WORDS, beam_size=4).generate(SOURCE, LENGTHS)
-    found = SequenceGenerator(model.cuda(), WORDS, WORDS, beam_size=4).generate(SOURCE.cuda(), LENGTHS.cuda())
+    found = SequenceGenerator(model.cuda(), WORDS, WORDS, beam_size=4).generate(
+        SOURCE.cuda(), LENGTHS.cuda()
+    )
     torch.testing.assert_close(found.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-3)
 
 
@@ -228,7 +265,9 @@ def test_wrong_arguments_are_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="minlen must be at least 0, not -1"):
         SequenceGenerator(model, WORDS, WORDS, minlen=-1)
-    with pytest.raises(ValueError, match="minlen must be at most 4, the longest translation, not 9"):
+    with pytest.raises(
+        ValueError, match="minlen must be at most 4, the longest translation, not 9"
+    ):
         SequenceGenerator(model, WORDS, WORDS, minlen=9, maxlen=4)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, WORDS, WORDS, beam_size=0)

@@ -40,7 +40,8 @@ def count(module: nn.Module) -> int:
 
 
 def expected_resnet(size: int, version: int, bottleneck: bool, shortcut: str, classes: int) -> int:
-    """Parameters counted from the papers' tables, layer by layer: k*k*in*out a convolution, 2*channels a batch norm."""
+    """Parameters counted from the papers' tables, layer by layer: k*k*in*out a convolution,
+    2*channels a batch norm."""
     grow = 4 if bottleneck else 1
     total = 3 * 16 * 9 + (2 * 16 if version == 1 else 0)
     width = 16
@@ -62,8 +63,12 @@ def expected_resnet(size: int, version: int, bottleneck: bool, shortcut: str, cl
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("shortcut", ["A", "B"])
-@pytest.mark.parametrize(("size", "bottleneck"), [(20, False), (56, False), (110, False), (29, True), (164, True)])
-def test_resnet_sizes_follow_the_papers(size: int, bottleneck: bool, shortcut: str, version: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "bottleneck"), [(20, False), (56, False), (110, False), (29, True), (164, True)]
+)
+def test_resnet_sizes_follow_the_papers(
+    size: int, bottleneck: bool, shortcut: str, version: int
+) -> None:
     model = ResNetCIFAR(size, bottleneck, 10, version, shortcut=shortcut)
     assert count(model) == expected_resnet(size, version, bottleneck, shortcut, 10)
 
@@ -72,7 +77,9 @@ def test_resnet20_has_the_published_number_of_parameters() -> None:
     assert count(ResNetCIFAR(20, False, 10)) == 272_474
     assert count(ResNetCIFAR(20, False, 10, shortcut="A")) == 269_722
     # "0.27M", "0.46M", "0.66M", "0.85M", "1.7M" in table 6 of He et al. 2015, which uses option A
-    sizes = [count(ResNetCIFAR(size, False, 10, shortcut="A")) / 1e6 for size in (20, 32, 44, 56, 110)]
+    sizes = [
+        count(ResNetCIFAR(size, False, 10, shortcut="A")) / 1e6 for size in (20, 32, 44, 56, 110)
+    ]
     assert [round(size, 2) for size in sizes[:4]] == [0.27, 0.46, 0.66, 0.85]
     assert round(sizes[4], 1) == 1.7
 
@@ -92,7 +99,10 @@ def test_resnet_trains_on_one_batch(version: int, shortcut: str, bottleneck: boo
     output = model(torch.randn(4, 3, 32, 32))
     assert output.shape == (4, 7)
     nn.functional.cross_entropy(output, torch.tensor([0, 1, 2, 6])).backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
 
 
 def test_option_a_pads_with_zeros_and_has_no_parameters() -> None:
@@ -184,7 +194,10 @@ def test_initial_weights_have_the_variance_of_he_et_al() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((21, False, 10), r"resnet_size must be 6n \+ 2 with n >= 1 without bottlenecks .*, not 21"),
+        (
+            (21, False, 10),
+            r"resnet_size must be 6n \+ 2 with n >= 1 without bottlenecks .*, not 21",
+        ),
         ((2, False, 10), "resnet_size must be .*, not 2$"),
         ((32, True, 10), r"must be 9n \+ 2 with n >= 1 with bottlenecks .*, not 32"),
         ((20, False, 10, 3), r"version must be 1 .* or 2 .*, not 3"),
@@ -221,12 +234,19 @@ def test_num_classes_left_out_is_10_for_small_images_and_1000_for_imagenet() -> 
 
 
 def test_named_model_gives_as_many_scores_as_classes() -> None:
-    assert get_resnet_model("resnet20", 1, "fp32", num_classes=100)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+    assert get_resnet_model("resnet20", 1, "fp32", num_classes=100)(
+        torch.randn(2, 3, 32, 32)
+    ).shape == (2, 100)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)],
+    [
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("fp32", torch.float32),
+        ("fp64", torch.float64),
+    ],
 )
 def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
     model = get_resnet_model("resnet20", 1, name, num_classes=10)
@@ -239,7 +259,10 @@ def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
     [
         (
             ("resnet19", 1, "fp32"),
-            "model must be one of resnet20, .*resnet110, resnet18, .*resnet18_imagenet, not 'resnet19'",
+            (
+                "model must be one of resnet20, .*resnet110, "
+                "resnet18, .*resnet18_imagenet, not 'resnet19'"
+            ),
         ),
         (("resnet20_imagenet", 1, "fp32"), "model must be .*, not 'resnet20_imagenet'"),
         (("vgg20", 1, "fp32"), "model must be .*, not 'vgg20'"),
@@ -266,11 +289,15 @@ def test_imagenet_model_comes_from_torchvision(caplog: pytest.LogCaptureFixture)
 def test_a_torchvision_that_imports_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = types.ModuleType("torchvision")
     monkeypatch.setitem(sys.modules, "torchvision", whole)
-    monkeypatch.setattr(_torchvision, "_declare_operators", lambda: pytest.fail("nothing needs declaring"))
+    monkeypatch.setattr(
+        _torchvision, "_declare_operators", lambda: pytest.fail("nothing needs declaring")
+    )
     assert _torchvision.load() is whole
 
 
-def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     steps: list[str] = []
 
     def failing(module: str, extra: str) -> None:
@@ -287,9 +314,16 @@ def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(mo
 
     # The failed import left torchvision's modules behind; the next one must not find them.
     monkeypatch.setattr(_torchvision, "sys", types.SimpleNamespace(modules=modules))
-    monkeypatch.setattr(_torchvision, "importlib", types.SimpleNamespace(import_module=import_module))
+    monkeypatch.setattr(
+        _torchvision, "importlib", types.SimpleNamespace(import_module=import_module)
+    )
     assert _torchvision.load("models") == "torchvision.models"
-    assert steps == ["failed", "declared", "torchvision with ['torch']", "torchvision.models with ['torch']"]
+    assert steps == [
+        "failed",
+        "declared",
+        "torchvision with ['torch']",
+        "torchvision.models with ['torch']",
+    ]
 
 
 def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +337,9 @@ def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch)
 
 def test_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(errors.MissingDependencyError, match=r"pip install 'mlbench-core\[vision\]'"):
+    with pytest.raises(
+        errors.MissingDependencyError, match=r"pip install 'mlbench-core\[vision\]'"
+    ):
         get_resnet_model("resnet34", 1, "fp32")
 
 
@@ -312,7 +348,9 @@ def test_torchvision_loads_once_and_leaves_its_operators_alone() -> None:
     assert _torchvision.load("transforms").RandomCrop(32).size == (32, 32)
 
 
-def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(caplog: pytest.LogCaptureFixture) -> None:
+def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         model = get_resnet_model("resnet18", 2, "fp32", num_classes=7)
         assert not caplog.records
@@ -321,7 +359,12 @@ def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(caplog:
     assert isinstance(model, ResNet18CIFAR10) and isinstance(resnet18_bkj(7), ResNet18CIFAR10)
     blocks = width = 0
     before = 64
-    for width in (64, 128, 256, 256):  # per stage: two blocks, the first with a projection from the second stage on
+    for width in (
+        64,
+        128,
+        256,
+        256,
+    ):  # per stage: two blocks, the first with a projection from the second stage on
         blocks += before * width * 9 + 3 * width * width * 9 + 2 * (before + 3 * width)
         blocks += 0 if width == 64 else before * width
         before = width
@@ -331,7 +374,8 @@ def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(caplog:
 
 
 def test_resnet18_by_name_computes_what_its_blocks_say() -> None:
-    """Pre-activation written out; the classifier sees the mean of each channel, then the maximum."""
+    """Pre-activation written out; the classifier sees the mean of each channel, then the
+    maximum."""
     model = resnet18_bkj(10).eval()
     x = torch.randn(2, 3, 32, 32)
     y = model.stem(x)
@@ -356,7 +400,8 @@ def test_the_blocks_have_the_names_of_version_3() -> None:
 
 def test_resnet18_of_the_paper_for_small_images() -> None:
     model = resnet18_32x32(10)
-    # stem, then per stage the first block (with a projection from the second stage on) and the second block
+    # stem, then per stage the first block (with a projection from the second stage on) and the
+    # second block
     blocks = 0
     width = 64
     for stage in (64, 128, 256, 512):
@@ -368,16 +413,28 @@ def test_resnet18_of_the_paper_for_small_images() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(("name", "convolutions"), [("VGG11", 8), ("VGG13", 10), ("VGG16", 13), ("VGG19", 16)])
+@pytest.mark.parametrize(
+    ("name", "convolutions"), [("VGG11", 8), ("VGG13", 10), ("VGG16", 13), ("VGG19", 16)]
+)
 def test_vgg_follows_the_paper(name: str, convolutions: int) -> None:
     model = VGG(name)
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert len(layers) == convolutions  # the other three of the name are the paper's linear layers
-    expected = sum(9 * layer.in_channels * layer.out_channels + 3 * layer.out_channels for layer in layers) + 5130
+    expected = (
+        sum(9 * layer.in_channels * layer.out_channels + 3 * layer.out_channels for layer in layers)
+        + 5130
+    )
     assert count(model) == expected
     # channels per stage, from columns A, B, D and E of the paper's table 1
-    per_stage = {"VGG11": (1, 1, 2, 2, 2), "VGG13": (2,) * 5, "VGG16": (2, 2, 3, 3, 3), "VGG19": (2, 2, 4, 4, 4)}
-    widths = [w for w, n in zip((64, 128, 256, 512, 512), per_stage[name], strict=True) for _ in range(n)]
+    per_stage = {
+        "VGG11": (1, 1, 2, 2, 2),
+        "VGG13": (2,) * 5,
+        "VGG16": (2, 2, 3, 3, 3),
+        "VGG19": (2, 2, 4, 4, 4),
+    }
+    widths = [
+        w for w, n in zip((64, 128, 256, 512, 512), per_stage[name], strict=True) for _ in range(n)
+    ]
     assert [layer.out_channels for layer in layers] == widths
 
 
@@ -393,7 +450,9 @@ def test_vgg11_size_and_output() -> None:
 
 
 def test_unknown_vgg() -> None:
-    with pytest.raises(ValueError, match="vgg_name must be one of VGG11, VGG13, VGG16, VGG19, not 'VGG12'"):
+    with pytest.raises(
+        ValueError, match="vgg_name must be one of VGG11, VGG13, VGG16, VGG19, not 'VGG12'"
+    ):
         VGG("VGG12")
 
 
@@ -410,7 +469,9 @@ def test_logistic_regression_is_a_probability() -> None:
 def test_linear_regression() -> None:
     model = LinearRegression(5)
     x = torch.randn(3, 5)
-    assert torch.allclose(model(x), (x * model.linear.weight).sum(1, keepdim=True) + model.linear.bias, atol=1e-6)
+    assert torch.allclose(
+        model(x), (x * model.linear.weight).sum(1, keepdim=True) + model.linear.bias, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("make", [LogisticRegression, LinearRegression])

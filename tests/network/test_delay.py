@@ -1,4 +1,5 @@
-"""Delay, loss, racks, slow hosts, stragglers and cuts of an emulated network, as root and in a user namespace."""
+"""Delay, loss, racks, slow hosts, stragglers and cuts of an emulated network, as root and in a user
+namespace."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ def test_a_link_loses_its_share_of_packets() -> None:
 
 
 @needs_namespaces
-def test_a_straggler_gets_its_share_of_time_and_ends_with_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_straggler_gets_its_share_of_time_and_ends_with_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(disturbances, "_SEARCH_S", 0.05)
     with EmulatedNetwork(2, network="unlimited; host1: 20%-cpu") as network:
         with run_python(network, 1, SPINNER) as spinner:
@@ -151,18 +154,15 @@ def test_one_link_is_slower_than_the_others() -> None:
 @pytest.mark.parametrize("rights", ["user"], indirect=True)
 def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
     code = (
-        "import os\n"
-        "from mlbench_core.network.emulated import EmulatedNetwork\n"
-        "os.geteuid = lambda: 1000\n"
-        "with EmulatedNetwork(2, network='1gbit,5ms') as network:\n"
-        "    network.popen(0, ['sleep', '600'])\n"
-        "    print('ready', flush=True)\n"
-        "    input()\n"
+        "import os\nfrom mlbench_core.network.emulated import EmulatedNetwork\nos.geteuid = "
+        "lambda: 1000\nwith EmulatedNetwork(2, network='1gbit,5ms') as network:\n    "
+        "network.popen(0, ['sleep', '600'])\n    print('ready', flush=True)\n    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], **TEXT) as owner:
         assert line(owner) == "ready"
         family = psutil.Process(owner.pid).children(recursive=True)
-        # The holder of the user namespace and its shell, and nsenter with the switch and with the worker.
+        # The holder of the user namespace and its shell, and nsenter with the switch and with the
+        # worker.
         assert len(family) >= 5
         owner.kill()
     # An orphan may stay as a zombie until process 1 takes note of it.
@@ -171,11 +171,18 @@ def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
 
 
 @needs_namespaces
-def test_a_switch_that_does_not_start_is_an_error_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_does_not_start_is_an_error_with_its_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mlbench_core.network.emulated.SWITCH", "no_such_file.py")
-    with pytest.raises(ConfigurationError, match=r"the switch that delays frames cannot start: .*no_such_file"):
+    with pytest.raises(
+        ConfigurationError, match=r"the switch that delays frames cannot start: .*no_such_file"
+    ):
         EmulatedNetwork(2, network="1gbit,5ms").__enter__()
-    assert not any(f"mlbench-{os.getpid()}-" in name and name.endswith("switch") for name in Namespaces().names())
+    assert not any(
+        f"mlbench-{os.getpid()}-" in name and name.endswith("switch")
+        for name in Namespaces().names()
+    )
 
 
 @pytest.mark.parametrize("hosts", [2, 5])

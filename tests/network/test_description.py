@@ -45,7 +45,13 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
     [
         ("", "link must not have an empty part"),
         ("100mbit,,20ms", "link must not have an empty part"),
-        ("20ms", "link '20ms' must have a bandwidth: write for example '100mbit,20ms' or 'unlimited,20ms'"),
+        (
+            "20ms",
+            (
+                "link '20ms' must have a bandwidth: write for "
+                "example '100mbit,20ms' or 'unlimited,20ms'"
+            ),
+        ),
         ("100mbit,20", "part '20' must be a bandwidth"),
         ("100mbit,20ms,1gbit", "part '1gbit' must not follow another bandwidth"),
         ("100mbit,x-jitter", "jitter must be a time such as '20ms', '500us' or '1.5s', not 'x'"),
@@ -54,12 +60,21 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
         ("100mbit,60%-loss", "loss must be from 0% to 50%, not 0.6"),
         ("100mbit,11s", "round trip must be from 0 to 10 s, not 11 s"),
         ("1bit", "bandwidth must be from 8 kbit/s"),
-        ("2x2:1gbit", r"must have a link between the racks after '/': write for example '2x2:10gbit/100mbit,40ms'"),
+        (
+            "2x2:1gbit",
+            (
+                r"must have a link between the racks after '/': write for example "
+                r"'2x2:10gbit/100mbit,40ms'"
+            ),
+        ),
         ("1gbit/100mbit", "must begin with the racks"),
         ("1x2:1gbit/100mbit", "racks must be at least 2, not 1"),
         ("2x0:1gbit/100mbit", "hosts of a rack must be at least 1, not 0"),
         ("9x99:1gbit/100mbit", "hosts must be at most 250, not 891"),
-        ("2x2:1gbit,5ms/100mbit", "round trip between racks must be at least that inside of a rack, not 0ms"),
+        (
+            "2x2:1gbit,5ms/100mbit",
+            "round trip between racks must be at least that inside of a rack, not 0ms",
+        ),
         ("2x2:1gbit/100mbit;host4:1mbit", "host must be from 0 to 3, not 4"),
         ("1gbit;slow", "part 'slow' must be like 'host1: 10mbit', after a ';'"),
         ("1gbit;host1:20ms", "part '20ms' of host 1 must be a bandwidth"),
@@ -68,7 +83,10 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
         ("1gbit;host1:1mbit;host1:50%-cpu", "host 1 must be described once, not twice"),
         ("1gbit;host1:0%-cpu", "cpu must be from 1% to 100%, not 0"),
         ("1gbit;host1:cut@5s-5s", "cut must end after its start, not at 5s"),
-        ("1gbit;host1:cut@5s,cut@7s", "cut@7s must begin after the end of the cut before it, cut@5s"),
+        (
+            "1gbit;host1:cut@5s,cut@7s",
+            "cut@7s must begin after the end of the cut before it, cut@5s",
+        ),
         ("1gbit;host1:cut@5", "start of a cut must be a time"),
         ("9" * 2001, "network must have at most 2000 characters, not 2001"),
     ],
@@ -95,20 +113,43 @@ def test_the_file_on_the_page_is_the_text_with_the_same_values(tmp_path: Path) -
         ("link = 1", r"\[link\] must be a table, not 1"),
         ("[link]\nspeed = 1", r"keys of \[link\] must be among bandwidth, .*, not speed"),
         ("[link]\nround_trip = '1ms'", r"bandwidth of \[link\] must be given"),
-        ("[link]\nbandwidth = 100", "bandwidth must be a text such as '100mbit' or 'unlimited', not 100"),
-        ("[link]\nbandwidth = '1gbit'\nround_trip = 20", r"round_trip of \[link\] must be a time such as"),
-        ("racks = 2\n[link]\nbandwidth = '1gbit'", r"racks must be given if, and only if, the table \[between\]"),
         (
-            "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = '1gbit'\n[between]\nbandwidth = '1gbit'",
+            "[link]\nbandwidth = 100",
+            "bandwidth must be a text such as '100mbit' or 'unlimited', not 100",
+        ),
+        (
+            "[link]\nbandwidth = '1gbit'\nround_trip = 20",
+            r"round_trip of \[link\] must be a time such as",
+        ),
+        (
+            "racks = 2\n[link]\nbandwidth = '1gbit'",
+            r"racks must be given if, and only if, the table \[between\]",
+        ),
+        (
+            (
+                "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = "
+                "'1gbit'\n[between]\nbandwidth = '1gbit'"
+            ),
             "hosts_per_rack must be a whole number, not True",
         ),
         ("hosts = 2\n[link]\nbandwidth = '1gbit'", r"hosts must be tables \[\[hosts\]\]"),
-        ("[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = -1", r"host of \[\[hosts\]\] must be a number from 0"),
-        ("[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\ncuts = '1s'", "cuts of host 1 must be a list"),
-        ("[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\ncuts = [1]", "cut must be a text such as '10s-15s'"),
+        (
+            "[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = -1",
+            r"host of \[\[hosts\]\] must be a number from 0",
+        ),
+        (
+            "[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\ncuts = '1s'",
+            "cuts of host 1 must be a list",
+        ),
+        (
+            "[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\ncuts = [1]",
+            "cut must be a text such as '10s-15s'",
+        ),
     ],
 )
-def test_errors_of_a_file_name_the_file_and_the_key(content: str, message: str, tmp_path: Path) -> None:
+def test_errors_of_a_file_name_the_file_and_the_key(
+    content: str, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "lab.toml"
     file.write_text(content)
     with pytest.raises(ConfigurationError, match=f"lab.toml cannot be used: .*{message}"):
@@ -116,7 +157,9 @@ def test_errors_of_a_file_name_the_file_and_the_key(content: str, message: str, 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot read the network .*none.toml: No such file"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot read the network .*none.toml: No such file"
+    ):
         get_network(str(tmp_path / "none.toml"))
 
 
@@ -129,10 +172,12 @@ def test_a_name_that_is_almost_right() -> None:
 
 
 def test_the_page_has_every_name_with_its_text_and_source() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| `([^`]+)` \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert {name: (text, title, source) for name, text, title, source in rows if name in NETWORKS} == {
-        name: (known.text, known.title, known.source) for name, known in NETWORKS.items()
-    }
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| `([^`]+)` \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE
+    )
+    assert {
+        name: (text, title, source) for name, text, title, source in rows if name in NETWORKS
+    } == {name: (known.text, known.title, known.source) for name, known in NETWORKS.items()}
     for known in NETWORKS.values():
         assert str(known.network) == known.text
 
@@ -153,7 +198,9 @@ def test_the_way_between_two_hosts_has_the_slowest_of_its_links() -> None:
         ("1gbit", 251, "hosts must be from 1 to 250, not 251"),
     ],
 )
-def test_a_number_of_hosts_that_the_network_cannot_have(text: str, hosts: int, message: str) -> None:
+def test_a_number_of_hosts_that_the_network_cannot_have(
+    text: str, hosts: int, message: str
+) -> None:
     network = parse_network(text)
     with pytest.raises(ValueError, match=message):
         network.check_hosts(hosts)

@@ -61,8 +61,14 @@ TEXT: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "te
 
 
 def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines() if line.startswith(f"mlbench-{os.getpid()}-")}
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    return {
+        line.split()[0]
+        for line in listed.splitlines()
+        if line.startswith(f"mlbench-{os.getpid()}-")
+    }
 
 
 def interfaces() -> str:
@@ -75,7 +81,9 @@ def network() -> Iterator[EmulatedNetwork]:
         yield network
 
 
-def run_python(network: EmulatedNetwork, host: int, code: str, *arguments: str) -> subprocess.Popen[str]:
+def run_python(
+    network: EmulatedNetwork, host: int, code: str, *arguments: str
+) -> subprocess.Popen[str]:
     return network.popen(host, [sys.executable, "-c", code, *arguments], **TEXT)
 
 
@@ -88,7 +96,9 @@ def measure(network: EmulatedNetwork, source: int, target: int, size_bytes: int)
     """Bits per second of the content of one connection."""
     with run_python(network, target, RECEIVER, network.address(target)) as receiver:
         assert line(receiver) == "ready"
-        with run_python(network, source, SENDER, network.address(target), str(size_bytes)) as sender:
+        with run_python(
+            network, source, SENDER, network.address(target), str(size_bytes)
+        ) as sender:
             rate = float(line(receiver))
             assert sender.wait(10) == 0
     return rate
@@ -129,7 +139,9 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(network: EmulatedNetwor
         network.cut(1)
         assert ping() == "silence"
         network.restore(1)
-        assert "answer 1" in (ping() for _ in range(10))  # what was lost is sent again, within a second or two
+        assert "answer 1" in (
+            ping() for _ in range(10)
+        )  # what was lost is sent again, within a second or two
         assert pinger.stdin is not None
         pinger.stdin.close()
         assert pinger.wait(10) == 0
@@ -137,7 +149,10 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(network: EmulatedNetwor
 
 @needs_namespaces
 def test_a_process_gets_the_variables_of_its_worker(network: EmulatedNetwork) -> None:
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['X'])"
+    code = (
+        "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], "
+        "os.environ['MASTER_ADDR'], os.environ['X'])"
+    )
     with network.popen(2, [sys.executable, "-c", code], env={"X": "mine"}, **TEXT) as process:
         assert line(process) == "2 3 10.77.0.1 mine"
     assert network.environment(1, port=1234)["MASTER_PORT"] == "1234"
@@ -181,11 +196,9 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.Mo
 @needs_namespaces
 def test_cleanup_removes_what_a_killed_process_left(network: EmulatedNetwork) -> None:
     code = (
-        "from mlbench_core.network.emulated import EmulatedNetwork\n"
-        "with EmulatedNetwork(network='1gbit,5ms') as network:\n"
-        "    child = network.popen(0, ['sleep', '600'])\n"
-        "    print(network.namespace(0), child.pid, flush=True)\n"
-        "    input()\n"
+        "from mlbench_core.network.emulated import EmulatedNetwork\nwith "
+        "EmulatedNetwork(network='1gbit,5ms') as network:\n    child = network.popen(0, ['sleep', "
+        "'600'])\n    print(network.namespace(0), child.pid, flush=True)\n    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], **TEXT) as owner:
         name, pid = line(owner).split()
@@ -216,7 +229,11 @@ def _is_running(pid: int) -> bool:
         ({"hosts": 0}, ValueError, "from 1 to 250, not 0"),
         ({"hosts": 251}, ValueError, "from 1 to 250, not 251"),
         ({"hosts": 2.0}, TypeError, r"integer, not 2\.0"),
-        ({"bandwidth": "fast"}, ValueError, "like '100mbit' or a number of bits per second, not 'fast'"),
+        (
+            {"bandwidth": "fast"},
+            ValueError,
+            "like '100mbit' or a number of bits per second, not 'fast'",
+        ),
         ({"bandwidth": "1bit"}, ValueError, "from 8 kbit/s to 1000 Gbit/s, not '1bit'"),
         ({"bandwidth": float("nan")}, ValueError, "not nan"),
         ({"burst": 10}, ValueError, "at least 4096 bytes, or None, not 10"),
@@ -231,14 +248,26 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
 @pytest.mark.parametrize("host", [-1, 2, "0", True])
 def test_a_host_that_is_not_there(host: Any) -> None:
     network = EmulatedNetwork(hosts=2)
-    for function in (network.address, network.namespace, network.environment, network.cut, network.restore):
+    for function in (
+        network.address,
+        network.namespace,
+        network.environment,
+        network.cut,
+        network.restore,
+    ):
         with pytest.raises(ValueError, match="host must be from 0 to 1, not"):
             function(host)
 
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("100mbit", 10**8), ("1.5 Gbit", 1_500_000_000), ("64kbit", 64_000), ("9000bit", 9000), (1e6, 10**6)],
+    [
+        ("100mbit", 10**8),
+        ("1.5 Gbit", 1_500_000_000),
+        ("64kbit", 64_000),
+        ("9000bit", 9000),
+        (1e6, 10**6),
+    ],
 )
 def test_bandwidths(text: str | float, rate: int) -> None:
     assert bits_per_second(text) == rate
@@ -256,11 +285,14 @@ def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(which, lambda name, **_: None)
     assert EmulatedNetwork.why_not() == "ip and tc not found: install the package iproute2"
-    with pytest.raises(ConfigurationError, match="cannot emulate a network here: ip and tc not found"):
+    with pytest.raises(
+        ConfigurationError, match="cannot emulate a network here: ip and tc not found"
+    ):
         EmulatedNetwork().__enter__()
     monkeypatch.setattr(which, lambda name, **_: name if name in ("ip", "tc", "unshare") else None)
     assert EmulatedNetwork.why_not() == (
-        "network namespaces need root or a user namespace, and nsenter not found: install the package util-linux"
+        "network namespaces need root or a user namespace, and nsenter "
+        "not found: install the package util-linux"
     )
 
 
@@ -271,7 +303,9 @@ def test_why_not_has_the_words_of_a_kernel_without_user_namespaces(
     refuses.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
     refuses.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("mlbench_core.network.namespaces.shutil.which", lambda name, **_: str(tmp_path / "unshare"))
+    monkeypatch.setattr(
+        "mlbench_core.network.namespaces.shutil.which", lambda name, **_: str(tmp_path / "unshare")
+    )
     assert EmulatedNetwork.why_not() == (
         "network namespaces need root, or a kernel that lets users create user namespaces: "
         "unshare failed: Operation not permitted"

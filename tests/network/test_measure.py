@@ -17,8 +17,13 @@ def test_every_kind_of_path_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "_all_reduce", lambda *_: ())
     monkeypatch.setattr(measure, "_DATAGRAMS", 500)
     monkeypatch.setattr(measure, "_LEAST_SKIP_S", 0.1)
-    report = measure_network(parse_network("20mbit,4ms,2%-loss; host1: 8mbit; host0: cut@0s; host2: 1%-cpu"), None, 0.3)
-    assert (report.hosts, [(path.source, path.target) for path in report.paths]) == (3, [(0, 1), (0, 2)])
+    report = measure_network(
+        parse_network("20mbit,4ms,2%-loss; host1: 8mbit; host0: cut@0s; host2: 1%-cpu"), None, 0.3
+    )
+    assert (report.hosts, [(path.source, path.target) for path in report.paths]) == (
+        3,
+        [(0, 1), (0, 2)],
+    )
     slow, fast = report.paths
     assert 0.1 * 8e6 < slow.bandwidth < 1.2 * 8e6
     assert 0.1 * 20e6 < fast.bandwidth < 1.2 * 20e6
@@ -30,7 +35,9 @@ def test_every_kind_of_path_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_namespaces
 def test_a_small_and_a_large_all_reduce_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_path", lambda *_: PathReport(0, 1, Link(None), 1e6, 0, (0, 0), None))
+    monkeypatch.setattr(
+        measure, "_path", lambda *_: PathReport(0, 1, Link(None), 1e6, 0, (0, 0), None)
+    )
     small, large = measure_network(parse_network("100mbit,4ms"), None, 0.1).all_reduce
     assert (small.num_bytes, small.seconds >= 0.004) == (4, True)
     assert large.num_bytes == 65_536
@@ -39,9 +46,13 @@ def test_a_small_and_a_large_all_reduce_are_measured(monkeypatch: pytest.MonkeyP
 
 
 @needs_namespaces
-def test_a_failed_measurement_has_the_last_line_of_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_has_the_last_line_of_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(measure, "_PINGS", "many")
-    with pytest.raises(ConfigurationError, match=r"a measurement of the network failed: ValueError: .*'many'"):
+    with pytest.raises(
+        ConfigurationError, match=r"a measurement of the network failed: ValueError: .*'many'"
+    ):
         measure_network(parse_network("1gbit"))
 
 

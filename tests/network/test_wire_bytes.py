@@ -1,4 +1,5 @@
-"""The bytes on the wire that a tracker computes, against the counter of the interface of each emulated host."""
+"""The bytes on the wire that a tracker computes, against the counter of the interface of each
+emulated host."""
 
 from __future__ import annotations
 

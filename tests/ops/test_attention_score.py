@@ -1,4 +1,5 @@
-"""Attention's score: against its formula number by number, its derivatives, its operators, and what it keeps."""
+"""Attention's score: against its formula number by number, its derivatives, its operators, and what
+it keeps."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ from mlbench_core.ops.pytorch import attention_score, attention_score_reference,
 from mlbench_core.ops.pytorch.attention_score import _blocks
 
 WORDY_BLOCKS = [1, 12, 24, 10**9]
-"""For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything at once."""
+"""For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything
+at once."""
 
 
 def inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 4, 3), (3, 2, 3), (3,), (3,)]
-    parts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    parts = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
     return [part.requires_grad_(requires_grad) for part in parts]
 
 
@@ -45,12 +49,16 @@ def test_score_is_the_formula(block_elements: int | None) -> None:
     parts = inputs()
     scores = attention_score(*parts, block_elements=block_elements)
     torch.testing.assert_close(scores, by_hand(*parts), rtol=0, atol=1e-14)
-    torch.testing.assert_close(attention_score_reference(*parts), by_hand(*parts), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        attention_score_reference(*parts), by_hand(*parts), rtol=0, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("block_elements", WORDY_BLOCKS)
 def test_gradients_are_right(block_elements: int) -> None:
-    assert torch.autograd.gradcheck(lambda *parts: attention_score(*parts, block_elements=block_elements), inputs())
+    assert torch.autograd.gradcheck(
+        lambda *parts: attention_score(*parts, block_elements=block_elements), inputs()
+    )
 
 
 def test_gradients_are_those_of_the_reference_where_only_some_are_wanted() -> None:
@@ -60,14 +68,18 @@ def test_gradients_are_those_of_the_reference_where_only_some_are_wanted() -> No
             parts = inputs(requires_grad=False)
             parts[wanted].requires_grad_()
             weight = torch.arange(24.0, dtype=torch.float64).view(3, 4, 2)
-            gradients.append(torch.autograd.grad((function(*parts) * weight).sum(), parts[wanted])[0])
+            gradients.append(
+                torch.autograd.grad((function(*parts) * weight).sum(), parts[wanted])[0]
+            )
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_but_the_inputs_is_kept_for_the_backward_pass() -> None:
     parts = inputs()
     kept: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+    ):
         attention_score(*parts)
     assert kept == [tuple(part.shape) for part in parts]
 
@@ -103,10 +115,15 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     expected = attention_score_reference(*wide)
     torch.testing.assert_close(scores, expected.float(), rtol=1e-5, atol=1e-6)
     for part, gradient, other in zip(
-        parts, torch.autograd.grad(scores.sum(), parts), torch.autograd.grad(expected.sum(), wide), strict=True
+        parts,
+        torch.autograd.grad(scores.sum(), parts),
+        torch.autograd.grad(expected.sum(), wide),
+        strict=True,
     ):
         assert gradient.dtype == part.dtype
-        torch.testing.assert_close(gradient, other.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, other.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6
+        )
 
 
 def test_autocast_changes_nothing() -> None:
@@ -122,7 +139,10 @@ def test_autocast_changes_nothing() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     query, keys, bias, v = inputs()
-    with pytest.raises(ValueError, match=r"must have the shapes .*, not \(3, 4, 3\), \(2, 2, 3\), \(3,\) and \(3,\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"must have the shapes .*, not \(3, 4, 3\), \(2, 2, 3\), \(3,\) and \(3,\)$",
+    ):
         attention_score(query, keys[:2], bias, v)
     with pytest.raises(ValueError, match=r"must have the shapes \(batch, queries, H\)"):
         attention_score_reference(query, keys, bias[:1], v)  # would broadcast
@@ -133,7 +153,9 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_masked_softmax_is_safe(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    scores = torch.tensor([[1.0, 2.0, 3.0], [largest, -largest, largest], [5.0, 5.0, 5.0]], dtype=dtype)
+    scores = torch.tensor(
+        [[1.0, 2.0, 3.0], [largest, -largest, largest], [5.0, 5.0, 5.0]], dtype=dtype
+    )
     scores.requires_grad_()
     mask = torch.tensor([[False, False, True], [False, False, False], [True, True, True]])
     weights = masked_softmax(scores, mask)
@@ -146,29 +168,44 @@ def test_masked_softmax_is_safe(dtype: torch.dtype) -> None:
     assert scores.grad is not None
     assert torch.isfinite(scores.grad).all()
     assert torch.equal(scores.grad[mask], torch.zeros(4, dtype=dtype))
-    assert torch.equal(masked_softmax(scores[:1], None), scores[:1].to(weights.dtype).softmax(dim=-1))
+    assert torch.equal(
+        masked_softmax(scores[:1], None), scores[:1].to(weights.dtype).softmax(dim=-1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
     query, keys, bias, v = inputs(dtype, requires_grad=False)
     time_first = query.transpose(0, 1).contiguous().transpose(0, 1)
-    grad = torch.ones(3, 4, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32).expand(3, 4, 2)
-    torch.library.opcheck(torch.ops.mlbench.attention_score.default, (time_first, keys, bias, v, 12))
-    torch.library.opcheck(torch.ops.mlbench.attention_score_backward.default, (grad, time_first, keys, bias, v, 12))
+    grad = torch.ones(
+        3, 4, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    ).expand(3, 4, 2)
+    torch.library.opcheck(
+        torch.ops.mlbench.attention_score.default, (time_first, keys, bias, v, 12)
+    )
+    torch.library.opcheck(
+        torch.ops.mlbench.attention_score_backward.default, (grad, time_first, keys, bias, v, 12)
+    )
 
 
 def test_mixed_dtypes_give_each_its_own_gradient() -> None:
     query, keys, bias, v = inputs(torch.float32, requires_grad=False)
     parts = [part.requires_grad_() for part in (query.bfloat16(), keys.bfloat16(), bias, v)]
     gradients = torch.autograd.grad(attention_score(*parts).sum(), parts)
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert [gradient.dtype for gradient in gradients] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 # What torch's compiler does itself with every torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_compiles_whole_and_into_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.hub.tqdm, "monitor_interval", 0, raising=False)  # the compiler's starts a thread
+    monkeypatch.setattr(
+        torch.hub.tqdm, "monitor_interval", 0, raising=False
+    )  # the compiler's starts a thread
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -215,6 +252,8 @@ def test_gpu_and_cpu_agree() -> None:
     scores, gpu_scores = attention_score(*parts), attention_score(*on_gpu)
     torch.testing.assert_close(gpu_scores.cpu(), scores, rtol=1e-5, atol=1e-5)
     for one, other in zip(
-        torch.autograd.grad(gpu_scores.sum(), on_gpu), torch.autograd.grad(scores.sum(), parts), strict=True
+        torch.autograd.grad(gpu_scores.sum(), on_gpu),
+        torch.autograd.grad(scores.sum(), parts),
+        strict=True,
     ):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)

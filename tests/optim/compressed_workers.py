@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,7 +39,12 @@ from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from tests.helpers.collectives import recording_collectives
 
 STEPS = 12
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (3, 7),
+    "vector": (5,),
+    "scalar": (),
+    "kernel": (2, 3, 2, 2),
+}
 LR = 0.1
 DIGITS_STEPS = 200
 
@@ -47,7 +54,9 @@ OPTIMIZERS: dict[str, Make] = {
     "signum": lambda params: SignSGD(params, lr=LR, momentum=0.5),
     "ef sign": lambda params: EFSignSGD(params, lr=LR),
     "top-k": lambda params: SparsifiedSGD(params, lr=LR, sparse_grad_size=3),
-    "top 20 %": lambda params: CentralizedSparsifiedSGD(params, lr=LR, sparse_grad_size=0.2, world_size=None),
+    "top 20 %": lambda params: CentralizedSparsifiedSGD(
+        params, lr=LR, sparse_grad_size=0.2, world_size=None
+    ),
     "random-k": lambda params: CentralizedSparsifiedSGD(
         params, lr=LR, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
@@ -77,7 +86,8 @@ def target(name: str, rank: int) -> Tensor:
 
 
 def gradient(name: str, rank: int, x: Tensor, t: int) -> Tensor:
-    """Of a quadratic, the same in the tests and in the workers; every fifth coordinate is zero on every worker."""
+    """Of a quadratic, the same in the tests and in the workers; every fifth coordinate is zero on
+    every worker."""
     g = (1 + rank) * (x - target(name, rank)) + 0.1 * t
     g.view(-1)[::5] = 0
     return g
@@ -145,7 +155,10 @@ def mixed_tensors(rank: int) -> dict[str, Tensor]:
         "half": ((3, 3), torch.float16),
         "bfloat": ((9,), torch.bfloat16),
     }
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in kinds.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in kinds.items()
+    }
     tensors["transposed"] = torch.randn(5, 2, generator=generator).T
     tensors["zeros"] = torch.zeros(11)
     return tensors
@@ -159,12 +172,27 @@ def aggregations(rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(2):
             tensors = mixed_tensors(rank)
             before = {key: tensor.clone() for key, tensor in tensors.items()}
-            owed = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
+            owed = {
+                key: tensor.clone()
+                for key, tensor in aggregation.state_dict().get("memory", {}).items()
+            }
             flag = torch.tensor([float(rank)])
             with counted_collectives() as calls:
-                aggregation.aggregate({**tensors, ":flag": flag}, AVG_WORLD)
-            still = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
-            rounds.append({"in": before, "owed": owed, "out": tensors, "still": still, "calls": calls, "flag": flag})
+                aggregation.aggregate(tensors, AVG_WORLD, extra=[flag])
+            still = {
+                key: tensor.clone()
+                for key, tensor in aggregation.state_dict().get("memory", {}).items()
+            }
+            rounds.append(
+                {
+                    "in": before,
+                    "owed": owed,
+                    "out": tensors,
+                    "still": still,
+                    "calls": calls,
+                    "flag": flag,
+                }
+            )
         result[name] = {
             "rounds": rounds,
             "bytes_sent": aggregation.bytes_sent,
@@ -186,7 +214,8 @@ def custom_denominators(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def partly_missing(rank: int, world_size: int) -> dict[str, Any]:
-    """A parameter with a gradient on rank 0 only, one frozen, one that loses its gradient everywhere."""
+    """A parameter with a gradient on rank 0 only, one frozen, one that loses its gradient
+    everywhere."""
     result = {}
     for name, make in OPTIMIZERS.items():
         one, frozen, lost = (nn.Parameter(torch.arange(1.0, 8.0)) for _ in range(3))
@@ -212,14 +241,19 @@ def partly_missing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def by_layer(rank: int, world_size: int) -> dict[tuple[str, bool], Any]:
-    """Gradients aggregated in one message and in one per parameter, and the collectives of either."""
+    """Gradients aggregated in one message and in one per parameter, and the collectives of
+    either."""
     result: dict[tuple[str, bool], Any] = {}
     for name, make in AGGREGATIONS.items():
         for layered in (False, True):
             params = make_params(torch.float32)
             model = nn.ParameterDict(params)
             optimizer = GenericCentralizedOptimizer(
-                None, model, by_layer=layered, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), aggregation=make()
+                None,
+                model,
+                by_layer=layered,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                aggregation=make(),
             )
             with counted_collectives() as calls:
                 for t in range(2):
@@ -252,7 +286,8 @@ def resume(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def accumulation(rank: int, world_size: int) -> dict[str, Any]:
-    """Parameters after steps on two passes each and on their sum, and the collectives called between the passes."""
+    """Parameters after steps on two passes each and on their sum, and the collectives called
+    between the passes."""
     result = {}
     for name, make in OPTIMIZERS.items():
         passes, sums = make_params(), make_params()
@@ -279,7 +314,9 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
     """Messages that every worker sees."""
     makers: dict[str, Callable[[], Any]] = {
         "default": lambda: CentralizedSparsifiedSGD([nn.Parameter(torch.ones(1))], lr=0.1),
-        "too many": lambda: SignSGD([nn.Parameter(torch.ones(1))], lr=0.1, world_size=world_size + 1),
+        "too many": lambda: SignSGD(
+            [nn.Parameter(torch.ones(1))], lr=0.1, world_size=world_size + 1
+        ),
     }
     messages = {}
     for name, make in makers.items():
@@ -294,7 +331,9 @@ QUADRATIC: dict[str, tuple[Make, Callable[[int], float], int]] = {
     "ef sign": (lambda p: EFSignSGD(p, lr=1.0), lambda t: 2 / (t + 10), 250),
     "top-1": (lambda p: SparsifiedSGD(p, lr=1.0, sparse_grad_size=1), lambda t: 2 / (t + 10), 250),
     "random-1": (
-        lambda p: CentralizedSparsifiedSGD(p, lr=1.0, sparse_grad_size=1, random_sparse=True, world_size=None),
+        lambda p: CentralizedSparsifiedSGD(
+            p, lr=1.0, sparse_grad_size=1, random_sparse=True, world_size=None
+        ),
         lambda t: 2 / (t + 20),
         250,
     ),
@@ -302,7 +341,8 @@ QUADRATIC: dict[str, tuple[Make, Callable[[int], float], int]] = {
 
 
 def quadratic(rank: int) -> tuple[Tensor, Tensor]:
-    """A and b of worker ``rank``, who minimises (x - b)' A (x - b) / 2; A has eigenvalues from about 0.5 to 3."""
+    """A and b of worker ``rank``, who minimises (x - b)' A (x - b) / 2; A has eigenvalues from
+    about 0.5 to 3."""
     generator = torch.Generator().manual_seed(50 + rank)
     half = torch.randn(6, 6, generator=generator, dtype=torch.float64) / 3
     return half @ half.T + 0.5 * torch.eye(6, dtype=torch.float64), torch.randn(
@@ -311,7 +351,8 @@ def quadratic(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    """Every worker has its own quadratic and noisy gradients; the parameters after many steps, by 2 workers."""
+    """Every worker has its own quadratic and noisy gradients; the parameters after many steps, by 2
+    workers."""
     if world_size != 2:
         return {}
     A, b = quadratic(rank)
@@ -322,7 +363,9 @@ def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
         scheduler = LambdaLR(optimizer, eta)
         noise = torch.Generator().manual_seed(rank)
         for _ in range(steps):
-            x.grad = A @ (x.detach() - b) + 0.01 * torch.randn(6, generator=noise, dtype=torch.float64)
+            x.grad = A @ (x.detach() - b) + 0.01 * torch.randn(
+                6, generator=noise, dtype=torch.float64
+            )
             optimizer.step()
             scheduler.step()
         result[name] = {"x": x.detach()}
@@ -332,7 +375,8 @@ def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
 
 
 def digits(rank: int, world_size: int) -> dict[str, float]:
-    """Share of test digits that a small net gets right, by optimizer; trained by 2 workers on halves of the batch."""
+    """Share of test digits that a small net gets right, by optimizer; trained by 2 workers on
+    halves of the batch."""
     if world_size != 2:
         return {}
     from sklearn.datasets import load_digits
@@ -356,7 +400,9 @@ def digits(rank: int, world_size: int) -> dict[str, float]:
         scheduler = LambdaLR(optimizer, lambda t: 1 - t / DIGITS_STEPS)
         shuffle = torch.Generator().manual_seed(2)
         for _ in range(DIGITS_STEPS):
-            batch = train_set[torch.randint(len(train_set), (64,), generator=shuffle)].chunk(world_size)[rank]
+            batch = train_set[torch.randint(len(train_set), (64,), generator=shuffle)].chunk(
+                world_size
+            )[rank]
             net.zero_grad()
             nn.functional.cross_entropy(net(inputs[batch]), targets[batch]).backward()
             optimizer.step()

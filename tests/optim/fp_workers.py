@@ -6,17 +6,26 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.optim.pytorch import CentralizedSGD, CentralizedSparsifiedSGD, DistributedGradScaler, FP16Optimizer
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    CentralizedSparsifiedSGD,
+    DistributedGradScaler,
+    FP16Optimizer,
+)
 from tests.optim.workers import counted_all_reduces, make_batches, make_net, share
 
 LR = 0.5
 
 
-def half_line(values: tuple[float, ...] = (1.0, 2.0, 4.0), dtype: torch.dtype = torch.float16) -> nn.Module:
+def half_line(
+    values: tuple[float, ...] = (1.0, 2.0, 4.0), dtype: torch.dtype = torch.float16
+) -> nn.Module:
     """A layer with one output and given weights."""
     model = nn.Linear(len(values), 1, bias=False, dtype=dtype)
     with torch.no_grad():
@@ -24,7 +33,9 @@ def half_line(values: tuple[float, ...] = (1.0, 2.0, 4.0), dtype: torch.dtype = 
     return model
 
 
-def sgd(model: nn.Module, world_size: int | None = 1, lr: float = LR, **options: Any) -> FP16Optimizer:
+def sgd(
+    model: nn.Module, world_size: int | None = 1, lr: float = LR, **options: Any
+) -> FP16Optimizer:
     """SGD on the master weights of a model."""
     optimizer = FP16Optimizer(model, world_size, **options)
     optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=lr))
@@ -37,17 +48,22 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def power_of_two_batch() -> tuple[Tensor, Tensor]:
     """Inputs and factors whose products, sums and quotients are exact in float16."""
-    inputs = torch.tensor([[1.0, 2.0, 0.5], [0.5, 1.0, 4.0], [2.0, 0.25, 1.0], [4.0, 1.0, 2.0]]).repeat(2, 1)
+    inputs = torch.tensor(
+        [[1.0, 2.0, 0.5], [0.5, 1.0, 4.0], [2.0, 0.25, 1.0], [4.0, 1.0, 2.0]]
+    ).repeat(2, 1)
     return inputs, torch.tensor([1.0, 2.0, 0.5, 4.0, 2.0, 1.0, 0.5, 0.25]).view(-1, 1)
 
 
-def step_exactly(model: nn.Module, optimizer: FP16Optimizer, inputs: Tensor, factors: Tensor) -> None:
+def step_exactly(
+    model: nn.Module, optimizer: FP16Optimizer, inputs: Tensor, factors: Tensor
+) -> None:
     optimizer.zero_grad()
     optimizer.backward_loss((model(inputs.half()).float() * factors).mean())
     assert optimizer.step()
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def exact_shares(rank: int, world_size: int) -> Tensor:
@@ -55,12 +71,15 @@ def exact_shares(rank: int, world_size: int) -> Tensor:
     optimizer = sgd(model, world_size, average_world=True)
     inputs, factors = power_of_two_batch()
     for _ in range(3):
-        step_exactly(model, optimizer, share(inputs, rank, world_size), share(factors, rank, world_size))
+        step_exactly(
+            model, optimizer, share(inputs, rank, world_size), share(factors, rank, world_size)
+        )
     return optimizer.fp32_params.detach()
 
 
 def exact_in_two_passes(rank: int, world_size: int) -> tuple[Tensor, list[int]]:
-    """Master weights where each share is accumulated in two passes, and what was sent between these."""
+    """Master weights where each share is accumulated in two passes, and what was sent between
+    these."""
     model = half_line()
     optimizer = sgd(model, world_size, average_world=True)
     inputs, factors = (share(whole, rank, world_size).chunk(2) for whole in power_of_two_batch())
@@ -94,7 +113,9 @@ def adamw_on_shares(rank: int, world_size: int) -> list[Tensor]:
     history = []
     for inputs, targets in make_batches(torch.float16):
         optimizer.zero_grad()
-        optimizer.backward_loss(loss_of(model, share(inputs, rank, world_size), share(targets, rank, world_size)))
+        optimizer.backward_loss(
+            loss_of(model, share(inputs, rank, world_size), share(targets, rank, world_size))
+        )
         optimizer.step()
         history.append(optimizer.fp32_params.detach().clone())
     return history
@@ -111,7 +132,8 @@ def adamw_alone() -> Tensor:
 
 
 def overflow_on_one(rank: int, world_size: int) -> dict[str, Any]:
-    """What each worker does when the last one alone has an inf or nan, with and without its gradients being summed."""
+    """What each worker does when the last one alone has an inf or nan, with and without its
+    gradients being summed."""
     result = {}
     for name, bad, options, is_local in (
         ("inf", float("inf"), {}, False),
@@ -130,7 +152,11 @@ def overflow_on_one(rank: int, world_size: int) -> dict[str, Any]:
                 model.weight.grad[0, 1] = bad
             updated.append(optimizer.step())
             scales.append(optimizer.loss_scaler.loss_scale)
-        result[name] = {"updated": updated, "scales": scales, "weight": model.weight.detach().clone()}
+        result[name] = {
+            "updated": updated,
+            "scales": scales,
+            "weight": model.weight.detach().clone(),
+        }
     return result
 
 
@@ -140,7 +166,9 @@ def minimum_scale(rank: int, world_size: int) -> list[str]:
     optimizer = sgd(model, world_size, init_scale=4, min_scale=1.0)
     messages = []
     for _ in range(2):
-        model.weight.grad = torch.full((1, 3), float("inf") if rank == 0 else 1.0, dtype=torch.float16)
+        model.weight.grad = torch.full(
+            (1, 3), float("inf") if rank == 0 else 1.0, dtype=torch.float16
+        )
         try:
             messages.append(str(optimizer.step()))
         except FloatingPointError as error:
@@ -149,16 +177,26 @@ def minimum_scale(rank: int, world_size: int) -> list[str]:
 
 
 def denominators(rank: int, world_size: int) -> dict[str, Tensor]:
-    """The unscaled gradients. Batch b of worker r has (r + 1) (b + 1) tokens, each with the gradient 1, 2, 4."""
+    """The unscaled gradients. Batch b of worker r has (r + 1) (b + 1) tokens, each with the
+    gradient 1, 2, 4."""
 
-    def gradient(is_mean: bool, custom: bool, multiplier: Any = 1, denom: Any = None, scale: float = 128.0) -> Tensor:
+    def gradient(
+        is_mean: bool, custom: bool, multiplier: Any = 1, denom: Any = None, scale: float = 128.0
+    ) -> Tensor:
         model = half_line()
         optimizer = sgd(
-            model, world_size, init_scale=scale, average_world=not custom, average_custom=custom, divide_before=custom
+            model,
+            world_size,
+            init_scale=scale,
+            average_world=not custom,
+            average_custom=custom,
+            divide_before=custom,
         )
         for batch in range(2):
             tokens = (rank + 1) * (batch + 1)
-            outputs = model(torch.tensor([[1.0, 2.0, 4.0]]).half().repeat(tokens, 1)).float() * (1 + rank)
+            outputs = model(torch.tensor([[1.0, 2.0, 4.0]]).half().repeat(tokens, 1)).float() * (
+                1 + rank
+            )
             optimizer.backward_loss(outputs.mean() if is_mean else outputs.sum())
         assert optimizer.step(multiplier=multiplier, denom=denom)
         return optimizer.fp32_params.grad.clone()
@@ -171,7 +209,9 @@ def denominators(rank: int, world_size: int) -> dict[str, Tensor]:
         "4a": gradient(True, True, denom=shares),
         "4a, world and multiplier": gradient(True, False, multiplier=2),
         "4b": gradient(False, True, multiplier=tokens.item() / shares, denom=shares),
-        "4b, tensor": gradient(False, True, multiplier=tokens / shares, denom=torch.tensor([shares])),
+        "4b, tensor": gradient(
+            False, True, multiplier=tokens / shares, denom=torch.tensor([shares])
+        ),
     }
 
 
@@ -182,12 +222,16 @@ def ranges(rank: int, world_size: int) -> dict[str, list[Any]]:
         model = half_line()
         optimizer = sgd(model, world_size, init_scale=1024, divide_before=divide_before)
         model.weight.grad = torch.full((1, 3), 40960.0, dtype=torch.float16)
-        result[f"divide_before={divide_before}"] = [optimizer.step(), optimizer.fp32_params.grad.tolist()]
+        result[f"divide_before={divide_before}"] = [
+            optimizer.step(),
+            optimizer.fp32_params.grad.tolist(),
+        ]
     return result
 
 
 class Mixed(nn.Module):
-    """Half precision with float32 normalisation, a frozen, an unused, a shared and a scalar parameter."""
+    """Half precision with float32 normalisation, a frozen, an unused, a shared and a scalar
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +246,9 @@ class Mixed(nn.Module):
         self.only_on_rank_0 = nn.Parameter(torch.ones(2, 2).half())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.outside(self.norm(self.inside(self.frozen(inputs)).float()).half()) * self.scalar
+        return (
+            self.outside(self.norm(self.inside(self.frozen(inputs)).float()).half()) * self.scalar
+        )
 
 
 def mixed(rank: int, world_size: int) -> dict[str, Any]:
@@ -220,20 +266,25 @@ def mixed(rank: int, world_size: int) -> dict[str, Any]:
         "before": before,
         "after": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
         "master": optimizer.fp32_params.detach().clone(),
-        "gradients": {name: parameter.grad is not None for name, parameter in model.named_parameters()},
+        "gradients": {
+            name: parameter.grad is not None for name, parameter in model.named_parameters()
+        },
         "sizes": sizes,
         "bytes_sent": optimizer.aggregation.bytes_sent,
     }
 
 
 def resume(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
-    """Masters and scales of a run, and of one that new objects take over in the middle; overflows included."""
+    """Masters and scales of a run, and of one that new objects take over in the middle; overflows
+    included."""
 
     def train(model: nn.Module, optimizer: FP16Optimizer, steps: range) -> None:
         for step in steps:
             inputs, targets = make_batches(torch.float16)[step]
             optimizer.zero_grad()
-            optimizer.backward_loss(loss_of(model, share(inputs, rank, world_size), share(targets, rank, world_size)))
+            optimizer.backward_loss(
+                loss_of(model, share(inputs, rank, world_size), share(targets, rank, world_size))
+            )
             if step in (3, 11) and rank == 0:
                 next(model.parameters()).grad[0, 0] = float("inf")
             assert optimizer.step() == (step not in (3, 11))
@@ -247,7 +298,11 @@ def resume(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     train(second, resumed, range(8, 16))
 
     def end(model: nn.Module, optimizer: FP16Optimizer) -> list[Any]:
-        return [optimizer.fp32_params.detach(), *model.state_dict().values(), optimizer.loss_scaler.state_dict()]
+        return [
+            optimizer.fp32_params.detach(),
+            *model.state_dict().values(),
+            optimizer.loss_scaler.state_dict(),
+        ]
 
     return end(through, whole), end(second, resumed)
 
@@ -259,14 +314,17 @@ def like_the_reference(rank: int, world_size: int) -> tuple[Tensor, list[float]]
     scales = []
     for step in range(40):
         scale = optimizer.loss_scaler.loss_scale
-        model.weight.grad = reference_gradient(rank, step, model.weight.detach()[0], scale).view(1, -1)
+        model.weight.grad = reference_gradient(rank, step, model.weight.detach()[0], scale).view(
+            1, -1
+        )
         optimizer.step()
         scales.append(optimizer.loss_scaler.loss_scale)
     return optimizer.fp32_params.detach(), scales
 
 
 def reference_gradient(rank: int, step: int, weights: Tensor, scale: float) -> Tensor:
-    """The scaled gradient of (rank + 1) |x|^2 / 8 (1 + step / 16): of one sign, so sums in any order overflow alike."""
+    """The scaled gradient of (rank + 1) |x|^2 / 8 (1 + step / 16): of one sign, so sums in any
+    order overflow alike."""
     return (weights.float() * (rank + 1) / 4 * (1 + step / 16) * scale).half()
 
 
@@ -278,7 +336,9 @@ def grad_scalers(rank: int, world_size: int) -> dict[str, Any]:
         return CentralizedSGD(world_size, model, lr=LR, **options)
 
     def all_coordinates(model: nn.Module) -> torch.optim.Optimizer:
-        return CentralizedSparsifiedSGD(model.parameters(), lr=LR, sparse_grad_size=3, world_size=world_size)
+        return CentralizedSparsifiedSGD(
+            model.parameters(), lr=LR, sparse_grad_size=3, world_size=world_size
+        )
 
     for name, make, unscale_first, make_optimizer in (
         ("torch", torch.amp.GradScaler, False, averaging),
@@ -288,7 +348,10 @@ def grad_scalers(rank: int, world_size: int) -> dict[str, Any]:
         ("ours", DistributedGradScaler, False, averaging),
         ("ours, unscaled", DistributedGradScaler, True, averaging),
     ):
-        model, scaler = half_line(dtype=torch.float32), make("cpu", init_scale=16.0, growth_interval=100)
+        model, scaler = (
+            half_line(dtype=torch.float32),
+            make("cpu", init_scale=16.0, growth_interval=100),
+        )
         optimizer = make_optimizer(model)
         weights, scales = [], []
         for step in range(3):

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
@@ -28,7 +30,9 @@ EXACT = [(rank, dtype) for rank in (0, 1, 2) for dtype in (torch.float32, torch.
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def gradient(rank: int, step: int) -> Tensor:
@@ -49,7 +53,9 @@ class Matrices(nn.Module):
         )
 
 
-def aggregated(aggregation: PowerAggregation, tensor: Tensor, op: str = AVG_WORLD, denom: Any = None) -> Tensor:
+def aggregated(
+    aggregation: PowerAggregation, tensor: Tensor, op: str = AVG_WORLD, denom: Any = None
+) -> Tensor:
     result = tensor.clone(memory_format=torch.preserve_format)
     aggregation.aggregate({"items.0": result}, op, denom)
     return result
@@ -60,18 +66,24 @@ def like_the_reference(rank: int, world_size: int) -> dict[bool, tuple[list[Tens
     result = {}
     for by_layer in (False, True):
         model = Matrices(SHAPE, (3,))
-        exchange = PowerAggregation(model, reuse_query=True, world_size=world_size, rank=RANK, seed=7)
+        exchange = PowerAggregation(
+            model, reuse_query=True, world_size=world_size, rank=RANK, seed=7
+        )
         optimizer = PowerSGD(model, 0.1, 0.9, by_layer=by_layer, aggregation=exchange)
         for step in range(STEPS):
             model.items[0].grad = gradient(rank, step)
             model.items[1].grad = torch.full((3,), float(rank), dtype=torch.float64)
             optimizer.step()
-        result[by_layer] = (weights(model), optimizer.state_dict()["aggregation"]["errors"]["items.0"])
+        result[by_layer] = (
+            weights(model),
+            optimizer.state_dict()["aggregation"]["errors"]["items.0"],
+        )
     return result
 
 
 def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-    """What went in (gradient + error), what came out and the new error, for every step, by variant."""
+    """What went in (gradient + error), what came out and the new error, for every step, by
+    variant."""
     variants: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         "float64": (torch.float64, {}),
         "float32 warm": (torch.float32, {"reuse_query": True}),
@@ -83,7 +95,9 @@ def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor
     }
     result = {}
     for name, (dtype, options) in variants.items():
-        aggregation = PowerAggregation(Matrices(SHAPE, dtype=dtype), world_size=world_size, **{"rank": 1, **options})
+        aggregation = PowerAggregation(
+            Matrices(SHAPE, dtype=dtype), world_size=world_size, **{"rank": 1, **options}
+        )
         error = torch.zeros(SHAPE)
         result[name] = []
         for step in range(5):
@@ -95,8 +109,11 @@ def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor
     return result
 
 
-def exact_ranks(rank: int, world_size: int) -> dict[tuple[int, torch.dtype, bool, tuple[int, int]], float]:
-    """Relative error where the average has a rank that suffices and the workers' own gradients do not."""
+def exact_ranks(
+    rank: int, world_size: int
+) -> dict[tuple[int, torch.dtype, bool, tuple[int, int]], float]:
+    """Relative error where the average has a rank that suffices and the workers' own gradients do
+    not."""
     result = {}
     for actual, dtype in EXACT:
         for reuse_query in (False, True):
@@ -104,7 +121,11 @@ def exact_ranks(rank: int, world_size: int) -> dict[tuple[int, torch.dtype, bool
                 away = [draw(*shape, seed=50 + r) for r in range(world_size)]
                 away = [own - sum(away) / world_size for own in away]
                 aggregation = PowerAggregation(
-                    Matrices(shape), world_size=world_size, rank=RANK, reuse_query=reuse_query, error_feedback=False
+                    Matrices(shape),
+                    world_size=world_size,
+                    rank=RANK,
+                    reuse_query=reuse_query,
+                    error_feedback=False,
                 )
                 worst = 0.0
                 for step in range(4):
@@ -117,20 +138,26 @@ def exact_ranks(rank: int, world_size: int) -> dict[tuple[int, torch.dtype, bool
 
 
 def growing_rank(rank: int, world_size: int) -> list[float]:
-    """Relative error with warm start while the rank of the gradient goes 0, 1, 2, 0, 2, with dead units throughout."""
+    """Relative error with warm start while the rank of the gradient goes 0, 1, 2, 0, 2, with dead
+    units throughout."""
     shape = (20, 15)
-    aggregation = PowerAggregation(Matrices(shape), world_size=world_size, rank=RANK, reuse_query=True)
+    aggregation = PowerAggregation(
+        Matrices(shape), world_size=world_size, rank=RANK, reuse_query=True
+    )
     errors = []
     for step, actual in enumerate((0, 1, 2, 0, 2)):
         exact = of_rank(actual, shape, seed=10 * step)
         exact[:5] = 0
         exact[:, ::2] = 0
-        errors.append(float((aggregated(aggregation, exact) - exact).norm() / max(1.0, float(exact.norm()))))
+        errors.append(
+            float((aggregated(aggregation, exact) - exact).norm() / max(1.0, float(exact.norm())))
+        )
     return errors
 
 
 def messages(rank: int, world_size: int) -> dict[str, Any]:
-    """Sizes of all messages in bytes, of a model with four matrices, one of them too small, and two vectors."""
+    """Sizes of all messages in bytes, of a model with four matrices, one of them too small, and two
+    vectors."""
     shapes = ((10, 8), (6, 4, 3), (10, 8), (2, 2), (10,), ())
     result = {}
     for name, by_layer, options in (
@@ -157,7 +184,8 @@ def messages(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def missing_gradients(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
-    """Items: 0 has a gradient on rank 0 only, 1 on no worker in the second step, 2 always, 3 is never used."""
+    """Items: 0 has a gradient on rank 0 only, 1 on no worker in the second step, 2 always, 3 is
+    never used."""
     result = {}
     for by_layer in (False, True):
         model = Matrices(SHAPE, SHAPE, SHAPE, SHAPE)
@@ -202,13 +230,16 @@ class Unusual(nn.Module):
 WITHOUT_GRADIENT: dict[str, Callable[[nn.Module, int], Aggregation]] = {
     "warm": lambda model, k: PowerAggregation(model, world_size=k, rank=1, reuse_query=True),
     "cold": lambda model, k: PowerAggregation(model, world_size=k, rank=1),
-    "late": lambda model, k: PowerAggregation(model, world_size=k, rank=1, reuse_query=True, start_after_steps=2),
+    "late": lambda model, k: PowerAggregation(
+        model, world_size=k, rank=1, reuse_query=True, start_after_steps=2
+    ),
     "random-k": lambda model, k: SparsifiedAggregation(model, size=4, random=True, world_size=k),
 }
 
 
 def steps_without_gradient(rank: int, world_size: int) -> dict[str, Any]:
-    """Weights, and all that is remembered of the tensors. Workers have equal gradients, and now and then none."""
+    """Weights, and all that is remembered of the tensors. Workers have equal gradients, and now and
+    then none."""
     result = {}
     for name, make in WITHOUT_GRADIENT.items():
         model = Matrices(SHAPE, SHAPE, (3,))
@@ -242,7 +273,9 @@ def unusual(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
                 of_workers = [draw(*parameter.shape, seed=i) * (r + 1) for r in range(world_size)]
                 if parameter.dim() > 1 and parameter.numel():  # of rank 1 or 2
                     of_workers = [
-                        of_rank(2, (len(parameter), parameter.numel() // len(parameter)), i).view(parameter.shape)
+                        of_rank(2, (len(parameter), parameter.numel() // len(parameter)), i).view(
+                            parameter.shape
+                        )
                         * (r + 1)
                         for r in range(world_size)
                     ]
@@ -253,8 +286,12 @@ def unusual(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
         optimizer.step()
         result[by_layer] = {
             "averages": averages,
-            "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-            "channels_last": model.conv.weight.grad.is_contiguous(memory_format=torch.channels_last),
+            "gradients": {
+                name: p.grad for name, p in model.named_parameters() if p.grad is not None
+            },
+            "channels_last": model.conv.weight.grad.is_contiguous(
+                memory_format=torch.channels_last
+            ),
         }
     return result
 
@@ -263,7 +300,9 @@ def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tens
     """Weights of a run of 8 steps and of one taken over from a file, by reuse_query and step."""
 
     def make(model: nn.Module, reuse_query: bool) -> PowerSGD:
-        exchange = PowerAggregation(model, False, reuse_query, world_size, RANK, start_after_steps=3)
+        exchange = PowerAggregation(
+            model, False, reuse_query, world_size, RANK, start_after_steps=3
+        )
         return PowerSGD(model, 0.1, 0.9, aggregation=exchange)
 
     def train(model: Matrices, optimizer: PowerSGD, steps: range) -> None:
@@ -277,7 +316,10 @@ def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tens
         through = Matrices(SHAPE, SHAPE, dtype=torch.float32)
         train(through, make(through, reuse_query), range(STEPS))
         for stop in (2, 5):
-            first, second = Matrices(SHAPE, SHAPE, dtype=torch.float32), Matrices(SHAPE, SHAPE, dtype=torch.float32)
+            first, second = (
+                Matrices(SHAPE, SHAPE, dtype=torch.float32),
+                Matrices(SHAPE, SHAPE, dtype=torch.float32),
+            )
             optimizer = make(first, reuse_query)
             train(first, optimizer, range(stop))
             file = io.BytesIO()
@@ -297,7 +339,9 @@ def sums_and_denominators(rank: int, world_size: int) -> dict[str, Tensor]:
     mine = gradient(rank, 0)
 
     def result(op: str, denom: Any = None) -> Tensor:
-        return aggregated(PowerAggregation(Matrices(SHAPE), world_size=world_size, rank=RANK), mine, op, denom)
+        return aggregated(
+            PowerAggregation(Matrices(SHAPE), world_size=world_size, rank=RANK), mine, op, denom
+        )
 
     model = Matrices(SHAPE)
     before = weights(model)[0]
@@ -333,7 +377,9 @@ def composed(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
         else:
             inside = torch.optim.SGD(model.parameters(), 0.1, 0.9)
             aggregation = PowerAggregation(model, world_size=world_size, rank=RANK)
-            optimizer = GenericCentralizedOptimizer(world_size, model, optimizer=inside, aggregation=aggregation)
+            optimizer = GenericCentralizedOptimizer(
+                world_size, model, optimizer=inside, aggregation=aggregation
+            )
         for step in range(3):
             model.items[0].grad = gradient(rank, step)
             model.items[1].grad = draw(5, seed=rank + step)
@@ -375,7 +421,8 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
     return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
 
 
-# -- digits ----------------------------------------------------------------------------------------------------------
+# -- digits
+# ------------------------------------------------------------------------------
 
 
 def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) -> dict[str, float]:
@@ -384,26 +431,34 @@ def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) 
 
     def accuracy(make: Any) -> float:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        model = nn.Sequential(
+            nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+        )
         optimizer = make(model)
         order = torch.Generator().manual_seed(2)
         for _ in range(12):
             for batch in torch.randperm(len(train_images), generator=order).split(64):
                 mine = batch.chunk(world_size)[rank]
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(train_images[mine]), train_labels[mine]).backward()
+                nn.functional.cross_entropy(
+                    model(train_images[mine]), train_labels[mine]
+                ).backward()
                 optimizer.step()
         with torch.no_grad():
             return float((model(images[-400:]).argmax(1) == labels[-400:]).float().mean())
 
     def power(rank: int, **options: Any) -> Any:
         return lambda model: PowerSGD(
-            model, 0.3, aggregation=PowerAggregation(model, world_size=world_size, rank=rank, **options)
+            model,
+            0.3,
+            aggregation=PowerAggregation(model, world_size=world_size, rank=rank, **options),
         )
 
     return {
         "sgd": accuracy(lambda model: CentralizedSGD(world_size, model, lr=0.3)),
         **{f"rank {r}": accuracy(power(r)) for r in (1, 2, 4)},
         "warm": accuracy(power(1, reuse_query=True)),
-        "bf16": accuracy(power(2, reuse_query=True, comm_dtype=torch.bfloat16, start_after_steps=20)),
+        "bf16": accuracy(
+            power(2, reuse_query=True, comm_dtype=torch.bfloat16, start_after_steps=20)
+        ),
     }

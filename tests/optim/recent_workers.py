@@ -6,13 +6,15 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,7 +79,8 @@ def qsgd(rank: int, world_size: int) -> list[Tensor]:
 
 
 def scaffold(rank: int, world_size: int) -> dict[str, Any]:
-    """Against the reference; and on quadratics of different curvatures and optima, beside local SGD."""
+    """Against the reference; and on quadratics of different curvatures and optima, beside local
+    SGD."""
     model = Weights(x=start())
     optimizer = SCAFFOLD(model=model, lr=0.1, period=5)
     history, sent = [], []
@@ -100,7 +103,9 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     """Against the reference; and without compression, beside local SGD."""
     model = Weights(x=start())
     compressed = ChunkedTopKAggregation(**SPARSE_LOCO)
-    optimizer = SparseLoCo(model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8))
+    optimizer = SparseLoCo(
+        model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8)
+    )
     history, sent = [], []
     for step in range(STEPS):
         history += descend(rank, model, optimizer, range(step, step + 1))
@@ -109,14 +114,17 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     whole = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None, decay=0.0))
     model = Weights(x=start())
     inner = partial(torch.optim.SGD, lr=0.1)
-    result["whole"] = descend(rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole))
+    result["whole"] = descend(
+        rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole)
+    )
     model = Weights(x=start())
     result["local"] = descend(rank, model, LocalSGD(model=model, lr=0.1, period=5))
     return result
 
 
 def streaming(rank: int, world_size: int) -> dict[Any, Any]:
-    """Against the reference, resumed at every step, beside DiLoCo, and without waiting for the other workers."""
+    """Against the reference, resumed at every step, beside DiLoCo, and without waiting for the
+    other workers."""
     result: dict[Any, Any] = {}
     for quantize in (False, True):
         model, optimizer = _streaming(quantize=quantize, **STREAMING)
@@ -139,14 +147,19 @@ def streaming(rank: int, world_size: int) -> dict[Any, Any]:
     result["diloco"] = descend(rank, model, DiLoCo(model=model, lr=0.05, period=5))
     model = Weights(x=start())
     exchange = StreamingDiLoCoAggregation(period=5, fragments=1, delay=0, mixing=0)
-    result["plain"] = descend(rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange))
+    result["plain"] = descend(
+        rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange)
+    )
     result["order"] = go_ahead(rank, world_size, *_streaming(**STREAMING))
     for quantize, delay in itertools.product((False, True), (0, 2)):
         model, optimizer = _streaming(quantize=quantize, **{**STREAMING, "delay": delay})
         tracker = Collectives()
         for step in range(6):
             fragment_step(rank, model, optimizer, step, tracker)
-        result["collectives", quantize, delay] = tracker.seen, optimizer.aggregation.compression_ratio
+        result["collectives", quantize, delay] = (
+            tracker.seen,
+            optimizer.aggregation.compression_ratio,
+        )
     return result
 
 
@@ -165,7 +178,9 @@ def go_ahead(rank: int, world_size: int, model: Weights, optimizer: Optimizer) -
 
 def _streaming(**options: Any) -> tuple[Weights, StreamingDiLoCo]:
     model = Weights(x=start(), y=start()[0])
-    return model, StreamingDiLoCo(model=model, lr=0.05, aggregation=StreamingDiLoCoAggregation(**options))
+    return model, StreamingDiLoCo(
+        model=model, lr=0.05, aggregation=StreamingDiLoCoAggregation(**options)
+    )
 
 
 def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
@@ -173,7 +188,9 @@ def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
     return gradient(rank, x, step) if fragment == 0 else gradient(rank, x.expand(5, 7), step)[0]
 
 
-def fragment_step(rank: int, model: Weights, optimizer: Any, step: int, tracker: Any = None) -> None:
+def fragment_step(
+    rank: int, model: Weights, optimizer: Any, step: int, tracker: Any = None
+) -> None:
     for fragment, parameter in enumerate(model.parameters()):
         parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
     optimizer.step(tracker=tracker)
@@ -191,12 +208,15 @@ class Collectives:
     def record_batch_agg(self) -> None:
         """Not of interest here."""
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
         self.seen += calls * [(op, size_bytes, overlapped)]
 
 
 def delayed(rank: int, world_size: int) -> dict[Any, Any]:
-    """Local SGD against the reference, with what it sends; resumed at every step; and other uses of a delay."""
+    """Local SGD against the reference, with what it sends; resumed at every step; and other uses of
+    a delay."""
     result: dict[Any, Any] = {}
     for (period, delay), by_layer in itertools.product(DELAYED, (False, True)):
         model, optimizer = _delayed(period=period, delay=delay, by_layer=by_layer)
@@ -207,7 +227,11 @@ def delayed(rank: int, world_size: int) -> dict[Any, Any]:
             history.append((model.x.detach().clone(), model.y.detach().clone()))
             sent.append(optimizer.aggregation.last_bytes)
             collectives.append(tracker.seen)
-        result[period, delay, by_layer] = {"history": history, "sent": sent, "collectives": collectives}
+        result[period, delay, by_layer] = {
+            "history": history,
+            "sent": sent,
+            "collectives": collectives,
+        }
     result["resumed"] = [_resumed(rank, cut) for cut in range(3, 10)]
     half = AllReduceAggregation(comm_dtype=torch.float16)
     model, optimizer = _delayed(period=4, delay=2, aggregation=half)
@@ -239,16 +263,24 @@ def _resumed(rank: int, cut: int) -> dict[str, Any]:
     fragment_step(rank, resumed_model, resumed, 0)
     resumed_model.load_state_dict(state[0])
     resumed.load_state_dict(state[1])
-    pairs = {"through": (model, optimizer), "copied": (copied_model, copied), "resumed": (resumed_model, resumed)}
+    pairs = {
+        "through": (model, optimizer),
+        "copied": (copied_model, copied),
+        "resumed": (resumed_model, resumed),
+    }
     for each_model, each in pairs.values():
         for step in range(cut, STEPS):
             fragment_step(rank, each_model, each, step)
     pickle.loads(pickle.dumps(optimizer.aggregation))
-    return {name: (each_model.x.detach(), each_model.y.detach()) for name, (each_model, _) in pairs.items()}
+    return {
+        name: (each_model.x.detach(), each_model.y.detach())
+        for name, (each_model, _) in pairs.items()
+    }
 
 
 def _late(rank: int) -> Tensor:
-    """A parameter outside the model that comes after the first step, so that it is averaged one step later."""
+    """A parameter outside the model that comes after the first step, so that it is averaged one
+    step later."""
     model, optimizer = _delayed(period=4, delay=2)
     late = nn.Parameter(start())
     fragment_step(rank, model, optimizer, 0)
@@ -260,7 +292,8 @@ def _late(rank: int) -> Tensor:
 
 
 def _kinds(rank: int) -> dict[str, Tensor]:
-    """Tensors of many kinds, with the value 1 + rank, which grow by 3 while their average travels."""
+    """Tensors of many kinds, with the value 1 + rank, which grow by 3 while their average
+    travels."""
     tensors = {
         "f64": torch.full((3,), rank + 1.0, dtype=torch.float64),
         "bf16": torch.full((2, 2), rank + 1.0, dtype=torch.bfloat16),
@@ -283,7 +316,8 @@ def _kinds(rank: int) -> dict[str, Tensor]:
 
 
 def _shorter(rank: int) -> list[Tensor]:
-    """A state with a message on its way, loaded by aggregations that have other delays and periods."""
+    """A state with a message on its way, loaded by aggregations that have other delays and
+    periods."""
     x = torch.full((2,), float(rank))
     first = PeriodicAggregation(AllReduceAggregation(), period=4, delay=3)
     for _ in range(4):
@@ -300,24 +334,35 @@ def _shorter(rank: int) -> list[Tensor]:
 def demo(rank: int, world_size: int) -> dict[Any, Any]:
     """Against the reference with and without the sign, and with nothing left behind."""
     result: dict[Any, Any] = {}
-    for name, (sign, top_k) in {"sign": (True, 3), "plain": (False, 3), "whole": (False, 25)}.items():
+    for name, (sign, top_k) in {
+        "sign": (True, 3),
+        "plain": (False, 3),
+        "whole": (False, 25),
+    }.items():
         model = Weights(x=start())
         exchange = DeMoAggregation(decay=0.9, top_k=top_k, block_size=5)
         optimizer = DeMo(model.named_parameters(), lr=0.1, sign=sign, aggregation=exchange)
         history = descend(rank, model, optimizer)
-        result[name] = {"history": history, "momentum": exchange.memory("x"), "sent": exchange.last_bytes}
+        result[name] = {
+            "history": history,
+            "momentum": exchange.memory("x"),
+            "sent": exchange.last_bytes,
+        }
     return result
 
 
 class Uncompressed(OneBitAggregation):
     """Its compression is the identity."""
 
-    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any) -> None:
-        self._delegate(self._uncompressed, tensors, "avg_custom", divisor)
+    def _compress(
+        self, tensors: Mapping[str, Tensor], divisor: Any, extra: Sequence[Tensor]
+    ) -> None:
+        self._average_uncompressed([*tensors.values(), *extra], divisor)
 
 
 def one_bit_adam(rank: int, world_size: int) -> dict[Any, Any]:
-    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes of each step."""
+    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes
+    of each step."""
     result: dict[Any, Any] = {}
     for kind in (OneBitAggregation, Uncompressed):
         model = Weights(x=start())
@@ -341,7 +386,8 @@ def partial_gradient(rank: int, x: Tensor, step: int) -> Tensor:
 
 
 def dion(rank: int, world_size: int) -> dict[str, Any]:
-    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum and bytes."""
+    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum
+    and bytes."""
     model = Weights(x=start(), y=start()[0])
     exchange = DionAggregation(rank=DION_RANK, momentum=0.9)
     optimizer = Dion(model.named_parameters(), lr=0.05, weight_decay=0.1, aggregation=exchange)
@@ -351,7 +397,13 @@ def dion(rank: int, world_size: int) -> dict[str, Any]:
         model.y.grad = gradient(rank, model.x.detach(), step)[0]
         optimizer.step()
     state = exchange.state_dict()
-    return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
+    return {
+        "x": model.x.detach(),
+        "y": model.y.detach(),
+        "first": first,
+        "state": state,
+        "sent": exchange.last_bytes,
+    }
 
 
 def muon(rank: int, world_size: int) -> dict[str, Any]:
@@ -391,7 +443,9 @@ def digits_data() -> tuple[Tensor, Tensor, Tensor]:
 DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
     "delayed": lambda m: LocalSGD(2, m, lr=0.2, momentum=0.9, period=8, delay=4),
-    "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+    "qsgd": lambda m: QSGD(
+        2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)
+    ),
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
@@ -403,13 +457,18 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
         2, m, lr=0.02, aggregation=StreamingDiLoCoAggregation(period=8, delay=2, quantize=True)
     ),
     "sparse loco": lambda m: SparseLoCo(
-        2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
+        2,
+        m,
+        lr=0.02,
+        period=8,
+        aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)),
     ),
 }
 
 
 def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
-    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2 workers."""
+    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2
+    workers."""
     if world_size != 2:
         return {}
     inputs, targets, order = digits_data()
@@ -430,7 +489,19 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, delayed, demo, one_bit_adam, dion, muon, lars, digits)
+SCENARIOS = (
+    qsgd,
+    scaffold,
+    sparse_loco,
+    streaming,
+    delayed,
+    demo,
+    one_bit_adam,
+    dion,
+    muon,
+    lars,
+    digits,
+)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

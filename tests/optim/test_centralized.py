@@ -1,4 +1,5 @@
-"""k workers with centralized optimizers: real processes over Gloo against independent computations."""
+"""k workers with centralized optimizers: real processes over Gloo against independent
+computations."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("name", workers.OPTIMIZERS)
-def test_k_workers_on_shares_are_one_worker_on_the_whole_batch(ranks: Ranks, name: str, by_layer: bool) -> None:
+def test_k_workers_on_shares_are_one_worker_on_the_whole_batch(
+    ranks: Ranks, name: str, by_layer: bool
+) -> None:
     expected = workers.train_on_whole_batches(name)
     for result in ranks:
         history = result["train_on_shares"][name, by_layer]
@@ -58,7 +61,8 @@ def test_float32_has_the_bits_of_all_reduce_division_and_torch_sgd(ranks: Ranks)
         ours, by_hand = result["float32_like_by_hand"]
         if len(ranks) == 2:
             assert_same(ours, by_hand)
-        else:  # with more workers Gloo's order of summation depends on where in a message a number lies
+        else:
+            # With more workers, Gloo's order of summation depends on a number's place in a message.
             for a, b in zip(ours, by_hand, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
@@ -90,7 +94,8 @@ def test_unusual_parameters(ranks: Ranks, by_layer: bool) -> None:
 def test_one_message_per_dtype_or_per_layer_and_its_bytes_are_counted(ranks: Ranks) -> None:
     for result in ranks:
         whole, layers = result["odd_gradients"][False], result["odd_gradients"][True]
-        # unused 3, only_on_rank_0 6, scalar 1, conv 108 + 4 in float32; fine 2 in float64; a flag for each
+        # unused 3, only_on_rank_0 6, scalar 1, conv 108 + 4 in float32; fine 2 in float64; a flag
+        # for each
         assert whole["sizes"] == [4 * (3 + 6 + 1 + 108 + 4 + 5), 8 * (2 + 1)]
         assert layers["sizes"] == [4 * 3, 4 * 6, 4 * 1, 4 * 108, 4 * 4, 4 * 5, 8 * 2, 8 * 1]
         for run in (whole, layers):
@@ -128,7 +133,9 @@ def test_denominators_clipping_and_division_before(ranks: Ranks) -> None:
             torch.testing.assert_close(updates[name], ones * total / 10)
         for name in ("clipped", "clipped by layer"):
             assert updates[name].norm().item() == pytest.approx(0.5, rel=1e-5)
-        assert updates["half divided before"].tolist() == pytest.approx([12000 * total / k] * 3, rel=1e-3)
+        assert updates["half divided before"].tolist() == pytest.approx(
+            [12000 * total / k] * 3, rel=1e-3
+        )
     if k == 4:
         assert torch.isinf(ranks[0]["custom"]["half overflows"]).all()
 
@@ -167,5 +174,8 @@ def test_a_wrong_world_size_names_both_numbers(ranks: Ranks) -> None:
     for result in ranks:
         messages = result["errors"]
         for wrong in (0, 1, k + 1):
-            assert f"world_size is {wrong}, but the process group has {k} workers" in messages[str(wrong)]
+            assert (
+                f"world_size is {wrong}, but the process group has {k} workers"
+                in messages[str(wrong)]
+            )
         assert messages["taken from the group"] == str(k)

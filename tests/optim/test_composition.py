@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer, GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+    GenericCentralizedOptimizer,
+)
+from tests.helpers.ranks import run_ranks
 
 
 class Doubling(Aggregation):
@@ -22,10 +31,6 @@ class Doubling(Aggregation):
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, int] = {}
-
-    @property
-    def world_size(self) -> int:
-        return 1
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Any = None) -> None:
         for name, tensor in tensors.items():
@@ -57,6 +62,48 @@ def test_any_aggregation_serves_and_its_state_is_kept() -> None:
     other = CentralizedSGD(model=model, lr=0.5, aggregation=Doubling())
     other.load_state_dict(state)
     assert other.aggregation.seen == {"weight": 1, "bias": 1}
+
+
+class Negating(Aggregation):
+    """The negated average of all that it gets. Its author has not heard of extra tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[list[str]] = []
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Any = None) -> None:
+        self.names.append(list(tensors))
+        for tensor in tensors.values():
+            dist.all_reduce(tensor)
+            tensor.div_(-self.world_size)
+
+
+def negate(rank: int, world_size: int) -> list[Any]:
+    """Worker 1 has no gradient of the bias."""
+    model, aggregation, loss = ones_gradient(), Negating(), torch.tensor(float(rank))
+    if rank == 1:
+        model.bias.grad = None
+    aggregation.agg_grad()(model, "avg_world")
+    flags_bytes = aggregation.last_bytes
+    aggregation.combine({}, "avg_custom", 4, [loss])
+    gradients = [parameter.grad.tolist() for parameter in model.parameters()]
+    return [aggregation.names, gradients, loss.item(), flags_bytes, aggregation.bytes_sent]
+
+
+def test_an_aggregation_needs_to_know_nothing_of_flags_and_losses() -> None:
+    expected = [[["weight", "bias"], []], [[[-1.0, -1.0]], [-0.5]], 0.25, 8, 12]
+    assert run_ranks(2, negate) == [expected, expected]
+
+
+def test_an_aggregation_may_compute_its_world_size() -> None:
+    class Alone(Doubling):
+        @property
+        def world_size(self) -> int:  # type: ignore[override]
+            return 1
+
+    optimizer = CentralizedSGD(model=ones_gradient(), lr=0.5, aggregation=copy.deepcopy(Alone()))
+    optimizer.step()
+    assert (optimizer.world_size, optimizer.aggregation.seen) == (1, {"weight": 1, "bias": 1})
 
 
 def test_state_of_another_aggregation_is_refused() -> None:
@@ -108,7 +155,9 @@ def test_a_function_may_make_the_optimizer() -> None:
 def test_a_clip_that_is_not_positive_is_refused(value: float) -> None:
     model = ones_gradient()
     with pytest.raises(ValueError, match="grad_clip must be positive, or inf for no clipping"):
-        CustomCentralizedOptimizer(model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=value)
+        CustomCentralizedOptimizer(
+            model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=value
+        )
 
 
 def test_two_averages_are_refused() -> None:
@@ -128,7 +177,10 @@ def test_wrong_types_are_refused() -> None:
         CustomCentralizedOptimizer(model, 1, "sgd")
     with pytest.raises(ValueError, match="optimizer is missing"):
         CustomCentralizedOptimizer(model, 1, None)
-    with pytest.raises(ValueError, match="world_size is 2, but the process group has 1 worker, and so the aggregation"):
+    with pytest.raises(
+        ValueError,
+        match="world_size is 2, but the process group has 1 worker, and so the aggregation",
+    ):
         CentralizedSGD(2, model, lr=1.0, aggregation=Doubling())
     with pytest.raises(ValueError, match="empty parameter list"):
         CentralizedSGD(1, nn.Tanh(), lr=1.0)
@@ -149,9 +201,13 @@ def test_one_worker_divides_by_the_denominator_and_clips() -> None:
 def test_a_custom_optimizer_says_whether_it_stepped() -> None:
     """``if optimizer.step(): scheduler.step()``, as scripts of version 3.0 have it."""
     model = ones_gradient()
-    optimizer = CustomCentralizedOptimizer(model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=1.0)
+    optimizer = CustomCentralizedOptimizer(
+        model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=1.0
+    )
     assert optimizer.step() is True
-    assert optimizer.step(lambda: 7.0) == 7.0, "a closure's loss is returned, as by every torch optimizer"
+    assert optimizer.step(lambda: 7.0) == 7.0, (
+        "a closure's loss is returned, as by every torch optimizer"
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     stepped = []
     for factor in (1.0, math.inf, 1.0):

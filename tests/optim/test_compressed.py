@@ -1,4 +1,5 @@
-"""Sign and sparsified optimizers: real processes over Gloo against the readable references and exact invariants."""
+"""Sign and sparsified optimizers: real processes over Gloo against the readable references and
+exact invariants."""
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlbench_core.aggregation.pytorch import sparsified
-from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_bytes
+from mlbench_core.aggregation.pytorch.centralized import (
+    EFSignAggregation,
+    SignAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.aggregation.pytorch.sign import (
     pack_bits,
     pack_signs,
@@ -23,7 +29,12 @@ from mlbench_core.aggregation.pytorch.sign import (
     unpack_part,
     unpack_with_torch,
 )
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
+from mlbench_core.aggregation.pytorch.sparsified import (
+    coordinates_sent,
+    draw_coordinates,
+    largest_entries,
+)
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, as_bytes
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
     NTASGD,
@@ -65,7 +76,9 @@ def assert_trajectory(ranks: Ranks, optimizer: str, part: str, name: str, expect
 
 @pytest.mark.parametrize("name", workers.SHAPES)
 @pytest.mark.parametrize(("optimizer", "beta"), [("sign", 0.0), ("signum", 0.5)])
-def test_sign_sgd_agrees_with_the_reference(ranks: Ranks, optimizer: str, beta: float, name: str) -> None:
+def test_sign_sgd_agrees_with_the_reference(
+    ranks: Ranks, optimizer: str, beta: float, name: str
+) -> None:
     x = sign_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, beta)
     assert_trajectory(ranks, optimizer, "params", name, x)
 
@@ -75,21 +88,33 @@ def test_ef_sign_sgd_agrees_with_the_reference(ranks: Ranks, name: str) -> None:
     x, e = ef_sign_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS)
     assert_trajectory(ranks, "ef sign", "params", name, x)
     for result, e_i in zip(ranks, e, strict=True):
-        torch.testing.assert_close(result["trajectories"]["ef sign"]["memory"][name], e_i, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            result["trajectories"]["ef sign"]["memory"][name], e_i, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", workers.SHAPES)
 @pytest.mark.parametrize(("optimizer", "size"), [("top-k", 3), ("top 20 %", 0.2)])
-def test_sparsified_sgd_agrees_with_the_reference(ranks: Ranks, optimizer: str, size: float, name: str) -> None:
+def test_sparsified_sgd_agrees_with_the_reference(
+    ranks: Ranks, optimizer: str, size: float, name: str
+) -> None:
     counts = {key: coordinates_sent(size, start(key).numel()) for key in workers.SHAPES}
     a = max(start(key).numel() / count for key, count in counts.items())
     x, m, estimate = sparsified_sgd(
-        start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, lambda m, t: top_k(m, counts[name]), a
+        start(name),
+        gradient_of(name),
+        len(ranks),
+        workers.rate,
+        workers.STEPS,
+        lambda m, t: top_k(m, counts[name]),
+        a,
     )
     assert_trajectory(ranks, optimizer, "params", name, x)
     assert_trajectory(ranks, optimizer, "estimate", name, estimate)
     for result, m_i in zip(ranks, m, strict=True):
-        torch.testing.assert_close(result["trajectories"][optimizer]["memory"][name], m_i, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            result["trajectories"][optimizer]["memory"][name], m_i, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", workers.SHAPES)
@@ -105,10 +130,14 @@ def test_random_k_agrees_with_the_reference(ranks: Ranks, name: str) -> None:
         kept[drawn[name, t]] = m.view(-1)[drawn[name, t]]
         return kept.view(m.shape)
 
-    x, m, _ = sparsified_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, comp)
+    x, m, _ = sparsified_sgd(
+        start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, comp
+    )
     assert_trajectory(ranks, "random-k", "params", name, x)
     for result, m_i in zip(ranks, m, strict=True):
-        torch.testing.assert_close(result["trajectories"]["random-k"]["memory"][name], m_i, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            result["trajectories"]["random-k"]["memory"][name], m_i, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("optimizer", workers.OPTIMIZERS)
@@ -120,7 +149,9 @@ def test_all_workers_have_the_same_bits(ranks: Ranks, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
-def test_every_kind_of_tensor_is_aggregated_alike_on_all_workers(ranks: Ranks, aggregation: str) -> None:
+def test_every_kind_of_tensor_is_aggregated_alike_on_all_workers(
+    ranks: Ranks, aggregation: str
+) -> None:
     for number in range(2):
         rounds = [result["aggregations"][aggregation]["rounds"][number] for result in ranks]
         for name, tensor in rounds[0]["out"].items():
@@ -139,10 +170,19 @@ def test_what_is_not_sent_stays_in_the_memory(ranks: Ranks, aggregation: str) ->
             sent = []
             for each in rounds:
                 owed = each["owed"].get(name, torch.zeros(()))
-                sent.append(each["in"][name].double() + owed.double() - each["still"][name].double())
+                sent.append(
+                    each["in"][name].double() + owed.double() - each["still"][name].double()
+                )
             mean = torch.stack(sent).mean(0)
-            precision = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-            torch.testing.assert_close(out.double(), mean, rtol=precision[out.dtype], atol=precision[out.dtype])
+            precision = {
+                torch.float64: 1e-15,
+                torch.float32: 1e-6,
+                torch.float16: 2e-3,
+                torch.bfloat16: 2e-2,
+            }
+            torch.testing.assert_close(
+                out.double(), mean, rtol=precision[out.dtype], atol=precision[out.dtype]
+            )
         if number:
             assert any(owed.any() for owed in rounds[0]["owed"].values())
 
@@ -165,20 +205,33 @@ def test_votes_are_counted(ranks: Ranks) -> None:
     for number in range(2):
         rounds = [result["aggregations"]["sign"]["rounds"][number] for result in ranks]
         for name, out in rounds[0]["out"].items():
-            votes = torch.stack([one_bit(each["in"][name].float(), number + i) for i, each in enumerate(rounds)])
+            votes = torch.stack(
+                [one_bit(each["in"][name].float(), number + i) for i, each in enumerate(rounds)]
+            )
             assert torch.equal(out.float(), votes.sum(0).sign())
         assert not rounds[0]["out"]["zeros"].any()
         assert any((each["out"]["matrix"] == 0).any() for each in rounds), "no tie was seen"
 
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-NUMELS = {"float32": (24, 1, 10, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of mixed_tensors
-DEMO_BLOCKS = {"float32": (6, 1, 5, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of sides up to 2
+NUMELS = {
+    "float32": (24, 1, 10, 11),
+    "float64": (7,),
+    "float16": (9,),
+    "bfloat16": (9,),
+}  # of mixed_tensors
+DEMO_BLOCKS = {
+    "float32": (6, 1, 5, 11),
+    "float64": (7,),
+    "float16": (9,),
+    "bfloat16": (9,),
+}  # of sides up to 2
 KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each one's first tensor
 
 
 def chunked_top_k_bytes(numel: int, b: int) -> int:
-    """Of two coordinates of each chunk of four: two means, positions of two bits (fewer in a last chunk), codes."""
+    """Of two coordinates of each chunk of four: two means, positions of two bits (fewer in a last
+    chunk), codes."""
     size_bytes = 0
     for chunks, length in ((numel // 4, 4), (numel % 4 > 0, numel % 4)):
         kept, bits = chunks * min(2, length), (0, 0, 1, 2, 2)[length]
@@ -194,7 +247,10 @@ def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
     return {
         "sign": ("all_gather", (sum(numels) + 1 + 7) // 8),
         "ef sign": ("all_gather", bits + max(4, b) * len(numels)),
-        "qsgd": ("all_gather", (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels)),
+        "qsgd": (
+            "all_gather",
+            (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels),
+        ),
         "chunked top-k": ("all_gather", sum(chunked_top_k_bytes(n, max(4, b)) for n in numels)),
         "demo": ("all_gather", (max(4, b) + 2) * sum(DEMO_BLOCKS[dtype])),
         "one bit": ("all_gather", bits + max(4, b) * len(numels)),
@@ -211,19 +267,28 @@ def test_messages_have_the_documented_number_and_size(ranks: Ranks, aggregation:
     for result in ranks:
         report = result["aggregations"][aggregation]
         for each in report["rounds"]:
-            # The bookkeeping travels with the first message.
+            # The extra tensor travels with the first message.
             assert each["calls"] == [(expected[0][0], expected[0][1] + 4), *expected[1:]]
         assert report["bytes_sent"] == 2 * (sum(size for _, size in expected) + 4)
         assert report["ratio"] == pytest.approx(original / sum(size for _, size in expected))
 
 
-def test_bookkeeping_travels_with_a_message_on_its_device() -> None:
-    aggregation = SignAggregation()
+def test_extra_tensors_travel_with_the_first_message_on_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aggregation, messages = SignAggregation(), list[Any]()
+    aggregation.world_size = 2
+    monkeypatch.setattr(
+        aggregation, "_aggregate_kind", lambda tensors, divisor, extra: messages.append(extra)
+    )
+    monkeypatch.setattr(
+        aggregation, "_average_uncompressed", lambda extra, divisor: messages.append(list(extra))
+    )
     here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
-    aggregation._riders = {":here": here, ":elsewhere": elsewhere}
-    assert aggregation._take_riders(here.device) == {":here": here}
-    assert aggregation._take_riders() == {":elsewhere": elsewhere}
-    assert aggregation._take_riders() == {}
+    aggregation.aggregate(
+        {"x": torch.ones(2), "y": torch.ones(2).double()}, "avg_world", extra=[here, elsewhere]
+    )
+    assert messages == [[here], [], [elsewhere]]
 
 
 @pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
@@ -233,7 +298,10 @@ def test_one_message_per_parameter_gives_the_same(ranks: Ranks, aggregation: str
         layered, layered_calls = result["by_layer"][aggregation, True]
         assert len(whole_calls) == 2  # two steps
         assert len(layered_calls) == 2 * len(whole)
-        if aggregation not in ("random-k", "qsgd"):  # where the order of drawing is another one only between steps
+        if aggregation not in (
+            "random-k",
+            "qsgd",
+        ):  # where the order of drawing is another one only between steps
             assert all(torch.equal(whole[name], layered[name]) for name in whole)
 
 
@@ -251,7 +319,9 @@ def test_denominators_divide_sums_and_leave_votes(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("optimizer", workers.OPTIMIZERS)
-def test_a_gradient_on_one_worker_moves_all_and_one_on_none_moves_nothing(ranks: Ranks, optimizer: str) -> None:
+def test_a_gradient_on_one_worker_moves_all_and_one_on_none_moves_nothing(
+    ranks: Ranks, optimizer: str
+) -> None:
     first = ranks[0]["partly_missing"][optimizer]["first"]
     if "sign" not in optimizer or len(ranks) > 2:  # one vote and a zero may tie
         assert (first["one"] != torch.arange(1.0, 8.0)).any() or optimizer in ("sign", "signum")
@@ -278,8 +348,13 @@ def test_resuming_is_bit_identical_on_every_worker(ranks: Ranks, optimizer: str)
 def test_training_apart_by_mistake_is_refused(ranks: Ranks) -> None:
     k = len(ranks)
     for result in ranks:
-        assert f"world_size is 1, but the process group has {k} workers" in result["errors"]["default"]
-        assert f"world_size is {k + 1}, but the process group has {k} workers" in result["errors"]["too many"]
+        assert (
+            f"world_size is 1, but the process group has {k} workers" in result["errors"]["default"]
+        )
+        assert (
+            f"world_size is {k + 1}, but the process group has {k} workers"
+            in result["errors"]["too many"]
+        )
 
 
 def test_memory_leads_to_the_optimum_of_different_quadratics(ranks: Ranks) -> None:
@@ -316,7 +391,8 @@ def test_signs_settle_with_a_decaying_rate() -> None:
 
 
 def test_plain_sign_stalls_where_error_feedback_does_not() -> None:
-    """The one-dimensional counterexample of arXiv:1901.09847: x is -1 to 1, gradients 4 and three times -1."""
+    """The one-dimensional counterexample of arXiv:1901.09847: x is -1 to 1, gradients 4 and three
+    times -1."""
     ends = {}
     for make in (SignSGD, EFSignSGD):
         x = nn.Parameter(torch.zeros(1))
@@ -357,7 +433,9 @@ def test_estimated_weights_start_at_the_parameters_and_leave_them_alone() -> Non
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (30,), (7, 9), (2, 3, 4, 5)])
 @pytest.mark.parametrize("random", [False, True])
-def test_every_coordinate_of_every_shape_is_sent_in_the_end(shape: tuple[int, ...], random: bool) -> None:
+def test_every_coordinate_of_every_shape_is_sent_in_the_end(
+    shape: tuple[int, ...], random: bool
+) -> None:
     x = nn.Parameter(torch.zeros(shape))
     optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=4, random_sparse=random)
     g = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
@@ -385,7 +463,9 @@ def test_the_users_weights_and_gradients_are_left_alone() -> None:
 def test_an_overflow_is_not_remembered() -> None:
     for make in workers.AGGREGATIONS.values():
         aggregation = make()
-        aggregation.aggregate({"x": torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 2.0])}, "avg_world")
+        aggregation.aggregate(
+            {"x": torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 2.0])}, "avg_world"
+        )
         tensor = torch.tensor([1.0, -2.0, 3.0, 4.0, 0.0])
         aggregation.aggregate({"x": tensor}, "avg_world")
         assert tensor.isfinite().all()
@@ -402,7 +482,9 @@ def test_coordinates_are_drawn_uniformly_and_once() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 700, 4096])
-@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "nan", "large ones between the samples"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "zeros", "nan", "large ones between the samples"]
+)
 def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     m = torch.randn(70_000, generator=torch.Generator().manual_seed(k))
     if kind == "ties":
@@ -420,19 +502,26 @@ def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     assert (found.diff() > 0).all()
     assert torch.equal(values.nan_to_num(), m[found].nan_to_num())
     expected = m.abs().topk(k).values
-    torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True
+    )
 
 
-@pytest.mark.parametrize(("numel", "k"), [(2**15 - 1, 1), (2**15, 1), (2**15, 2**12), (2**16 + 1, 2**13)])
-def test_the_largest_are_found_on_both_sides_of_the_least_size_that_is_sampled(numel: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("numel", "k"), [(2**15 - 1, 1), (2**15, 1), (2**15, 2**12), (2**16 + 1, 2**13)]
+)
+def test_the_largest_are_found_on_both_sides_of_the_least_size_that_is_sampled(
+    numel: int, k: int
+) -> None:
     m = torch.randn(numel, generator=torch.Generator().manual_seed(k))
     found, values = largest_entries(m.__getitem__, numel, k, KeptMemory())
     assert torch.equal(found.long(), m.abs().topk(k).indices.sort().values)
     assert torch.equal(values, m[found])
 
 
-def test_the_largest_are_found_if_as_many_values_as_are_dropped_are_below_the_largest_of_the_sample() -> None:
-    # The largest value of the sample is the last but one of all, so all values but one are below the high threshold.
+def test_the_largest_are_found_if_all_but_the_largest_of_the_sample_are_dropped() -> None:
+    # The largest value of the sample is the last but one of all, so all values but one are below
+    # the high threshold.
     m = torch.arange(400.0 * sparsified._STRIDE + 2)
     found, values = largest_entries(m.__getitem__, len(m), 1, KeptMemory())
     assert (found.tolist(), values.tolist()) == ([len(m) - 1], [len(m) - 1])
@@ -448,7 +537,9 @@ def test_positions_are_those_of_true(numel: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_the_largest_are_found_in_every_dtype(dtype: torch.dtype) -> None:
-    m = torch.randn(300_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    m = torch.randn(300_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
     found, values = largest_entries(m.__getitem__, len(m), 3000, KeptMemory())
     assert torch.equal(values, m[found])
     assert torch.equal(values.abs().sort().values, m.abs().topk(3000).values.sort().values)
@@ -463,12 +554,18 @@ def test_values_that_are_no_numbers_are_found_where_no_sample_is_taken() -> None
 
 @pytest.mark.parametrize("k", [1, 10, 1000])
 @pytest.mark.parametrize("width", [64, 100, 512, 768, 2560])
-def test_columns_that_differ_in_size_mislead_no_sample(width: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_differ_in_size_mislead_no_sample(
+    width: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator, searched, topk = torch.Generator().manual_seed(width), list[int](), torch.Tensor.topk
     monkeypatch.setattr(
-        torch.Tensor, "topk", lambda m, *args, **named: searched.append(len(m)) or topk(m, *args, **named)
+        torch.Tensor,
+        "topk",
+        lambda m, *args, **named: searched.append(len(m)) or topk(m, *args, **named),
     )
-    m = (torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()).view(-1)
+    m = (
+        torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()
+    ).view(-1)
     m = m.repeat(-(-(2**17) // len(m)))
     found, _ = largest_entries(m.__getitem__, len(m), k, KeptMemory())
     assert not searched, "all values were searched, which takes ten times as long"
@@ -516,8 +613,10 @@ def test_a_cpu_sums_the_scaled_signs_of_three_workers_as_a_gpu_does(
     their_scales = torch.rand(2, len(sizes), generator=generator, dtype=dtype)
     gathered = list[Tensor]()
 
-    def gather(message: Tensor) -> Tensor:
-        others = [as_bytes(s, pack_bits(bits)) for s, bits in zip(their_scales, theirs, strict=True)]
+    def gather(message: Tensor, *_: Any) -> Tensor:
+        others = [
+            as_bytes(s, pack_bits(bits)) for s, bits in zip(their_scales, theirs, strict=True)
+        ]
         gathered.append(torch.stack([message, *others]))
         return gathered[0]
 
@@ -542,7 +641,9 @@ def test_a_gpu_packs_the_signs_of_all_tensors_at_once() -> None:
     class Count(TorchDispatchMode):
         calls = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.calls += "view" not in str(function)
             return function(*args, **kwargs or {})
 
@@ -577,17 +678,24 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     state = {"memory": {"weight": torch.zeros(4)}}
     model = nn.Linear(3, 2)
     with pytest.raises(
-        ValueError, match=r"saved memory of 'weight' must have the shape \(2, 3\) of the parameter, not \(4,\)"
+        ValueError,
+        match=r"saved memory of 'weight' must have the shape \(2, 3\) of the parameter, not \(4,\)",
     ):
         SparsifiedAggregation(model).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"SignAggregation must have the keys \['votes_held'\], not \['memory'\]"):
+    with pytest.raises(
+        ValueError, match=r"SignAggregation must have the keys \['votes_held'\], not \['memory'\]"
+    ):
         SignAggregation().load_state_dict(state)
     aggregation = EFSignAggregation()
     aggregation.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"memory of 'weight' has shape \(4,\), its gradient \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"memory of 'weight' has shape \(4,\), its gradient \(2, 3\)"
+    ):
         aggregation.aggregate({"weight": torch.ones(2, 3)}, "avg_world")
     with pytest.raises(ValueError, match="generator"):
-        SparsifiedAggregation(model).load_state_dict(SparsifiedAggregation(model, random=True).state_dict())
+        SparsifiedAggregation(model).load_state_dict(
+            SparsifiedAggregation(model, random=True).state_dict()
+        )
 
 
 def test_half_precision_resumes_bit_identical() -> None:
@@ -611,7 +719,9 @@ def test_half_precision_resumes_bit_identical() -> None:
 
 def test_weights_are_not_compressed() -> None:
     for aggregation in (SignAggregation(), EFSignAggregation(), SparsifiedAggregation(None)):
-        with pytest.raises(NotImplementedError, match=r"Aggregation compresses gradients and would destroy weights"):
+        with pytest.raises(
+            NotImplementedError, match=r"Aggregation compresses gradients and would destroy weights"
+        ):
             CentralizedSGD(1, nn.Linear(1, 1), lr=0.1, agg_grad=False, aggregation=aggregation)
 
 
@@ -644,7 +754,9 @@ def test_wrong_arguments_are_named() -> None:
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     for params, name in ((layer.parameters(), "group0.0"), (layer.named_parameters(), "weight")):
-        with pytest.raises(ValueError, match=f"the gradient of '{name}' has layout torch.sparse_coo; only dense"):
+        with pytest.raises(
+            ValueError, match=f"the gradient of '{name}' has layout torch.sparse_coo; only dense"
+        ):
             SignSGD(params, lr=0.1).step()
 
 
@@ -673,7 +785,9 @@ def test_less_what_is_owed_error_feedback_walks_like_torchs_sgd(options: dict[st
         optimizer.step()
         plain.step()
         assert not torch.equal(y, before)
-        torch.testing.assert_close(x.detach() - optimizer.aggregation.memory("group0.0"), y.detach())
+        torch.testing.assert_close(
+            x.detach() - optimizer.aggregation.memory("group0.0"), y.detach()
+        )
 
 
 @pytest.mark.parametrize("options", DIRECTIONS, ids=str)
@@ -704,7 +818,9 @@ def test_sign_sgd_is_a_torch_sgd_as_in_version_3() -> None:
     assert set(optimizer.param_groups[0]) == options
     model = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="SignSGD"):
-        NTASGD(GenericCentralizedOptimizer(None, model, optimizer=SignSGD(model.parameters(), lr=0.1)))
+        NTASGD(
+            GenericCentralizedOptimizer(None, model, optimizer=SignSGD(model.parameters(), lr=0.1))
+        )
 
 
 def test_a_step_that_a_scaler_skips_is_no_iterate() -> None:
@@ -723,7 +839,8 @@ def test_a_step_that_a_scaler_skips_is_no_iterate() -> None:
 
 
 def test_the_estimate_needs_no_call_of_its_own() -> None:
-    """Scripts of version 3.0 call it after each step; the estimate is that of the paper with and without."""
+    """Scripts of version 3.0 call it after each step; the estimate is that of the paper with and
+    without."""
     estimates = []
     for calls in (True, False):
         x = nn.Parameter(torch.tensor([2.0, 1.0]))

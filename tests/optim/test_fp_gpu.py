@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,7 +17,9 @@ from mlbench_core.optim.pytorch import CentralizedSGD, FP16Optimizer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_one = pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device to compute float16 on")
-needs_two = pytest.mark.skipif(GPUS < 2 or not dist.is_nccl_available(), reason="needs 2 CUDA devices and NCCL")
+needs_two = pytest.mark.skipif(
+    GPUS < 2 or not dist.is_nccl_available(), reason="needs 2 CUDA devices and NCCL"
+)
 
 STEPS = 30
 
@@ -31,7 +35,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return inputs.cuda(), inputs[:, :8].sin().cuda()
 
 
-def train(dtype: torch.dtype, rank: int = 0, world_size: int = 1) -> tuple[nn.Module, FP16Optimizer, float]:
+def train(
+    dtype: torch.dtype, rank: int = 0, world_size: int = 1
+) -> tuple[nn.Module, FP16Optimizer, float]:
     """Train on this worker's share; returns the loss on a batch that was not trained on."""
     model = make_net(dtype)
     optimizer = FP16Optimizer(model, world_size, use_cuda=True, scale_window=10, grad_clip=5.0)
@@ -64,7 +70,9 @@ def test_a_multiplier_on_the_device_divides_there() -> None:
     optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=0.1))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 64.0)
-    assert optimizer.step(multiplier=torch.tensor([2.0], device="cuda"), denom=torch.tensor(4.0, device="cuda"))
+    assert optimizer.step(
+        multiplier=torch.tensor([2.0], device="cuda"), denom=torch.tensor(4.0, device="cuda")
+    )
     assert torch.equal(optimizer.fp32_params.grad, torch.full_like(optimizer.fp32_params, 0.125))
 
 
@@ -72,7 +80,10 @@ def test_a_multiplier_on_the_device_divides_there() -> None:
 @needs_one
 def test_a_grad_scaler_on_the_device_skips_and_unscales() -> None:
     model = make_net(torch.float32)
-    optimizer, scaler = CentralizedSGD(1, model, lr=0.1), torch.amp.GradScaler("cuda", init_scale=1024.0)
+    optimizer, scaler = (
+        CentralizedSGD(1, model, lr=0.1),
+        torch.amp.GradScaler("cuda", init_scale=1024.0),
+    )
     inputs, targets = batch(0)
     plain = make_net(torch.float32)
     for factor in (float("inf"), 1.0):
@@ -96,7 +107,9 @@ def over_nccl(rank: int, folder: str, world_size: int) -> None:
         if rank == 0:  # an overflow on one worker is skipped by both
             next(model.parameters()).grad[0, 0] = float("nan")
         updated = optimizer.step()
-        torch.save((optimizer.fp32_params.detach().cpu(), loss, updated), Path(folder) / f"{rank}.pt")
+        torch.save(
+            (optimizer.fp32_params.detach().cpu(), loss, updated), Path(folder) / f"{rank}.pt"
+        )
     finally:
         dist.destroy_process_group()
 
@@ -106,7 +119,9 @@ def over_nccl(rank: int, folder: str, world_size: int) -> None:
 def test_two_gpus_over_nccl_agree() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(over_nccl, (folder, 2), nprocs=2)
-        (first, loss, updated), (second, _, also_updated) = (torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1))
+        (first, loss, updated), (second, _, also_updated) = (
+            torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)
+        )
     assert torch.equal(first, second)
     assert updated is also_updated is False
     assert loss == pytest.approx(train(torch.float16)[2], rel=0.1)

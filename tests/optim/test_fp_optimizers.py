@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from mlbench_core.optim.pytorch import CentralizedSGD, DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    DistributedGradScaler,
+    DynamicLossScaler,
+    FP16Optimizer,
+)
 from tests.contracts.test_optimizers import SCHEDULERS
 from tests.helpers.ranks import run_ranks
 from tests.optim import fp_workers
@@ -45,21 +52,30 @@ class TestSeveralWorkers:
             assert sizes_between == []
 
     def test_shares_give_what_one_worker_gives_on_the_whole_batch(self, ranks: Ranks) -> None:
-        torch.testing.assert_close(ranks[0]["adamw_on_shares"][-1], fp_workers.adamw_alone(), rtol=0, atol=5e-3)
+        torch.testing.assert_close(
+            ranks[0]["adamw_on_shares"][-1], fp_workers.adamw_alone(), rtol=0, atol=5e-3
+        )
 
     def test_all_workers_have_the_same_bits_after_each_step(self, ranks: Ranks) -> None:
         for result in ranks[1:]:
-            for ours, theirs in zip(ranks[0]["adamw_on_shares"], result["adamw_on_shares"], strict=True):
+            for ours, theirs in zip(
+                ranks[0]["adamw_on_shares"], result["adamw_on_shares"], strict=True
+            ):
                 assert torch.equal(ours, theirs)
 
-    @pytest.mark.parametrize("name", ["inf", "nan by layer", "nan divided before", "seen by one only"])
+    @pytest.mark.parametrize(
+        "name", ["inf", "nan by layer", "nan divided before", "seen by one only"]
+    )
     def test_all_skip_when_one_worker_overflows(self, ranks: Ranks, name: str) -> None:
         for result in ranks:
             seen = result["overflow_on_one"][name]
             assert seen["updated"] == [False, True]
             assert seen["scales"] == [4.0, 4.0]
-            # the second gradient is 4 everywhere, the scale then 4 and the rate 0.5; without a sum nothing is averaged
-            torch.testing.assert_close(seen["weight"], torch.tensor([[0.5, 1.5, 3.5]]).half(), rtol=0, atol=0)
+            # the second gradient is 4 everywhere, the scale then 4 and the rate 0.5; without a sum
+            # nothing is averaged
+            torch.testing.assert_close(
+                seen["weight"], torch.tensor([[0.5, 1.5, 3.5]]).half(), rtol=0, atol=0
+            )
 
     def test_the_minimum_scale_is_an_error_on_all_workers(self, ranks: Ranks) -> None:
         for result in ranks:
@@ -75,8 +91,11 @@ class TestSeveralWorkers:
             # losses are means: each of the 2 batches of worker r has the gradient (r + 1) (1, 2, 4)
             torch.testing.assert_close(seen["mean, averaged over the world"], 2 * ones / k * unit)
             torch.testing.assert_close(seen["4a"], ones / k * unit, rtol=1e-3, atol=0)
-            torch.testing.assert_close(seen["4a, world and multiplier"], ones / k * unit, rtol=1e-3, atol=0)
-            # losses are sums over 3 (r + 1) tokens with the gradient (r + 1) (1, 2, 4), to be divided by all tokens
+            torch.testing.assert_close(
+                seen["4a, world and multiplier"], ones / k * unit, rtol=1e-3, atol=0
+            )
+            # losses are sums over 3 (r + 1) tokens with the gradient (r + 1) (1, 2, 4), to be
+            # divided by all tokens
             for name in ("4b", "4b, tensor"):
                 torch.testing.assert_close(seen[name], squares / ones * unit, rtol=2e-3, atol=0)
 
@@ -93,11 +112,15 @@ class TestSeveralWorkers:
         for name in ("inside.weight", "norm.weight", "norm.bias", "scalar"):
             assert not torch.equal(before[name], after[name])
         assert torch.equal(after["only_on_rank_0"], torch.full((2, 2), 0.5).half())
-        assert {name: tensor.dtype for name, tensor in after.items()} == {n: t.dtype for n, t in before.items()}
+        assert {name: tensor.dtype for name, tensor in after.items()} == {
+            n: t.dtype for n, t in before.items()
+        }
         trained = [tensor for name, tensor in after.items() if not name.startswith("frozen")]
         assert first["master"].numel() == sum(tensor.numel() for tensor in trained) == 22
         parts = first["master"].split([tensor.numel() for tensor in trained])
-        assert all(torch.equal(p.view(t.shape).to(t.dtype), t) for p, t in zip(parts, trained, strict=True))
+        assert all(
+            torch.equal(p.view(t.shape).to(t.dtype), t) for p, t in zip(parts, trained, strict=True)
+        )
         for result in ranks:
             seen = result["mixed"]
             assert seen["updated"]
@@ -110,7 +133,8 @@ class TestSeveralWorkers:
 
     def test_a_step_sends_one_message_a_dtype_and_four_bytes_to_agree(self, ranks: Ranks) -> None:
         for result in ranks:
-            # 16 float16 and 6 float32 numbers, and for each parameter a flag that says who has a gradient
+            # 16 float16 and 6 float32 numbers, and for each parameter a flag that says who has a
+            # gradient
             assert result["mixed"]["sizes"] == [2 * (16 + 4), 4 * (6 + 2), 4]
             assert result["mixed"]["bytes_sent"] == 76
 
@@ -123,21 +147,38 @@ class TestSeveralWorkers:
 
     def test_the_readable_reference_agrees(self, ranks: Ranks) -> None:
         expected, scales = reference.train(
-            torch.tensor([1.0, 2.0, 4.0]), fp_workers.reference_gradient, len(ranks), 40, 0.125, 2.0**10, 2.0, 3
+            torch.tensor([1.0, 2.0, 4.0]),
+            fp_workers.reference_gradient,
+            len(ranks),
+            40,
+            0.125,
+            2.0**10,
+            2.0,
+            3,
         )
         changes = [after / before for before, after in itertools.pairwise(scales)]
         assert {0.5, 1.0, 2.0} == set(changes), "the scale must have met an overflow and grown"
         for result in ranks:
             actual, actual_scales = result["like_the_reference"]
             assert actual_scales == scales
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0 if len(ranks) == 2 else 1e-3)
+            torch.testing.assert_close(
+                actual, expected, rtol=0, atol=0 if len(ranks) == 2 else 1e-3
+            )
 
 
 class TestGradScaler:
     """torch.amp.GradScaler on the centralized optimizers, whose steps are collective."""
 
     @pytest.mark.parametrize(
-        "name", ["torch", "torch, unscaled", "torch, weights", "torch, sparsified", "ours", "ours, unscaled"]
+        "name",
+        [
+            "torch",
+            "torch, unscaled",
+            "torch, weights",
+            "torch, sparsified",
+            "ours",
+            "ours, unscaled",
+        ],
     )
     def test_an_overflow_on_one_worker_skips_the_step_of_all(self, ranks: Ranks, name: str) -> None:
         gradient = (len(ranks) + 1) / 2  # that of worker r is r + 1
@@ -160,7 +201,9 @@ class TestGradScaler:
 
     @pytest.mark.parametrize("make", [torch.amp.GradScaler, DistributedGradScaler])
     def test_alone_it_is_what_torch_does(self, make: type[torch.amp.GradScaler]) -> None:
-        def train(optimizer_of: Callable[[nn.Module], Optimizer], scaler: torch.amp.GradScaler) -> Tensor:
+        def train(
+            optimizer_of: Callable[[nn.Module], Optimizer], scaler: torch.amp.GradScaler
+        ) -> Tensor:
             model = half_line(dtype=torch.float32)
             optimizer = optimizer_of(model)
             for step in range(6):
@@ -173,7 +216,8 @@ class TestGradScaler:
 
         ours = train(lambda m: CentralizedSGD(model=m, lr=0.01), make("cpu", growth_interval=2))
         theirs = train(
-            lambda m: torch.optim.SGD(m.parameters(), lr=0.01), torch.amp.GradScaler("cpu", growth_interval=2)
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+            torch.amp.GradScaler("cpu", growth_interval=2),
         )
         assert torch.equal(ours, theirs)
 
@@ -181,10 +225,16 @@ class TestGradScaler:
 class TestDynamicLossScaler:
     def test_defaults(self) -> None:
         scaler = DynamicLossScaler()
-        assert (scaler.loss_scale, scaler.scale_factor, scaler.scale_window, scaler.max_scale) == (2**15, 2, 2000, None)
+        assert (scaler.loss_scale, scaler.scale_factor, scaler.scale_window, scaler.max_scale) == (
+            2**15,
+            2,
+            2000,
+            None,
+        )
 
     @pytest.mark.parametrize(
-        ("norm", "overflow"), [(math.inf, True), (-math.inf, True), (math.nan, True), (0.0, False), (1e38, False)]
+        ("norm", "overflow"),
+        [(math.inf, True), (-math.inf, True), (math.nan, True), (0.0, False), (1e38, False)],
     )
     def test_overflow_is_inf_or_nan(self, norm: float, overflow: bool) -> None:
         assert DynamicLossScaler().has_overflow(norm) is overflow
@@ -207,11 +257,16 @@ class TestDynamicLossScaler:
     def test_the_error_names_the_minimum_scale(self) -> None:
         scaler = DynamicLossScaler(init_scale=1, min_scale=0.25)
         scaler.update_scale(True)
-        with pytest.raises(FloatingPointError, match=r"fell to 0\.25, which is not above the minimum scale 0\.25"):
+        with pytest.raises(
+            FloatingPointError, match=r"fell to 0\.25, which is not above the minimum scale 0\.25"
+        ):
             scaler.update_scale(True)
 
     def test_state_round_trip(self) -> None:
-        scaler, other = DynamicLossScaler(scale_window=3), DynamicLossScaler(init_scale=1, scale_window=3)
+        scaler, other = (
+            DynamicLossScaler(scale_window=3),
+            DynamicLossScaler(init_scale=1, scale_window=3),
+        )
         for overflow in (True, False, False):
             scaler.update_scale(overflow)
         other.load_state_dict(scaler.state_dict())
@@ -295,7 +350,9 @@ class TestFP16Optimizer:
         for parts in (1, 2, 4):
             model = half_line()
             optimizer = sgd(model)
-            for some_inputs, some_factors in zip(inputs.chunk(parts), factors.chunk(parts), strict=True):
+            for some_inputs, some_factors in zip(
+                inputs.chunk(parts), factors.chunk(parts), strict=True
+            ):
                 optimizer.backward_loss((model(some_inputs.half()).float() * some_factors).mean())
             assert optimizer.step(multiplier=parts)
             masters.append(optimizer.fp32_params.detach())
@@ -315,20 +372,30 @@ class TestFP16Optimizer:
         optimizer = sgd(model, lr=1.0, grad_clip=1.0)
         optimizer.backward_loss((model(torch.tensor([[3.0, 4.0]]).half())).float().sum())
         optimizer.step()
-        torch.testing.assert_close(optimizer.fp32_params.detach(), torch.tensor([0.4, 0.2]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            optimizer.fp32_params.detach(), torch.tensor([0.4, 0.2]), rtol=0, atol=1e-5
+        )
         optimizer.zero_grad()
         optimizer.backward_loss((model(torch.tensor([[0.5, 0.25]]).half())).float().sum())
         optimizer.step()
-        torch.testing.assert_close(optimizer.fp32_params.detach(), torch.tensor([-0.1, -0.05]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            optimizer.fp32_params.detach(), torch.tensor([-0.1, -0.05]), rtol=0, atol=1e-5
+        )
 
     def test_an_overflow_leaves_weights_and_state_alone(self) -> None:
         model = make_net(torch.float16)
         optimizer = make_adamw(model, 1)
         take_steps(model, optimizer, range(2))
-        before = copy.deepcopy([optimizer.state_dict()["state"], optimizer.fp32_params, *model.state_dict().values()])
+        before = copy.deepcopy(
+            [optimizer.state_dict()["state"], optimizer.fp32_params, *model.state_dict().values()]
+        )
         next(model.parameters()).grad[0, 0] = math.nan
         assert optimizer.step() is False
-        after = [optimizer.state_dict()["state"], optimizer.fp32_params, *model.state_dict().values()]
+        after = [
+            optimizer.state_dict()["state"],
+            optimizer.fp32_params,
+            *model.state_dict().values(),
+        ]
         assert str(before[0]) == str(after[0])
         assert all(torch.equal(a, b) for a, b in zip(before[1:], after[1:], strict=True))
         assert optimizer.loss_scaler.loss_scale == 128
@@ -348,7 +415,9 @@ class TestFP16Optimizer:
         first = loss_of(model, *make_batches(torch.bfloat16)[0])
         optimizer.backward_loss(first)
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        assert torch.equal(torch.cat([g.view(-1) for g in gradients]).float(), one_gradient(optimizer))
+        assert torch.equal(
+            torch.cat([g.view(-1) for g in gradients]).float(), one_gradient(optimizer)
+        )
         take_steps(model, optimizer, range(20))
         assert optimizer.loss_scaler.loss_scale == 1
         next(model.parameters()).grad[0, 0] = math.inf
@@ -386,11 +455,15 @@ class TestFP16Optimizer:
         model.weight.grad = torch.zeros_like(model.weight)
         rates: list[list[float]] = []
         for each in (optimizer, plain):
-            scheduler = make_scheduler(optimizer.optimizer if on_inside and each is optimizer else each)
+            scheduler = make_scheduler(
+                optimizer.optimizer if on_inside and each is optimizer else each
+            )
             rates.append([])
             for _ in range(6):
                 each.step()
-                scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+                scheduler.step(
+                    *([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+                )
                 rates[-1].append(each.param_groups[0]["lr"])
         assert rates[0] == rates[1]
         assert len(set(rates[0])) > 1
@@ -407,13 +480,22 @@ class TestFP16Optimizer:
         resumed.load_state_dict(torch.load(file, weights_only=True))
         assert resumed.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
         take_steps(second, resumed, range(7, 12))
-        assert all(torch.equal(a, b) for a, b in zip(through.parameters(), second.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(through.parameters(), second.parameters(), strict=True)
+        )
 
     def test_a_state_that_does_not_fit_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="the state has 3 master weights, but the model has 66 trainable ones"):
-            make_adamw(make_net(torch.float16), 1).load_state_dict(make_adamw(half_line(), 1).state_dict())
+        with pytest.raises(
+            ValueError, match="the state has 3 master weights, but the model has 66 trainable ones"
+        ):
+            make_adamw(make_net(torch.float16), 1).load_state_dict(
+                make_adamw(half_line(), 1).state_dict()
+            )
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+    @pytest.mark.parametrize(
+        "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
+    )
     def test_copies_go_on_alike_and_apart(self, copied: Callable[[Any], Any]) -> None:
         model = make_net(torch.float16)
         optimizer = make_adamw(model, 1)
@@ -425,7 +507,10 @@ class TestFP16Optimizer:
         assert torch.equal(optimizer.fp32_params, before)
         take_steps(model, optimizer, range(4, 8))
         assert torch.equal(optimizer.fp32_params, other.fp32_params)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(model.parameters(), other_model.parameters(), strict=True)
+        )
 
     def test_a_closure_is_evaluated_once_with_gradients(self) -> None:
         model, by_hand = half_line(), half_line()
@@ -493,7 +578,9 @@ class TestFP16Optimizer:
             def record_batch_opt_step(self) -> None:
                 self.marks.append("opt_step")
 
-            def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
+            def record_communication(
+                self, total_s: float, exposed_s: float, size_bytes: int
+            ) -> None:
                 self.marks.append(f"{size_bytes} bytes")
 
         model, tracker = half_line(), Recorder()
@@ -501,17 +588,49 @@ class TestFP16Optimizer:
         for value in (1.0, math.inf):
             model.weight.grad = torch.full((1, 3), value).half()
             optimizer.step(tracker=tracker)
-        assert tracker.marks == ["agg", "0 bytes", "0 bytes", "opt_step", "agg", "0 bytes", "0 bytes"]
+        assert tracker.marks == [
+            "agg",
+            "0 bytes",
+            "0 bytes",
+            "opt_step",
+            "agg",
+            "0 bytes",
+            "0 bytes",
+        ]
 
     @pytest.mark.parametrize(
         ("make", "error", "message"),
         [
-            (lambda: FP16Optimizer([], 1), TypeError, "fp16_model must be a torch.nn.Module, not list"),
-            (lambda: FP16Optimizer(nn.ReLU(), 1), ValueError, "no parameter that requires a gradient"),
-            (lambda: FP16Optimizer(nn.Linear(1, 1).double(), 1), TypeError, "'weight' is torch.float64"),
-            (lambda: FP16Optimizer(half_line(), 2), ValueError, "world_size is 2, but there is 1 process"),
-            (lambda: FP16Optimizer(half_line(), 1, grad_clip=0), ValueError, "grad_clip must be positive"),
-            (lambda: FP16Optimizer(half_line(), 1, max_scale=2), ValueError, "init_scale is 1024, above max_scale 2"),
+            (
+                lambda: FP16Optimizer([], 1),
+                TypeError,
+                "fp16_model must be a torch.nn.Module, not list",
+            ),
+            (
+                lambda: FP16Optimizer(nn.ReLU(), 1),
+                ValueError,
+                "no parameter that requires a gradient",
+            ),
+            (
+                lambda: FP16Optimizer(nn.Linear(1, 1).double(), 1),
+                TypeError,
+                "'weight' is torch.float64",
+            ),
+            (
+                lambda: FP16Optimizer(half_line(), 2),
+                ValueError,
+                "world_size is 2, but there is 1 process",
+            ),
+            (
+                lambda: FP16Optimizer(half_line(), 1, grad_clip=0),
+                ValueError,
+                "grad_clip must be positive",
+            ),
+            (
+                lambda: FP16Optimizer(half_line(), 1, max_scale=2),
+                ValueError,
+                "init_scale is 1024, above max_scale 2",
+            ),
             (
                 lambda: FP16Optimizer(half_line(), 1, average_world=True, average_custom=True),
                 ValueError,
@@ -524,12 +643,26 @@ class TestFP16Optimizer:
                 ValueError,
                 "multiplier must be a positive finite number, not 0",
             ),
-            (lambda: sgd(half_line()).step(multiplier=torch.ones(2)), ValueError, r"one element, not shape \(2,\)"),
-            (lambda: sgd(half_line(), average_custom=True).step(), ValueError, "denom, which is None"),
-            (lambda: FP16Optimizer(half_line(), 1).set_optimizer("sgd"), TypeError, "must be a torch.optim.Optimizer"),
+            (
+                lambda: sgd(half_line()).step(multiplier=torch.ones(2)),
+                ValueError,
+                r"one element, not shape \(2,\)",
+            ),
+            (
+                lambda: sgd(half_line(), average_custom=True).step(),
+                ValueError,
+                "denom, which is None",
+            ),
+            (
+                lambda: FP16Optimizer(half_line(), 1).set_optimizer("sgd"),
+                TypeError,
+                "must be a torch.optim.Optimizer",
+            ),
         ],
     )
-    def test_mistakes_are_named(self, make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    def test_mistakes_are_named(
+        self, make: Callable[[], Any], error: type[Exception], message: str
+    ) -> None:
         with pytest.raises(error, match=message):
             make()
 
@@ -563,9 +696,13 @@ def accuracy_on_digits(dtype: torch.dtype) -> float:
     optimizer = FP16Optimizer(model, 1, scale_window=50)
     optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=0.2, momentum=0.9))
     for _ in range(12):
-        for some_inputs, some_labels in zip(inputs[:1400].split(50), labels[:1400].split(50), strict=True):
+        for some_inputs, some_labels in zip(
+            inputs[:1400].split(50), labels[:1400].split(50), strict=True
+        ):
             optimizer.zero_grad()
-            optimizer.backward_loss(nn.functional.cross_entropy(model(some_inputs).float(), some_labels))
+            optimizer.backward_loss(
+                nn.functional.cross_entropy(model(some_inputs).float(), some_labels)
+            )
             optimizer.step()
     return 100 * (model(inputs[1400:]).argmax(1) == labels[1400:]).float().mean().item()
 

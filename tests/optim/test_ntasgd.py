@@ -1,4 +1,5 @@
-"""Averaged SGD and what triggers it: against plain means, after a resume, and on several workers."""
+"""Averaged SGD and what triggers it: against plain means, after a resume, and on several
+workers."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ def gradients(step: int) -> list[Tensor]:
     return [torch.randn(2, 3, generator=generator), torch.randn(2, generator=generator)]
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[list[Tensor]]:
-    """Step along fixed gradients, with a rate that differs from step to step; the weights after each."""
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> list[list[Tensor]]:
+    """Step along fixed gradients, with a rate that differs from step to step; the weights after
+    each."""
     seen = []
     for step in steps:
         for p, gradient in zip(model.parameters(), gradients(step), strict=True):
@@ -60,12 +64,16 @@ def test_averaged_sgd_walks_like_sgd_and_averages_all_on_the_way(options: dict[s
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            seen[-1], take_steps(plain, SGD(plain.parameters(), lr=0.1, **options), range(7))[-1], strict=True
+            seen[-1],
+            take_steps(plain, SGD(plain.parameters(), lr=0.1, **options), range(7))[-1],
+            strict=True,
         )
     )
     for i, p in enumerate(model.parameters()):
         mean = torch.stack([start[i], *(weights[i] for weights in seen)]).double().mean(0)
-        torch.testing.assert_close(optimizer.state[p]["average"].double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            optimizer.state[p]["average"].double(), mean, rtol=1e-5, atol=1e-6
+        )
         assert optimizer.state[p]["averaged"] == 8
 
 
@@ -97,7 +105,8 @@ def test_a_closure_is_evaluated_once_and_frozen_parameters_stay_out() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_without_a_gradient_counts_for_the_average(late: bool) -> None:
-    """The average is over the weights after every step, also those in which a parameter stayed as it was."""
+    """The average is over the weights after every step, also those in which a parameter stayed as
+    it was."""
     model, seen = make_model(), []
     optimizer = AveragedSGD(model.parameters(), lr=0.1)
     seen.append([p.detach().clone() for p in model.parameters()])
@@ -109,7 +118,9 @@ def test_a_step_without_a_gradient_counts_for_the_average(late: bool) -> None:
         seen.append([p.detach().clone() for p in model.parameters()])
     for i, p in enumerate(model.parameters()):
         mean = torch.stack([weights[i] for weights in seen]).double().mean(0)
-        torch.testing.assert_close(optimizer.state[p]["average"].double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            optimizer.state[p]["average"].double(), mean, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("plain_too", [False, True])
@@ -125,7 +136,8 @@ def test_hooks_run_once(plain_too: bool) -> None:
 
 
 def algorithm_1(values: list[float], n: int) -> int | None:
-    """The check at which algorithm 1 of arXiv 1708.02182 starts to average, word by word; None for never."""
+    """The check at which algorithm 1 of arXiv 1708.02182 starts to average, word by word; None for
+    never."""
     logs: list[float] = []
     for t, v in enumerate(values):
         if t > n and v > min(logs[: t - n]):
@@ -144,7 +156,8 @@ def patience_runs_out(values: list[float], patience: int) -> int | None:
 
 
 def when_it_averages(values: list[float], stop: int | None = None, **rule: int) -> int | None:
-    """The check at which NTASGD starts to average; with ``stop``, another object goes on from there."""
+    """The check at which NTASGD starts to average; with ``stop``, another object goes on from
+    there."""
     trigger = NTASGD(CentralizedSGD(model=nn.Linear(1, 1), lr=1.0), **rule)
     for t, value in enumerate(values):
         if t == stop:
@@ -176,9 +189,13 @@ def noisy_curves(count: int) -> list[list[float]]:
         ([math.nan, math.nan, 79, 78, 77, 78, 80], 2, 6),
     ],
 )
-def test_the_default_trigger_is_that_of_the_paper(values: list[float], n: int, expected: int | None) -> None:
+def test_the_default_trigger_is_that_of_the_paper(
+    values: list[float], n: int, expected: int | None
+) -> None:
     assert when_it_averages(values, interval=n) == expected
-    assert all(when_it_averages(values, stop, interval=n) == expected for stop in range(1, len(values)))
+    assert all(
+        when_it_averages(values, stop, interval=n) == expected for stop in range(1, len(values))
+    )
 
 
 def test_the_trigger_agrees_with_algorithm_1_on_noisy_curves_also_when_resumed() -> None:
@@ -211,7 +228,10 @@ def test_the_swap_keeps_groups_rates_and_the_scheduler() -> None:
     optimizer = GenericCentralizedOptimizer(
         None,
         model,
-        optimizer=SGD([{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "lr": 7.0}], lr=3.0),
+        optimizer=SGD(
+            [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "lr": 7.0}],
+            lr=3.0,
+        ),
     )
     scheduler = LRLinearWarmUp(optimizer, init_lr=1.0, scaled_lr=2.0, warmup_duration=2)
     trigger = NTASGD(optimizer, patience=1)
@@ -220,7 +240,9 @@ def test_the_swap_keeps_groups_rates_and_the_scheduler() -> None:
     scheduler.step()
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     assert trigger.check(1.0)
-    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == before
+    assert [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ] == before
     assert [group["params"] for group in optimizer.param_groups] == [[model.weight], [model.bias]]
     scheduler.step()
     assert [group["lr"] for group in optimizer.optimizer.param_groups] == [2.0, 2.0]
@@ -240,7 +262,9 @@ def test_averages_are_swapped_in_and_out_bit_by_bit() -> None:
     places = [p.data_ptr() for p in model.parameters()]
     averages = [trigger.optimizer.state[p]["average"].clone() for p in model.parameters()]
     with pytest.raises(KeyError), trigger.averaged_weights():
-        assert all(torch.equal(p, average) for p, average in zip(model.parameters(), averages, strict=True))
+        assert all(
+            torch.equal(p, average) for p, average in zip(model.parameters(), averages, strict=True)
+        )
         assert not torch.equal(model.weight, own[0])
         raise KeyError
     assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), own, strict=True))
@@ -255,7 +279,9 @@ def test_a_resumed_run_goes_on_exactly(stop: int, optimizer_first: bool) -> None
     def make() -> tuple[nn.Linear, Any, NTASGD]:
         model = make_model()
         inside = partial(SGD, lr=0.1, weight_decay=1e-3)
-        optimizer = CustomCentralizedOptimizer(model, None, inside, grad_clip=0.25, average_world=True)
+        optimizer = CustomCentralizedOptimizer(
+            model, None, inside, grad_clip=0.25, average_world=True
+        )
         return model, optimizer, NTASGD(optimizer, patience=2)
 
     def epochs(model: nn.Linear, optimizer: Any, trigger: NTASGD, numbers: range) -> None:
@@ -267,7 +293,9 @@ def test_a_resumed_run_goes_on_exactly(stop: int, optimizer_first: bool) -> None
     epochs(*whole, range(10))
     first = make()
     epochs(*first, range(stop))
-    model_state, optimizer_state, trigger_state = (copy.deepcopy(part.state_dict()) for part in first)
+    model_state, optimizer_state, trigger_state = (
+        copy.deepcopy(part.state_dict()) for part in first
+    )
     second = make()
     second[0].load_state_dict(model_state)
     if optimizer_first:
@@ -290,7 +318,10 @@ def test_state_fits_a_checkpoint(tmp_path: Any) -> None:
     for value in (1.0, 1.5, 2.0):
         trigger.check(value)
     take_steps(model, trigger.optimizer, range(2))
-    torch.save({"optimizer": trigger.optimizer.state_dict(), "trigger": trigger.state_dict()}, tmp_path / "state")
+    torch.save(
+        {"optimizer": trigger.optimizer.state_dict(), "trigger": trigger.state_dict()},
+        tmp_path / "state",
+    )
     loaded = torch.load(tmp_path / "state", weights_only=True)
     assert loaded["trigger"] == {
         "best": 1.0,
@@ -323,7 +354,9 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_scaled_rate_is_given_back_after_an_exception() -> None:
-    optimizer = SGD([{"params": [torch.zeros(1)], "lr": 2.0}, {"params": [torch.zeros(1)], "lr": 0.1}], lr=1.0)
+    optimizer = SGD(
+        [{"params": [torch.zeros(1)], "lr": 2.0}, {"params": [torch.zeros(1)], "lr": 0.1}], lr=1.0
+    )
     with pytest.raises(KeyError), scaled_rate(optimizer, 0.5):
         assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.05]
         raise KeyError
@@ -333,7 +366,8 @@ def test_scaled_rate_is_given_back_after_an_exception() -> None:
 def language_model_run(
     rank: int, world_size: int, sequences: int = 4, overlap: bool = False
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]:
-    """A language model in 10 batches with clipping, changing lengths and the switch; this worker's share of it."""
+    """A language model in 10 batches with clipping, changing lengths and the switch; this worker's
+    share of it."""
     torch.manual_seed(11)
     model = LSTMLanguageModel(19, 6, 8, 2, 0, 0, 0, 0, wdrop=0, tie_weights=True)
     optimizer = CustomCentralizedOptimizer(
@@ -349,7 +383,9 @@ def language_model_run(
     share = sequences // world_size
     words = words[:, rank * share : (rank + 1) * share]
     hidden, losses = model.init_hidden(share), []
-    for i, (start, end) in enumerate(itertools.pairwise([0, 7, 12, 19, 22, 30, 36, 43, 47, 55, 60])):
+    for i, (start, end) in enumerate(
+        itertools.pairwise([0, 7, 12, 19, 22, 30, 36, 43, 47, 55, 60])
+    ):
         optimizer.zero_grad()
         hidden = [(h.detach(), c.detach()) for h, c in hidden]
         scores, hidden = model(words[start:end], hidden)

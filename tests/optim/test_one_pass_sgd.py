@@ -1,4 +1,5 @@
-"""The SGD inside the optimizers has the bits of torch's plain SGD, whatever its tensors look like."""
+"""The SGD inside the optimizers has the bits of torch's plain SGD, whatever its tensors look
+like."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mlbench_core.optim.pytorch import CentralizedSGD
-from mlbench_core.optim.pytorch.one_pass_sgd import OnePassSGD
+from mlbench_core.optim.pytorch.updates.one_pass_sgd import OnePassSGD
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -26,7 +27,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     table = torch.randn(300, 400, generator=generator, dtype=dtype)
-    images = torch.randn(64, 40, 3, 3, generator=generator, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(64, 40, 3, 3, generator=generator, dtype=dtype).contiguous(
+        memory_format=torch.channels_last
+    )
     odd, scalar = torch.randn(20_011, generator=generator, dtype=dtype), torch.ones((), dtype=dtype)
     gaps = torch.randn(200, 300, generator=generator, dtype=dtype)
     tensors = (table, images, odd, scalar, gaps[:, :200])
@@ -38,10 +41,14 @@ def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+            parameter.dtype
+        )
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
     # Strides unlike those of the parameter, and a parameter that joins later.
-    parameters[0].grad = parameters[0].grad.t().contiguous().t() if step == 1 else parameters[0].grad
+    parameters[0].grad = (
+        parameters[0].grad.t().contiguous().t() if step == 1 else parameters[0].grad
+    )
     parameters[2].grad = None if step == 0 else parameters[2].grad
 
 
@@ -55,13 +62,18 @@ def assert_equal(left: SGD, right: SGD) -> None:
     assert left.state_dict()["param_groups"] == right.state_dict()["param_groups"]
     for a, b in zip(left.param_groups[0]["params"], right.param_groups[0]["params"], strict=True):
         assert torch.equal(a, b)
-        states = [optimizer.state.get(p, {}).get("momentum_buffer") for optimizer, p in ((left, a), (right, b))]
+        states = [
+            optimizer.state.get(p, {}).get("momentum_buffer")
+            for optimizer, p in ((left, a), (right, b))
+        ]
         assert (states[0] is None and states[1] is None) or torch.equal(*states)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_weights_and_momentum_have_the_bits_of_torch(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_weights_and_momentum_have_the_bits_of_torch(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
     ours, plain = (kind(make_parameters(dtype), lr=0.1, **options) for kind in (OnePassSGD, SGD))
     for optimizer in (ours, plain):
         train(optimizer, range(4))
@@ -84,7 +96,9 @@ def test_large_tensors_go_through_the_fused_kernel(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kinds", [(OnePassSGD, SGD), (SGD, OnePassSGD)])
-def test_states_of_torch_and_of_this_class_are_interchangeable(kinds: tuple[type[SGD], type[SGD]]) -> None:
+def test_states_of_torch_and_of_this_class_are_interchangeable(
+    kinds: tuple[type[SGD], type[SGD]],
+) -> None:
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     whole = SGD(make_parameters(torch.float32), **options)
     train(whole, range(5))
@@ -115,7 +129,9 @@ def test_it_keeps_hooks_closures_and_pickles_and_leaves_other_implementations_to
     # With foreach a group keeps torch's own way, which handles sparse gradients too.
     for group in ({"foreach": True}, {}):
         rows = nn.Parameter(torch.ones(200, 200))
-        rows.grad = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.ones(1, 200), (200, 200), check_invariants=True)
+        rows.grad = torch.sparse_coo_tensor(
+            torch.tensor([[3]]), torch.ones(1, 200), (200, 200), check_invariants=True
+        )
         OnePassSGD([{"params": [rows], **group}], lr=1.0).step()
         assert rows.sum().item() == 199 * 200
 

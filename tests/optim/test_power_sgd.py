@@ -1,4 +1,5 @@
-"""PowerSGD: real processes over Gloo against the reference, exact ranks and what must hold for every compression."""
+"""PowerSGD: real processes over Gloo against the reference, exact ranks and what must hold for
+every compression."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 def test_it_is_the_reference(ranks: Ranks, by_layer: bool) -> None:
     k = len(ranks)
     x = workers.Matrices(workers.SHAPE).items[0].detach()
-    gradients = [[workers.gradient(rank, step) for rank in range(k)] for step in range(workers.STEPS)]
-    drawn = torch.randn(workers.RANK, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    gradients = [
+        [workers.gradient(rank, step) for rank in range(k)] for step in range(workers.STEPS)
+    ]
+    drawn = torch.randn(
+        workers.RANK, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     expected, errors = power_sgd(x, gradients, drawn.T, lr=0.1, momentum=0.9)
     for rank, result in enumerate(ranks):
         (weight, _), error = result["like_the_reference"][by_layer]
@@ -35,7 +40,9 @@ def test_it_is_the_reference(ranks: Ranks, by_layer: bool) -> None:
         torch.testing.assert_close(error, errors[rank], rtol=0, atol=1e-11)
 
 
-def test_the_gradient_is_the_average_of_gradient_and_error_less_the_average_error(ranks: Ranks) -> None:
+def test_the_gradient_is_the_average_of_gradient_and_error_less_the_average_error(
+    ranks: Ranks,
+) -> None:
     for name, first in ranks[0]["average_and_error"].items():
         for step, (_, out, _) in enumerate(first):
             workers_of_step = [result["average_and_error"][name][step] for result in ranks]
@@ -49,7 +56,9 @@ def test_the_gradient_is_the_average_of_gradient_and_error_less_the_average_erro
 def test_all_workers_get_the_same_bits(ranks: Ranks) -> None:
     for result in ranks[1:]:
         for name, steps in result["average_and_error"].items():
-            for (_, mine, _), (_, first, _) in zip(steps, ranks[0]["average_and_error"][name], strict=True):
+            for (_, mine, _), (_, first, _) in zip(
+                steps, ranks[0]["average_and_error"][name], strict=True
+            ):
                 assert torch.equal(mine, first)
         for name in ("like_the_reference", "unusual"):
             assert result[name].keys() == ranks[0][name].keys()
@@ -57,7 +66,9 @@ def test_all_workers_get_the_same_bits(ranks: Ranks) -> None:
             for name, mine in run["gradients"].items():
                 assert torch.equal(mine, ranks[0]["unusual"][by_layer]["gradients"][name]), name
         for by_layer, run in result["missing_gradients"].items():
-            for mine, first in zip(run["weights"], ranks[0]["missing_gradients"][by_layer]["weights"], strict=True):
+            for mine, first in zip(
+                run["weights"], ranks[0]["missing_gradients"][by_layer]["weights"], strict=True
+            ):
                 assert torch.equal(mine, first)
 
 
@@ -81,14 +92,18 @@ def test_two_messages_of_the_size_in_the_formula(ranks: Ranks) -> None:
     for result in ranks:
         runs = result["messages"]
         assert runs["whole"]["sizes"] == [4 * (left + uncompressed + flags), 4 * right]
-        assert sorted(runs["bf16"]["sizes"]) == sorted([2 * left, 4 * (uncompressed + flags), 2 * right])
+        assert sorted(runs["bf16"]["sizes"]) == sorted(
+            [2 * left, 4 * (uncompressed + flags), 2 * right]
+        )
         matrices = [4 * (20 + 1), 4 * 16, 4 * (12 + 1), 4 * 24, 4 * (20 + 1), 4 * 16]
         assert runs["by layer"]["sizes"] == [*matrices, 4 * (4 + 1), 4 * (10 + 1), 4 * (1 + 1)]
         assert runs["not yet"]["sizes"] == [4 * (original + flags)]
         for run in runs.values():
             assert run["last_bytes"] == run["bytes_sent"] == sum(run["sizes"])
         assert runs["whole"]["ratio"] == pytest.approx(original / (left + right + uncompressed))
-        assert runs["bf16"]["ratio"] == pytest.approx(4 * original / (2 * (left + right) + 4 * uncompressed))
+        assert runs["bf16"]["ratio"] == pytest.approx(
+            4 * original / (2 * (left + right) + 4 * uncompressed)
+        )
         assert runs["not yet"]["ratio"] == 1
 
 
@@ -99,7 +114,9 @@ def test_parameters_without_gradient(ranks: Ranks, by_layer: bool) -> None:
         run = result["missing_gradients"][by_layer]
         on_rank_0, on_all, _, on_none = run["first"]
         drawn = torch.randn(1, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        only = [workers.gradient(0, 0)] + [torch.zeros(workers.SHAPE, dtype=torch.float64)] * (k - 1)
+        only = [workers.gradient(0, 0)] + [torch.zeros(workers.SHAPE, dtype=torch.float64)] * (
+            k - 1
+        )
         left, right = compress(only, drawn.T)
         torch.testing.assert_close(on_rank_0, left @ right.T, rtol=0, atol=1e-12)
         assert on_all.any()
@@ -111,11 +128,16 @@ def test_parameters_without_gradient(ranks: Ranks, by_layer: bool) -> None:
 
 
 @pytest.mark.parametrize("name", workers.WITHOUT_GRADIENT)
-def test_steps_without_gradient_are_alike_for_one_worker_and_several(ranks: Ranks, name: str) -> None:
-    """One worker with the gradient that all have: the same weights, memories, warm starts and counts."""
+def test_steps_without_gradient_are_alike_for_one_worker_and_several(
+    ranks: Ranks, name: str
+) -> None:
+    """One worker with the gradient that all have: the same weights, memories, warm starts and
+    counts."""
     alone = workers.steps_without_gradient(0, 1)[name]
     for result in ranks:
-        for (weights, state), (expected, its_state) in zip(result["steps_without_gradient"][name], alone, strict=True):
+        for (weights, state), (expected, its_state) in zip(
+            result["steps_without_gradient"][name], alone, strict=True
+        ):
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
             torch.testing.assert_close(state, its_state, rtol=0, atol=1e-10)
 
@@ -138,7 +160,9 @@ def test_unusual_parameters(ranks: Ranks, by_layer: bool) -> None:
         for name, average in run["averages"].items():
             gradient = run["gradients"][name]
             assert gradient.shape == average.shape
-            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[gradient.dtype]
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[
+                gradient.dtype
+            ]
             torch.testing.assert_close(gradient.double(), average, rtol=0, atol=tolerance, msg=name)
 
 
@@ -180,11 +204,15 @@ def test_a_world_size_left_out_does_not_train_apart(ranks: Ranks) -> None:
 
 
 def test_it_learns_digits_as_well_as_sgd() -> None:
-    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn, which has the digits, is not installed")
+    datasets = pytest.importorskip(
+        "sklearn.datasets", reason="scikit-learn, which has the digits, is not installed"
+    )
     digits = datasets.load_digits()
     shuffled = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[shuffled] / 16
-    first, second = run_ranks(2, workers.digits_accuracy, images, torch.tensor(digits.target)[shuffled], timeout_s=240)
+    first, second = run_ranks(
+        2, workers.digits_accuracy, images, torch.tensor(digits.target)[shuffled], timeout_s=240
+    )
     assert first == second
     sgd = first.pop("sgd")
     assert sgd > 0.93

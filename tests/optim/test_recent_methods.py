@@ -1,7 +1,8 @@
-"""The methods of recent years: real processes over Gloo against the references, and the claims they are known for.
+"""The methods of recent years: real processes over Gloo against the references, and the claims they
+are known for.
 
-The contract tests cover what all optimizers share: resuming, copies, the order of collectives, bytes, subgroups.
-"""
+The contract tests cover what all optimizers share: resuming, copies, the order of collectives,
+bytes, subgroups."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import (
@@ -29,13 +32,17 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
-    messages,
 )
 from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
-from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
+from mlbench_core.aggregation.pytorch.transport import messages
+from mlbench_core.aggregation.pytorch.transport.packing import (
+    pack_codes,
+    packed_bytes,
+    unpack_codes,
+)
 from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, LocalSGD, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
@@ -78,12 +85,16 @@ def assert_learns_as_well_as(ranks: Ranks, other: str, name: str, fewer_bytes: f
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17, 20])
 def test_codes_are_packed_bit_after_bit(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "BLOCK_ELEMENTS", 16)
-    codes = torch.randint(2**bits, (37,), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+    codes = torch.randint(
+        2**bits, (37,), generator=torch.Generator().manual_seed(bits), dtype=torch.int32
+    )
     packed = pack_codes(codes, bits)
     assert packed.dtype == torch.uint8
     assert len(packed) == packed_bytes(37, bits) == math.ceil(37 * bits / 8)
     text = "".join(format(code, f"0{bits}b") for code in codes.tolist()) if bits else ""
-    assert "".join(format(byte, "08b") for byte in packed.tolist()) == text.ljust(8 * len(packed), "0")
+    assert "".join(format(byte, "08b") for byte in packed.tolist()) == text.ljust(
+        8 * len(packed), "0"
+    )
     for skipped in (0, 1, 8, 21, 37):
         assert torch.equal(unpack_codes(packed, 37 - skipped, bits, skipped), codes[skipped:])
     assert torch.equal(unpack_codes(packed, 3, bits, 5), codes[5:8])
@@ -107,12 +118,16 @@ class TestQSGD:
 
     @pytest.mark.parametrize("norm", [2, math.inf])
     @pytest.mark.parametrize("levels", [1, 3, 7])
-    def test_rounding_is_right_on_average_with_the_variance_of_the_paper(self, levels: int, norm: float) -> None:
+    def test_rounding_is_right_on_average_with_the_variance_of_the_paper(
+        self, levels: int, norm: float
+    ) -> None:
         d, draws = 16, 8000
         v = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         v[3] = 0
         rounded = v.repeat(draws)  # every bucket is a draw of its own
-        QSGDAggregation(levels=levels, bucket_size=d, norm=norm).aggregate({"x": rounded}, "avg_world")
+        QSGDAggregation(levels=levels, bucket_size=d, norm=norm).aggregate(
+            {"x": rounded}, "avg_world"
+        )
         rounded = rounded.view(draws, d)
         size = torch.linalg.vector_norm(v, ord=norm)
         steps = rounded * levels / size
@@ -123,7 +138,9 @@ class TestQSGD:
         variance = (rounded - v).square().sum(1).mean()
         assert 0 < variance < min(d / levels**2, d**0.5 / levels) * v.square().sum()
 
-    def test_workers_and_steps_draw_apart_and_another_seed_draws_otherwise(self, ranks: Ranks) -> None:
+    def test_workers_and_steps_draw_apart_and_another_seed_draws_otherwise(
+        self, ranks: Ranks
+    ) -> None:
         def rounded(seed: int, skipped: int) -> Tensor:
             aggregation = QSGDAggregation(levels=1, seed=seed)
             aggregation.load_state_dict({"draws": skipped})
@@ -137,12 +154,19 @@ class TestQSGD:
         uniform = [workers.qsgd_uniform(SHAPE, rank, 0) for rank in range(2)]
         assert not torch.equal(*uniform)  # and the reference, which has these, is met
 
-    def test_values_find_their_places_in_blocks_and_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_values_find_their_places_in_blocks_and_messages(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(qsgd_module, "BLOCK_ELEMENTS", 6)
         generator = torch.Generator().manual_seed(0)
         # Values that are levels are not rounded.
-        tensors = {str(n): 2 * torch.randint(-1, 2, (n,), generator=generator).float() for n in (5, 13, 1, 8, 3)}
-        tensors["columns"] = torch.tensor([[2.0, 0.0, -2.0], [-2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]).t()
+        tensors = {
+            str(n): 2 * torch.randint(-1, 2, (n,), generator=generator).float()
+            for n in (5, 13, 1, 8, 3)
+        }
+        tensors["columns"] = torch.tensor(
+            [[2.0, 0.0, -2.0], [-2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+        ).t()
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         QSGDAggregation(levels=1, norm=math.inf, bucket_size=4).aggregate(tensors, "avg_world")
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
@@ -158,11 +182,16 @@ class TestQSGD:
         assert_learns_as_well_as(ranks, "sgd", "qsgd", fewer_bytes=7.5)
 
     def test_wrong_arguments_are_named(self) -> None:
-        with pytest.raises(ValueError, match="levels must be at most 127, so that a value fits into 8 bits, not 128"):
+        with pytest.raises(
+            ValueError,
+            match="levels must be at most 127, so that a value fits into 8 bits, not 128",
+        ):
             QSGDAggregation(levels=128)
         with pytest.raises(ValueError, match=r"norm must be 2 .*, not 1"):
             QSGDAggregation(norm=1)
-        with pytest.raises(ValueError, match=r"QSGDAggregation must have the keys \['draws'\], not \['memory'\]"):
+        with pytest.raises(
+            ValueError, match=r"QSGDAggregation must have the keys \['draws'\], not \['memory'\]"
+        ):
             QSGDAggregation().load_state_dict({"memory": {}})
 
 
@@ -173,7 +202,9 @@ class TestScaffold:
             found = result["scaffold"]
             assert_close(found["history"][-1], x)
             assert torch.equal(found["history"][-1], ranks[0]["scaffold"]["history"][-1])
-            assert torch.equal(found["state"]["common"]["x"], ranks[0]["scaffold"]["state"]["common"]["x"])
+            assert torch.equal(
+                found["state"]["common"]["x"], ranks[0]["scaffold"]["state"]["common"]["x"]
+            )
             assert_close(found["state"]["common"]["x"], c)
             assert_close(found["state"]["own"]["x"], c_i[rank])
 
@@ -181,9 +212,13 @@ class TestScaffold:
         for result in ranks:
             assert result["scaffold"]["sent"] == [0, 0, 0, 0, 8 * 35] * 3
 
-    def test_different_data_do_not_move_the_fixed_point_as_with_local_sgd(self, ranks: Ranks) -> None:
+    def test_different_data_do_not_move_the_fixed_point_as_with_local_sgd(
+        self, ranks: Ranks
+    ) -> None:
         quadratics = [workers.quadratic(rank) for rank in range(len(ranks))]
-        optimum = torch.linalg.solve(sum(A for A, _ in quadratics), sum(A @ b for A, b in quadratics))
+        optimum = torch.linalg.solve(
+            sum(A for A, _ in quadratics), sum(A @ b for A, b in quadratics)
+        )
         for result in ranks:
             assert (result["scaffold"]["scaffold"] - optimum).norm() < 1e-6 * optimum.norm()
             assert (result["scaffold"]["local"] - optimum).norm() > 0.01 * optimum.norm()
@@ -212,7 +247,9 @@ class TestScaffold:
         assert aggregation.correction("x").tolist() == [-2.0, -3.0]
         aggregation.load_state_dict(aggregation.shared_state(aggregation.state_dict()))
         assert aggregation.correction("x").tolist() == [0.0, 0.0]
-        with pytest.raises(ValueError, match=r"'x' must have the shape \(2,\) of its shared weights, not \(3,\)"):
+        with pytest.raises(
+            ValueError, match=r"'x' must have the shape \(2,\) of its shared weights, not \(3,\)"
+        ):
             aggregation.aggregate({"x": torch.ones(3)}, "avg_world")
 
     def test_without_a_rate_nothing_is_learnt(self) -> None:
@@ -227,7 +264,9 @@ class TestSparseLoCo:
     def test_is_the_reference(self, ranks: Ranks) -> None:
         kept, bits, beta, chunk = workers.SPARSE_LOCO.values()
         rounds = workers.STEPS // 5
-        x, e = sparse_loco(start(), gradient, len(ranks), 5, rounds, 0.05, kept, bits, chunk, beta, alpha=0.8)
+        x, e = sparse_loco(
+            start(), gradient, len(ranks), 5, rounds, 0.05, kept, bits, chunk, beta, alpha=0.8
+        )
         for rank, result in enumerate(ranks):
             found = result["sparse_loco"]
             assert_close(found["history"][-1], x)
@@ -235,18 +274,23 @@ class TestSparseLoCo:
             assert torch.equal(found["history"][-1], ranks[0]["sparse_loco"]["history"][-1])
 
     def test_messages_are_as_small_as_the_formula_says(self, ranks: Ranks) -> None:
-        """Of 35 float64: two chunks of 16 with positions of 4 bits, and one of 3, of which all are sent."""
+        """Of 35 float64: two chunks of 16 with positions of 4 bits, and one of 3, of which all are
+        sent."""
         size_bytes = (2 * 16 + 3 + 2) + (16 + 1 + 1)
         for result in ranks:
             assert result["sparse_loco"]["sent"] == [0, 0, 0, 0, size_bytes] * 3
 
     def test_uncompressed_it_averages_weights_as_local_sgd(self, ranks: Ranks) -> None:
         for result in ranks:
-            for actual, expected in zip(result["sparse_loco"]["whole"], result["sparse_loco"]["local"], strict=True):
+            for actual, expected in zip(
+                result["sparse_loco"]["whole"], result["sparse_loco"]["local"], strict=True
+            ):
                 assert_close(actual, expected)
 
     @pytest.mark.parametrize("bits", [None, 1, 2, 8])
-    def test_what_is_sent_and_what_stays_are_the_decayed_memory_and_the_change(self, bits: int | None) -> None:
+    def test_what_is_sent_and_what_stays_are_the_decayed_memory_and_the_change(
+        self, bits: int | None
+    ) -> None:
         aggregation = ChunkedTopKAggregation(density=0.25, bits=bits, decay=0.9, chunk_size=8)
         memory = torch.zeros(27)
         for step in range(3):
@@ -277,7 +321,9 @@ class TestSparseLoCo:
         ):
             with pytest.raises(ValueError, match=message):
                 ChunkedTopKAggregation(**options)
-        with pytest.raises(TypeError, match="compressed must be a ChunkedTopKAggregation, not QSGDAggregation"):
+        with pytest.raises(
+            TypeError, match="compressed must be a ChunkedTopKAggregation, not QSGDAggregation"
+        ):
             SparseLoCoAggregation(QSGDAggregation())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="outer_lr must be finite and at least 0, not -1"):
             SparseLoCoAggregation(outer_lr=-1)
@@ -287,11 +333,24 @@ class TestDeMo:
     @pytest.mark.parametrize("name", ["sign", "plain"])
     def test_is_the_reference(self, ranks: Ranks, name: str) -> None:
         """5 x 7 numbers in blocks of 5 x 1, because 7 has no other divisor up to 5."""
-        x, m = demo(start(), gradient, len(ranks), 0.1, workers.STEPS, 5, 1, 3, beta=0.9, signs=name == "sign")
+        x, m = demo(
+            start(),
+            gradient,
+            len(ranks),
+            0.1,
+            workers.STEPS,
+            5,
+            1,
+            3,
+            beta=0.9,
+            signs=name == "sign",
+        )
         for rank, result in enumerate(ranks):
             assert_close(result["demo"][name]["history"][-1], x)
             assert_close(result["demo"][name]["momentum"], m[rank])
-            assert torch.equal(result["demo"][name]["history"][-1], ranks[0]["demo"][name]["history"][-1])
+            assert torch.equal(
+                result["demo"][name]["history"][-1], ranks[0]["demo"][name]["history"][-1]
+            )
             assert result["demo"][name]["sent"] == 7 * 3 * (8 + 2) + 8  # and one flag
 
     def test_with_all_coefficients_it_averages_gradients(self, ranks: Ranks) -> None:
@@ -306,7 +365,9 @@ class TestDeMo:
     def test_the_transform_is_orthonormal(self, size: int) -> None:
         dct = dct_matrix(size, torch.float64)
         assert_close(dct @ dct.T, torch.eye(size, dtype=torch.float64))
-        wave = torch.cos(torch.arange(size, dtype=torch.float64).add(0.5) * torch.pi * (size // 2) / size)
+        wave = torch.cos(
+            torch.arange(size, dtype=torch.float64).add(0.5) * torch.pi * (size // 2) / size
+        )
         assert (dct @ wave).abs().gt(1e-9).nonzero().tolist() == [[size // 2]]
 
     @pytest.mark.parametrize("shape", [(), (7,), (6, 10), (130, 3), (4, 3, 2, 2)])
@@ -346,11 +407,15 @@ class TestDeMo:
         assert_learns_as_well_as(ranks, "sgd", "demo", fewer_bytes=20)
 
     def test_wrong_arguments_are_named(self) -> None:
-        with pytest.raises(ValueError, match="decay must be below 1, not 1: the momentum would grow"):
+        with pytest.raises(
+            ValueError, match="decay must be below 1, not 1: the momentum would grow"
+        ):
             DeMoAggregation(decay=1)
         with pytest.raises(ValueError, match=r"block_size must be at most 181, .*, not 200"):
             DeMoAggregation(block_size=200)
-        with pytest.raises(ValueError, match=r"DeMoAggregation must have the keys \['momentum'\], not \['memory'\]"):
+        with pytest.raises(
+            ValueError, match=r"DeMoAggregation must have the keys \['momentum'\], not \['memory'\]"
+        ):
             DeMoAggregation().load_state_dict({"memory": {}})
 
 
@@ -384,7 +449,9 @@ class TestOneBitAdam:
 
     def test_the_warm_up_is_torchs_adam_under_any_schedule(self) -> None:
         x, y = torch.nn.Parameter(start()), torch.nn.Parameter(start())
-        optimizer = OneBitAdam([x], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1, warmup_steps=8)
+        optimizer = OneBitAdam(
+            [x], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1, warmup_steps=8
+        )
         plain = torch.optim.Adam([y], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1)
         for step in range(8):
             x.grad, y.grad = gradient(0, x.detach(), step), gradient(0, y.detach(), step)
@@ -431,7 +498,9 @@ class TestDion:
             assert torch.equal(each["x"], found[0]["x"])
             # The sign of a column depends on the way of orthonormalization.
             signs = (each["state"]["queries"]["x"].T * Q).sum(0).sign()
-            torch.testing.assert_close(each["state"]["queries"]["x"].T * signs, Q, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                each["state"]["queries"]["x"].T * signs, Q, rtol=0, atol=1e-6
+            )
         momenta = torch.stack([each["state"]["momentum"]["x"] for each in found])
         torch.testing.assert_close(momenta.mean(0), M, rtol=0, atol=1e-6)
         assert (momenta[0] - momenta[1]).norm() > 0.1
@@ -445,7 +514,9 @@ class TestDion:
             y.grad = sum(gradient(rank, x, step)[0] for rank in range(k)) / k
             plain.step()
             if step + 1 < workers.STEPS:  # the way of x, which gives the gradients
-                x, *_ = dion(start(), gradient, k, 0.05, step + 1, ranks[0]["dion"]["first"].T, 0.9, 0.1)
+                x, *_ = dion(
+                    start(), gradient, k, 0.05, step + 1, ranks[0]["dion"]["first"].T, 0.9, 0.1
+                )
         for result in ranks:
             torch.testing.assert_close(result["dion"]["y"], y.detach(), rtol=0, atol=1e-6)
 
@@ -493,7 +564,9 @@ class TestDion:
             Dion([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(1, 0.9))
         aggregation = DionAggregation(rank=2)
         aggregation.load_state_dict({"momentum": {}, "queries": {"x": torch.ones(1, 4)}})
-        with pytest.raises(ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"
+        ):
             aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")
 
 
@@ -513,12 +586,16 @@ class TestStreamingDiLoCo:
             quantize,
         )
         for result, fragments in zip(ranks, expected, strict=True):
-            for actual, fragment in zip(result["streaming"][quantize]["history"][-1], fragments, strict=True):
+            for actual, fragment in zip(
+                result["streaming"][quantize]["history"][-1], fragments, strict=True
+            ):
                 assert_close(actual, fragment.detach())
 
     def test_one_fragment_at_once_is_diloco_bit_for_bit(self, ranks: Ranks) -> None:
         for result in ranks:
-            for actual, expected in zip(result["streaming"]["plain"], result["streaming"]["diloco"], strict=True):
+            for actual, expected in zip(
+                result["streaming"]["plain"], result["streaming"]["diloco"], strict=True
+            ):
                 assert torch.equal(actual, expected)
 
     @pytest.mark.parametrize("quantize", [False, True])
@@ -570,7 +647,9 @@ class TestStreamingDiLoCo:
         ):
             with pytest.raises(ValueError, match=message):
                 StreamingDiLoCoAggregation(**options)
-        with pytest.raises(ValueError, match="by_layer must be False, because each message is a fragment"):
+        with pytest.raises(
+            ValueError, match="by_layer must be False, because each message is a fragment"
+        ):
             StreamingDiLoCoAggregation().agg_model(by_layer=True)
 
 
@@ -579,22 +658,30 @@ class TestDelayedAverages:
 
     @pytest.mark.parametrize("by_layer", [False, True])
     @pytest.mark.parametrize(("period", "delay"), workers.DELAYED)
-    def test_is_the_reference_after_every_step(self, ranks: Ranks, period: int, delay: int, by_layer: bool) -> None:
+    def test_is_the_reference_after_every_step(
+        self, ranks: Ranks, period: int, delay: int, by_layer: bool
+    ) -> None:
         def gradient_of(fragment: int) -> Callable[[int, Tensor, int], Tensor]:
             return lambda i, x, t: workers.fragment_gradient(i, fragment, x, t)
 
         for fragment, steps in itertools.product((0, 1), range(1, workers.STEPS + 1)):
             first = start() if fragment == 0 else start()[0]
-            expected = local_sgd([first for _ in ranks], gradient_of(fragment), 0.1, period, steps, delay)
+            expected = local_sgd(
+                [first for _ in ranks], gradient_of(fragment), 0.1, period, steps, delay
+            )
             for result, x in zip(ranks, expected, strict=True):
-                assert_close(result["delayed"][period, delay, by_layer]["history"][steps - 1][fragment], x)
+                assert_close(
+                    result["delayed"][period, delay, by_layer]["history"][steps - 1][fragment], x
+                )
 
     @pytest.mark.parametrize(("period", "delay"), workers.DELAYED)
     def test_only_the_start_sends_and_a_message_with_a_delay_is_overlapped(
         self, ranks: Ranks, period: int, delay: int
     ) -> None:
         sizes = 35 * 8, 7 * 8
-        for result, (by_layer, messages_) in itertools.product(ranks, ((False, [sum(sizes)]), (True, sizes))):
+        for result, (by_layer, messages_) in itertools.product(
+            ranks, ((False, [sum(sizes)]), (True, sizes))
+        ):
             found = result["delayed"][period, delay, by_layer]
             for step in range(workers.STEPS):
                 is_due = (step + 1) % period == 0
@@ -612,7 +699,9 @@ class TestDelayedAverages:
         assert all(result["delayed"]["order"] for result in ranks)
 
     def test_a_parameter_that_comes_later_counts_its_own_steps(self, ranks: Ranks) -> None:
-        expected = local_sgd([start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2)
+        expected = local_sgd(
+            [start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2
+        )
         for result, x in zip(ranks, expected, strict=True):
             assert_close(result["delayed"]["late"], x)
 
@@ -623,7 +712,9 @@ class TestDelayedAverages:
                 assert torch.equal(tensor, torch.full_like(tensor, average + 3))
 
     def test_messages_may_travel_in_half_precision(self, ranks: Ranks) -> None:
-        expected = local_sgd([start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2)
+        expected = local_sgd(
+            [start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2
+        )
         for result, x in zip(ranks, expected, strict=True):
             found, size_bytes, large = result["delayed"]["half"]
             torch.testing.assert_close(found, x, rtol=0, atol=2e-3)
@@ -631,7 +722,8 @@ class TestDelayedAverages:
             assert large.isfinite().all(), "a sum of large numbers has no room in half precision"
 
     def test_a_state_may_be_loaded_with_another_delay(self, ranks: Ranks) -> None:
-        """A shorter one adds the correction in the next step; one of another period in its own time."""
+        """A shorter one adds the correction in the next step; one of another period in its own
+        time."""
         for result in ranks:
             at_once, *others = result["delayed"]["shorter"]
             average = torch.full((2,), (len(ranks) - 1) / 2)
@@ -664,28 +756,40 @@ class TestDelayedAverages:
         model = workers.Weights(x=start())
         make = partial(LocalSGD, model=model, lr=0.1, period=4)
         for options, error, message in (
-            ({"delay": 4}, ValueError, "delay must be less than period, 4, not 4: a message must arrive before"),
+            (
+                {"delay": 4},
+                ValueError,
+                "delay must be less than period, 4, not 4: a message must arrive before",
+            ),
             ({"delay": -1}, ValueError, "delay must be at least 0, not -1"),
             ({"delay": 1.5}, TypeError, "delay must be an integer, not 1.5"),
             (
                 {"delay": 1, "aggregation": DiLoCoAggregation()},
                 TypeError,
-                "aggregation must be an AllReduceAggregation if there is a delay, not DiLoCoAggregation: leave out "
+                "aggregation must be an AllReduceAggregation if there is a "
+                "delay, not DiLoCoAggregation: leave out "
                 r"delay, or for DiLoCo, use StreamingDiLoCoAggregation\(delay=",
             ),
             (
                 {"delay": 1, "aggregation": AllReduceAggregation(shared_memory=True)},
                 ValueError,
-                "shared_memory must be False if there is a delay, not True, because no message moves",
+                (
+                    "shared_memory must be False if there is a "
+                    "delay, not True, because no message moves"
+                ),
             ),
         ):
             with pytest.raises(error, match=message):
                 make(**options)
         make(aggregation=AllReduceAggregation(shared_memory=True))
         aggregation = PeriodicAggregation(AllReduceAggregation(), period=4, delay=1)
-        with pytest.raises(UnknownOperationError, match="op must be 'avg_world' if weights are averaged"):
+        with pytest.raises(
+            UnknownOperationError, match="op must be 'avg_world' if weights are averaged"
+        ):
             aggregation.aggregate({"x": start()}, "avg_custom", 2)
-        with pytest.raises(ValueError, match=r"must have the keys \['corrections', 'counts', 'inside'\]"):
+        with pytest.raises(
+            ValueError, match=r"must have the keys \['corrections', 'counts', 'inside'\]"
+        ):
             aggregation.load_state_dict({"memory": {}})
 
 
@@ -695,7 +799,13 @@ class TestLARS:
         options["trust"] = options.pop("trust_coefficient")
         x = lars(start(), gradient, len(ranks), workers.STEPS, **options)
         y = torch.zeros_like(start()[0])
-        y = lars(y, lambda i, y, t: workers.fragment_gradient(i, 1, y, t), len(ranks), workers.STEPS, **options)
+        y = lars(
+            y,
+            lambda i, y, t: workers.fragment_gradient(i, 1, y, t),
+            len(ranks),
+            workers.STEPS,
+            **options,
+        )
         assert (x - start()).norm() > 0.1
         assert y.any()
         for result in ranks:
@@ -703,16 +813,23 @@ class TestLARS:
             assert_close(result["lars"]["y"], y)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_workers_with_average_gradients_are_one_worker_with_the_joined_batch(self, dtype: torch.dtype) -> None:
+    def test_workers_with_average_gradients_are_one_worker_with_the_joined_batch(
+        self, dtype: torch.dtype
+    ) -> None:
         """A mean of the loss over three equal parts of a batch, as three workers have them."""
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(12, 5, generator=generator, dtype=dtype)
         one = torch.randn(5, 3, generator=generator, dtype=dtype).requires_grad_()
         several = one.detach().clone().requires_grad_()
-        optimizers = [LARS([parameter], lr=1.0, trust_coefficient=0.1) for parameter in (one, several)]
+        optimizers = [
+            LARS([parameter], lr=1.0, trust_coefficient=0.1) for parameter in (one, several)
+        ]
         for _ in range(5):
             one.grad = torch.autograd.grad((inputs @ one).square().mean(), one)[0]
-            parts = [torch.autograd.grad((p @ several).square().mean(), several)[0] for p in inputs.chunk(3)]
+            parts = [
+                torch.autograd.grad((p @ several).square().mean(), several)[0]
+                for p in inputs.chunk(3)
+            ]
             several.grad = torch.stack(parts).mean(0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -720,7 +837,9 @@ class TestLARS:
         torch.testing.assert_close(several, one, rtol=tolerance, atol=tolerance)
 
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-    def test_the_first_step_has_the_length_of_the_weights_whatever_the_gradient(self, scale: float) -> None:
+    def test_the_first_step_has_the_length_of_the_weights_whatever_the_gradient(
+        self, scale: float
+    ) -> None:
         x = start().requires_grad_()
         x.grad = scale * gradient(0, start(), 0)
         LARS([x], lr=2.0, weight_decay=0, trust_coefficient=0.05).step()
@@ -729,7 +848,10 @@ class TestLARS:
     def test_a_group_without_lars_takes_the_steps_of_sgd_with_its_own_decay(self) -> None:
         x, y, z = (start().requires_grad_() for _ in range(3))
         groups = [{"params": [x]}, {"params": [y], "use_lars": False, "weight_decay": 0.3}]
-        optimizers = LARS(groups, lr=0.1), torch.optim.SGD([z], lr=0.1, momentum=0.9, weight_decay=0.3)
+        optimizers = (
+            LARS(groups, lr=0.1),
+            torch.optim.SGD([z], lr=0.1, momentum=0.9, weight_decay=0.3),
+        )
         for step in range(4):
             for parameter in (x, y, z):
                 parameter.grad = gradient(0, parameter.detach(), step)
@@ -740,12 +862,16 @@ class TestLARS:
 
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
     def test_a_norm_of_zero_leaves_the_rate_alone(self, weight_decay: float) -> None:
-        no_weights, no_gradient, neither = (torch.full((3,), value, requires_grad=True) for value in (0.0, 2.0, 0.0))
+        no_weights, no_gradient, neither = (
+            torch.full((3,), value, requires_grad=True) for value in (0.0, 2.0, 0.0)
+        )
         for parameter, value in ((no_weights, 1.0), (no_gradient, 0.0), (neither, 0.0)):
             parameter.grad = torch.full((3,), value)
         LARS([no_weights, no_gradient, neither], lr=0.5, weight_decay=weight_decay).step()
         assert no_weights.tolist() == [-0.5] * 3
-        torch.testing.assert_close(no_gradient.detach(), torch.full((3,), 2 - 0.5 * weight_decay * 2))
+        torch.testing.assert_close(
+            no_gradient.detach(), torch.full((3,), 2 - 0.5 * weight_decay * 2)
+        )
         assert neither.tolist() == [0.0] * 3
 
     def test_norms_do_not_overflow_in_float16(self) -> None:
@@ -795,7 +921,9 @@ class TestLARS:
             LARS([x], lr=1.0).step()
 
     def test_a_trust_coefficient_of_zero_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="trust_coefficient must be finite and positive, not 0"):
+        with pytest.raises(
+            ValueError, match="trust_coefficient must be finite and positive, not 0"
+        ):
             LARS([torch.zeros(1)], lr=1.0, trust_coefficient=0)
 
 
@@ -811,7 +939,9 @@ class TestMuon:
         y = start()[0].requires_grad_()
         adamw = torch.optim.AdamW([y], lr=0.05, weight_decay=0.1)
         for step in range(workers.STEPS):
-            gradients = [workers.fragment_gradient(i, 1, y.detach(), step) for i in range(len(ranks))]
+            gradients = [
+                workers.fragment_gradient(i, 1, y.detach(), step) for i in range(len(ranks))
+            ]
             y.grad = torch.stack(gradients).mean(0)
             adamw.step()
         for result in ranks:
@@ -821,15 +951,20 @@ class TestMuon:
         """Of the first period, whose outer momentum is the change itself: 0.7 times 1.9 of it."""
         ends = []
         for rank in range(len(ranks)):
-            ends.append(muon(start(), lambda _, x, step, rank=rank: gradient(rank, x, step), 1, 5, 0.05))
+            ends.append(
+                muon(start(), lambda _, x, step, rank=rank: gradient(rank, x, step), 1, 5, 0.05)
+            )
         change = torch.stack(ends).mean(0) - start()
         for result in ranks:
             found = result["muon"]["muloco"][4] - start()
             assert (found - 0.7 * 1.9 * change).norm() < 0.01 * found.norm()
 
     @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (20, 20)])
-    def test_a_step_is_nearly_orthonormal_whatever_the_gradient(self, shape: tuple[int, int]) -> None:
-        """Its singular values are from 0.6 to 1.3, where those of the gradient span two orders of magnitude."""
+    def test_a_step_is_nearly_orthonormal_whatever_the_gradient(
+        self, shape: tuple[int, int]
+    ) -> None:
+        """Its singular values are from 0.6 to 1.3, where those of the gradient span two orders of
+        magnitude."""
         generator = torch.Generator().manual_seed(0)
         u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
         x = torch.zeros(shape, requires_grad=True)
@@ -840,13 +975,20 @@ class TestMuon:
         assert (step - step.diagonal().diag()).abs().max() < 0.05
 
     def test_options_reach_torchs_optimizers(self) -> None:
-        first, second = ([torch.ones(3, 2, requires_grad=True), torch.ones(3, requires_grad=True)] for _ in range(2))
+        first, second = (
+            [torch.ones(3, 2, requires_grad=True), torch.ones(3, requires_grad=True)]
+            for _ in range(2)
+        )
         ours = MuonAdamW(first, lr=0.1, weight_decay=0.3, momentum=0.5, betas=(0.5, 0.6), eps=0.1)
-        muon = torch.optim.Muon(second[:1], lr=0.1, weight_decay=0.3, momentum=0.5, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(
+            second[:1], lr=0.1, weight_decay=0.3, momentum=0.5, adjust_lr_fn="match_rms_adamw"
+        )
         adamw = torch.optim.AdamW(second[1:], lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), eps=0.1)
         for step in range(3):
             for parameter in (*first, *second):
-                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                parameter.grad = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(step)
+                )
             for optimizer in (ours, muon, adamw):
                 optimizer.step()
         for parameter, expected in zip(first, second, strict=True):
@@ -864,9 +1006,15 @@ class TestMuon:
         assert not torch.equal(x, z)
 
     @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-    def test_a_kernel_steps_as_a_matrix_with_a_row_per_output(self, memory_format: torch.memory_format) -> None:
+    def test_a_kernel_steps_as_a_matrix_with_a_row_per_output(
+        self, memory_format: torch.memory_format
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        kernel = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=memory_format).requires_grad_()
+        kernel = (
+            torch.randn(4, 3, 2, 2, generator=generator)
+            .to(memory_format=memory_format)
+            .requires_grad_()
+        )
         matrix = kernel.detach().flatten(1).clone().requires_grad_()
         optimizers = MuonAdamW([kernel], lr=0.1, kernels=True), MuonAdamW([matrix], lr=0.1)
         for _ in range(3):

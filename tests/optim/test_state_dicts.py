@@ -35,7 +35,10 @@ MAKERS: dict[str, Make] = {
     "ef sign": lambda m: EFSignSGD(m.named_parameters(), 0.1, momentum=0.9),
     "top-k": lambda m: SparsifiedSGD(m.named_parameters(), 0.1, sparse_grad_size=2),
     "top-k composed": lambda m: GenericCentralizedOptimizer(
-        None, m, optimizer=partial(SGD, lr=0.1), aggregation=SparsifiedAggregation(m, size=2, random=True)
+        None,
+        m,
+        optimizer=partial(SGD, lr=0.1),
+        aggregation=SparsifiedAggregation(m, size=2, random=True),
     ),
     "local": lambda m: LocalSGD(model=m, lr=0.1, period=3),
     "diloco": lambda m: DiLoCo(model=m, lr=0.1, period=3),
@@ -72,7 +75,9 @@ def test_a_model_may_be_compiled_or_no_longer(make: Make, was_compiled: bool) ->
     second.load_state_dict(first.state_dict())
     resumed = make(seen[1])  # type: ignore[arg-type]
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for ours, theirs in zip(train(first, optimizer, range(4, 9)), train(second, resumed, range(4, 9)), strict=True):
+    for ours, theirs in zip(
+        train(first, optimizer, range(4, 9)), train(second, resumed, range(4, 9)), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -112,7 +117,9 @@ def test_an_aggregation_that_knows_its_model_refuses_other_names() -> None:
     with pytest.raises(ValueError, match="not 'elsewhere'"):
         PowerAggregation(make_model()).load_state_dict(state)
     with pytest.raises(ValueError, match="not 'elsewhere'"):
-        SparsifiedAggregation(make_model()).load_state_dict({"memory": {"elsewhere": torch.zeros(2)}})
+        SparsifiedAggregation(make_model()).load_state_dict(
+            {"memory": {"elsewhere": torch.zeros(2)}}
+        )
 
 
 def test_names_of_compiled_models_in_states_of_earlier_versions() -> None:
@@ -140,7 +147,9 @@ def test_parameters_without_names_and_with() -> None:
     resumed_model = make_model()
     resumed_model.load_state_dict(model.state_dict())
     resumed = EFSignSGD(resumed_model.parameters(), 0.1)
-    resumed.load_state_dict(copy.deepcopy(named.state_dict()))  # as in torch, names come with the state
+    resumed.load_state_dict(
+        copy.deepcopy(named.state_dict())
+    )  # as in torch, names come with the state
     ours, theirs = train(model, named, range(2, 5)), train(resumed_model, resumed, range(2, 5))
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
@@ -165,7 +174,10 @@ def test_parameters_outside_the_model_are_known() -> None:
 
 def test_options_of_the_outer_optimizer_are_restored() -> None:
     model, second = make_model(), make_model()
-    optimizer, resumed = DiLoCo(model=model, lr=0.1, period=2), DiLoCo(model=second, lr=0.1, period=2)
+    optimizer, resumed = (
+        DiLoCo(model=model, lr=0.1, period=2),
+        DiLoCo(model=second, lr=0.1, period=2),
+    )
     optimizer.outer_optimizer.param_groups[0]["lr"] = 0.25
     train(model, optimizer, range(3))
     second.load_state_dict(model.state_dict())
@@ -194,10 +206,16 @@ def test_the_shared_part_of_a_state() -> None:
         train(model, optimizer, range(4))
         state = optimizer.state_dict()
         shared = optimizer.shared_state_dict(state)
-        dropped = {key for key, value in shared["aggregation"].items() if str(value) != str(state["aggregation"][key])}
+        dropped = {
+            key
+            for key, value in shared["aggregation"].items()
+            if str(value) != str(state["aggregation"][key])
+        }
         assert dropped == keys
         assert not any(shared["aggregation"][key] for key in keys)
-    assert ChocoAggregation(0, None).shared_state({"copies": {"a": 1}, "sums": {"a": 1}, "origin": 3}) == {
+    assert ChocoAggregation(0, None).shared_state(
+        {"copies": {"a": 1}, "sums": {"a": 1}, "origin": 3}
+    ) == {
         "copies": {},
         "sums": {},
         "origin": 3,

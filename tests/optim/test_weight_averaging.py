@@ -1,4 +1,5 @@
-"""Decentralized and periodic optimizers: real processes over Gloo against the references and known solutions."""
+"""Decentralized and periodic optimizers: real processes over Gloo against the references and known
+solutions."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
-from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks
 from tests.optim import weight_averaging as workers
 from tests.optim.weight_averaging import COMPRESSIONS, STEPS, gradient, start, target, topologies
@@ -57,10 +60,16 @@ class TestDecentralizedSGD:
         graph = topologies(len(ranks))[name]
         W = mixing_matrix([graph.neighbours(rank) for rank in range(len(ranks))])
         expected = decentralized_sgd([start() for _ in ranks], gradient, W, eta=0.1, steps=STEPS)
-        assert_all_close([history[-1] for history in column(ranks, "decentralized", (name, how))], expected, 1e-12)
+        assert_all_close(
+            [history[-1] for history in column(ranks, "decentralized", (name, how))],
+            expected,
+            1e-12,
+        )
 
     @pytest.mark.parametrize("name", GRAPHS)
-    def test_the_average_takes_the_step_of_the_average_gradient(self, ranks: Ranks, name: str) -> None:
+    def test_the_average_takes_the_step_of_the_average_gradient(
+        self, ranks: Ranks, name: str
+    ) -> None:
         histories = column(ranks, "decentralized", (name, False))
         for step in range(1, STEPS):
             before = [history[step - 1] for history in histories]
@@ -70,7 +79,9 @@ class TestDecentralizedSGD:
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
 
     @pytest.mark.parametrize("lr", [0.1, 0.4])
-    def test_constant_steps_end_as_near_one_another_as_the_spectral_gap_says(self, ranks: Ranks, lr: float) -> None:
+    def test_constant_steps_end_as_near_one_another_as_the_spectral_gap_says(
+        self, ranks: Ranks, lr: float
+    ) -> None:
         """On 1/2 ||x - b_i||^2 the fixed point is (I - (1 - lr) W)^-1 lr W b."""
         k, graph = len(ranks), ring(len(ranks))
         W, b = graph.mixing_matrix, torch.stack([target(rank).flatten() for rank in range(k)])
@@ -104,12 +115,16 @@ class TestMixing:
 
     @pytest.mark.parametrize("by_layer", [False, True])
     @pytest.mark.parametrize("name", ["decentralized", "choco", "local", "diloco"])
-    def test_tensors_of_every_kind_are_averaged_in_place(self, ranks: Ranks, name: str, by_layer: bool) -> None:
+    def test_tensors_of_every_kind_are_averaged_in_place(
+        self, ranks: Ranks, name: str, by_layer: bool
+    ) -> None:
         mean = (len(ranks) + 1) / 2
         for rank, result in enumerate(ranks):
             tensors = result["odd_tensors"][f"{name} {by_layer}"]
             for key in ("scalar", "f64", "f16", "bf16", "strided", "statistic"):
-                torch.testing.assert_close(tensors[key].double(), torch.full_like(tensors[key].double(), mean))
+                torch.testing.assert_close(
+                    tensors[key].double(), torch.full_like(tensors[key].double(), mean)
+                )
             assert [tensors[key].dtype for key in ("f64", "f16")] == [torch.float64, torch.float16]
             assert tensors["strided"].is_contiguous(memory_format=torch.channels_last)
             assert tensors["empty"].shape == (0, 3)
@@ -127,12 +142,18 @@ class TestMixing:
             )
             # Of float32: six large ones and the small one; of float64 and float16 one each.
             assert (alone_messages, packed_messages) == (7 + 2, 1 + 2)
-            assert alone_bytes == packed_bytes == 3 * degree * sum(tensor.nbytes for tensor in alone.values())
+            assert (
+                alone_bytes
+                == packed_bytes
+                == 3 * degree * sum(tensor.nbytes for tensor in alone.values())
+            )
             for name, tensor in alone.items():
                 assert torch.equal(tensor, packed[name]), name
                 stacked = torch.stack([values[name].double() for values in starts])
                 expected = torch.tensordot(mixing[rank].double(), stacked, dims=1)
-                exact = {torch.float16: 3e-3, torch.float32: 1e-6, torch.float64: 1e-14}[tensor.dtype]
+                exact = {torch.float16: 3e-3, torch.float32: 1e-6, torch.float64: 1e-14}[
+                    tensor.dtype
+                ]
                 torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=exact)
 
     def test_the_distance_to_the_average_and_the_average(self, ranks: Ranks) -> None:
@@ -147,7 +168,8 @@ class TestMixing:
 
 
 def shared_random_k(world_size: int, ratio: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Random-k whose coordinates are drawn once a round and are the same for all workers, called in turn."""
+    """Random-k whose coordinates are drawn once a round and are the same for all workers, called in
+    turn."""
     generator, calls = torch.Generator().manual_seed(seed), 0
     kept = torch.empty(0)
 
@@ -174,8 +196,14 @@ class TestChocoSGD:
             "identity": lambda x: x,
         }[compression]
         W = mixing_matrix([graph.neighbours(rank) for rank in range(len(ranks))])
-        expected = choco_sgd([start() for _ in ranks], gradient, W, compress, 0.1, options["gamma"], STEPS)
-        assert_all_close([history[-1] for history in column(ranks, "choco", (name, compression))], expected, 1e-12)
+        expected = choco_sgd(
+            [start() for _ in ranks], gradient, W, compress, 0.1, options["gamma"], STEPS
+        )
+        assert_all_close(
+            [history[-1] for history in column(ranks, "choco", (name, compression))],
+            expected,
+            1e-12,
+        )
 
     def test_uncompressed_with_gamma_one_is_decentralized_sgd(self, ranks: Ranks) -> None:
         for name in ("ring", "star"):
@@ -216,13 +244,20 @@ class TestChocoSGD:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize("compression", [TopK(0.1), ScaledSign(), Identity(), RandomK(0.1)])
-    def test_a_difference_is_compressed_like_its_values(self, compression: Compression, dtype: torch.dtype) -> None:
+    def test_a_difference_is_compressed_like_its_values(
+        self, compression: Compression, dtype: torch.dtype
+    ) -> None:
         generator, kept = torch.Generator().manual_seed(1), KeptMemory()
         before = compression.state_dict()
         for count in (300_001, 100):
-            x, y = torch.randn(count, generator=generator).to(dtype), torch.randn(count, generator=generator)
+            x, y = (
+                torch.randn(count, generator=generator).to(dtype),
+                torch.randn(count, generator=generator),
+            )
             fused = compression.compress_difference(x, y, kept)
-            compression.compress_difference(y.to(dtype), y, kept)  # does not overwrite the first result
+            compression.compress_difference(
+                y.to(dtype), y, kept
+            )  # does not overwrite the first result
             compression.load_state_dict(before)
             plain = compression.compress((x - y).to(dtype))
             compression.load_state_dict(before)
@@ -231,7 +266,9 @@ class TestChocoSGD:
                 assert a.dtype == b.dtype and torch.equal(a, b)
 
     def test_a_tensor_whose_positions_do_not_fit_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"fewer than 2\*\*31 numbers, not 2147483648: split it"):
+        with pytest.raises(
+            ValueError, match=r"fewer than 2\*\*31 numbers, not 2147483648: split it"
+        ):
             TopK(0.1).compress(torch.empty(2**31, device="meta"))
 
     def test_random_entries_shrink_the_error_on_average(self) -> None:
@@ -265,7 +302,9 @@ class TestPeriodic:
             assert_same_bits(result["local"][1, False], result["local"]["averaged every step"])
 
     @pytest.mark.parametrize("key", [(4, False), (4, True), ("diloco is local", 4, False)])
-    def test_workers_have_the_same_bits_after_a_synchronisation_only(self, ranks: Ranks, key: Any) -> None:
+    def test_workers_have_the_same_bits_after_a_synchronisation_only(
+        self, ranks: Ranks, key: Any
+    ) -> None:
         histories = column(ranks, "local", key)
         for step in range(STEPS):
             same = all(torch.equal(history[step], histories[0][step]) for history in histories)
@@ -280,7 +319,9 @@ class TestPeriodic:
 
     @pytest.mark.parametrize("by_layer", [False, True])
     @pytest.mark.parametrize("period", [1, 4])
-    def test_diloco_with_a_full_outer_step_is_local_sgd(self, ranks: Ranks, period: int, by_layer: bool) -> None:
+    def test_diloco_with_a_full_outer_step_is_local_sgd(
+        self, ranks: Ranks, period: int, by_layer: bool
+    ) -> None:
         for result in ranks:
             plain = result["local"][period, by_layer]
             assert_all_close(result["local"]["diloco is local", period, by_layer], plain, 1e-12)
@@ -316,8 +357,12 @@ def test_parameters_that_come_later_are_averaged_too(ranks: Ranks, name: str) ->
         assert_same_bits([*lasts], [lasts[0]] * len(lasts))
         assert lasts[0].abs().min() > 0.1
     else:
-        torch.testing.assert_close(x.mean(0), torch.full((4,), -(len(ranks) - 1) / 2), rtol=0, atol=1e-6)
-        assert (x - x.mean(0)).abs().max() < {"decentralized": 1e-3, "choco": 1.1, "local": 1e-6}[name]
+        torch.testing.assert_close(
+            x.mean(0), torch.full((4,), -(len(ranks) - 1) / 2), rtol=0, atol=1e-6
+        )
+        assert (x - x.mean(0)).abs().max() < {"decentralized": 1e-3, "choco": 1.1, "local": 1e-6}[
+            name
+        ]
 
 
 @pytest.mark.parametrize(("first_steps", "equal_after"), [(3, [3, 6, 9]), (1, [1, 3, 6, 9])])
@@ -326,7 +371,11 @@ def test_a_layer_that_is_unfrozen_is_synchronized_with_the_others(
 ) -> None:
     """In the middle of a period, too."""
     histories = column(ranks, "unfrozen", ("local", first_steps))
-    equal = [step + 1 for step in range(9) if all(torch.equal(h[step], histories[0][step]) for h in histories)]
+    equal = [
+        step + 1
+        for step in range(9)
+        if all(torch.equal(h[step], histories[0][step]) for h in histories)
+    ]
     assert equal == sorted({*range(1, first_steps + 1), *equal_after})
     if first_steps == 3:
         for history in column(ranks, "unfrozen", ("diloco", 3)):
@@ -370,10 +419,14 @@ class TestBytes:
         graph = topologies(len(ranks))["star"]
         for rank, result in enumerate(ranks):
             steps, _, ratio = result["bytes_and_messages"][name]
-            assert [step for step, _ in steps] == [len(graph.neighbours(rank)) * (size_bytes + 4 * 8)] * 7
+            assert [step for step, _ in steps] == [
+                len(graph.neighbours(rank)) * (size_bytes + 4 * 8)
+            ] * 7
             assert ratio == pytest.approx(38 * 4 / size_bytes)
             # One batch for the differences of the weights, and one for the buffers.
-            assert all(calls["batch_isend_irecv"] == 2 and calls["all_reduce"] == 0 for _, calls in steps)
+            assert all(
+                calls["batch_isend_irecv"] == 2 and calls["all_reduce"] == 0 for _, calls in steps
+            )
 
 
 MESSAGES = {

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -23,7 +25,13 @@ from mlbench_core.aggregation.pytorch import (
     average_weights,
     consensus_distance,
 )
-from mlbench_core.aggregation.pytorch.topology import Topology, complete, exponential, from_edges, ring
+from mlbench_core.aggregation.pytorch.transport.topology import (
+    Topology,
+    complete,
+    exponential,
+    from_edges,
+    ring,
+)
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     ChocoSGD,
@@ -45,7 +53,11 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 
 
 def topologies(world_size: int) -> dict[str, Topology]:
-    graphs = {"ring": ring(world_size), "complete": complete(world_size), "exponential": exponential(world_size)}
+    graphs = {
+        "ring": ring(world_size),
+        "complete": complete(world_size),
+        "exponential": exponential(world_size),
+    }
     graphs["star"] = from_edges(world_size, [(0, other) for other in range(1, world_size)])
     kite = [(0, 1), (1, 2), (0, 2), (2, 3)]  # as much of it as there are workers
     graphs["kite"] = from_edges(world_size, [edge for edge in kite if max(edge) < world_size])
@@ -53,7 +65,9 @@ def topologies(world_size: int) -> dict[str, Topology]:
 
 
 def target(rank: int) -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(40 + rank), dtype=torch.float64)
+    return torch.randn(
+        SHAPE, generator=torch.Generator().manual_seed(40 + rank), dtype=torch.float64
+    )
 
 
 def gradient(rank: int, x: Tensor, step: int) -> Tensor:
@@ -80,7 +94,9 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def descend(rank: int, model: Weights, optimizer: Optimizer, steps: range = range(STEPS)) -> list[Tensor]:
+def descend(
+    rank: int, model: Weights, optimizer: Optimizer, steps: range = range(STEPS)
+) -> list[Tensor]:
     """Train the parameter x; return its value after every step."""
     history = []
     for step in steps:
@@ -98,7 +114,8 @@ def counted() -> Iterator[dict[str, int]]:
         yield calls
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def decentralized(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
@@ -110,7 +127,9 @@ def decentralized(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
             optimizer = DecentralizedSGD(rank, listed, model, lr=0.1, by_layer=by_layer)
             result[name, by_layer] = descend(rank, model, optimizer)
         model = Weights(x=start())
-        optimizer = DecentralizedSGD(model=model, lr=0.1, aggregation=DecentralizedAggregation(topology=graph))
+        optimizer = DecentralizedSGD(
+            model=model, lr=0.1, aggregation=DecentralizedAggregation(topology=graph)
+        )
         result[name, "topology"] = descend(rank, model, optimizer)
         assert optimizer.aggregation.topology.spectral_gap == graph.spectral_gap
     return result
@@ -129,7 +148,8 @@ def choco(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
 
 
 def gossip(rank: int, world_size: int) -> dict[Any, Any]:
-    """Average different weights, without gradients: distances to the average, and the last weights."""
+    """Average different weights, without gradients: distances to the average, and the last
+    weights."""
     result = {}
 
     def rounds(make: Callable[[], Any], count: int, every: int) -> tuple[list[float], Tensor]:
@@ -177,7 +197,11 @@ def bytes_and_messages(rank: int, world_size: int) -> dict[str, Any]:
             with counted() as calls:
                 optimizer.step()
             steps.append((optimizer.aggregation.last_bytes, calls))
-        result[name] = steps, optimizer.aggregation.bytes_sent, optimizer.aggregation.compression_ratio
+        result[name] = (
+            steps,
+            optimizer.aggregation.bytes_sent,
+            optimizer.aggregation.compression_ratio,
+        )
     return result
 
 
@@ -197,7 +221,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = Weights(x=start())
     make = partial(DecentralizedSGD, model=model, lr=0.1)
     return {
-        "one-sided": message(lambda: mix([1] if rank == 0 else [3] if rank == 2 else [])) if world_size == 4 else "",
+        "one-sided": message(lambda: mix([1] if rank == 0 else [3] if rank == 2 else []))
+        if world_size == 4
+        else "",
         "one-sided pair": message(lambda: mix([1] if rank == 0 else [])),
         "apart": message(lambda: mix([rank ^ 1])) if world_size == 4 else "",
         "alone": message(lambda: mix([])),
@@ -207,8 +233,14 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "rank": message(lambda: make((rank + 1) % world_size, [rank])),
         "topology": message(lambda: DecentralizedAggregation(rank, topology=ring(world_size + 1))),
         "both": message(lambda: DecentralizedAggregation(rank, [0], topology=ring(world_size))),
-        "twice": message(lambda: make(rank, aggregation=DecentralizedAggregation(topology=ring(world_size)))),
-        "op": message(lambda: DecentralizedAggregation(rank, [(rank + 1) % world_size]).agg_model()(model, "sum")),
+        "twice": message(
+            lambda: make(rank, aggregation=DecentralizedAggregation(topology=ring(world_size)))
+        ),
+        "op": message(
+            lambda: DecentralizedAggregation(rank, [(rank + 1) % world_size]).agg_model()(
+                model, "sum"
+            )
+        ),
         "average": message(lambda: make(rank, [0], average_world=False)),
     }
 
@@ -235,8 +267,12 @@ def odd_tensors(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
     graph = complete(world_size)
     aggregations = {
         "decentralized": lambda: DecentralizedAggregation(rank, graph.neighbours(rank)),
-        "choco": lambda: ChocoAggregation(rank, None, topology=graph, compression="identity", gamma=1.0),
-        "local": lambda: PeriodicAggregation(DecentralizedAggregation(rank, None, topology=graph), 1),
+        "choco": lambda: ChocoAggregation(
+            rank, None, topology=graph, compression="identity", gamma=1.0
+        ),
+        "local": lambda: PeriodicAggregation(
+            DecentralizedAggregation(rank, None, topology=graph), 1
+        ),
         "diloco": DiLoCoAggregation,
     }
     result = {}
@@ -246,7 +282,9 @@ def odd_tensors(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
             memory = [tensor.data_ptr() for tensor in model.state_dict().values()]
             make().agg_model(by_layer=by_layer)(model, "avg_world")
             assert memory == [tensor.data_ptr() for tensor in model.state_dict().values()]
-            result[f"{name} {by_layer}"] = {key: value.clone() for key, value in model.state_dict().items()}
+            result[f"{name} {by_layer}"] = {
+                key: value.clone() for key, value in model.state_dict().items()
+            }
     return result
 
 
@@ -254,7 +292,8 @@ def large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     """Three rounds with large tensors in messages of their own, and packed.
 
     Returns:
-        The tensors at the start, and for each kind the tensors, all bytes and the messages of a round.
+        The tensors at the start, and for each kind the tensors, all bytes and the messages of a
+        round.
     """
     generator = torch.Generator().manual_seed(rank)
 
@@ -303,7 +342,9 @@ def interrupted(rank: int, world_size: int) -> dict[str, Any]:
 
 
 RESUMED: dict[str, Callable[[int, int, nn.Module], Optimizer]] = {
-    "decentralized": lambda r, n, m: DecentralizedSGD(r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9),
+    "decentralized": lambda r, n, m: DecentralizedSGD(
+        r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9
+    ),
     "top_k": lambda r, n, m: ChocoSGD(
         model=m,
         lr=0.1,
@@ -327,7 +368,9 @@ RESUMED: dict[str, Callable[[int, int, nn.Module], Optimizer]] = {
 }
 
 
-def resume(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+def resume(
+    rank: int, world_size: int
+) -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     """A run, the same resumed from a file at step 6 of 15, and the same by a deep copy."""
     result = {}
     for name, make in RESUMED.items():
@@ -359,14 +402,24 @@ def local(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
             inner = partial(SGD, lr=0.1)
             model = Weights(x=start())
             optimizer = DiLoCo(
-                None, model, by_layer=by_layer, period=period, outer_lr=1.0, outer_momentum=0.0, inner_optimizer=inner
+                None,
+                model,
+                by_layer=by_layer,
+                period=period,
+                outer_lr=1.0,
+                outer_momentum=0.0,
+                inner_optimizer=inner,
             )
             result["diloco is local", period, by_layer] = descend(rank, model, optimizer)
     model = Weights(x=start())
-    result["averaged every step"] = descend(rank, model, CentralizedSGD(world_size, model, lr=0.1, agg_grad=False))
+    result["averaged every step"] = descend(
+        rank, model, CentralizedSGD(world_size, model, lr=0.1, agg_grad=False)
+    )
     for by_layer in (False, True):
         model = Weights(x=start())
-        result["diloco", by_layer] = descend(rank, model, DiLoCo(None, model, lr=0.05, period=5, by_layer=by_layer))
+        result["diloco", by_layer] = descend(
+            rank, model, DiLoCo(None, model, lr=0.05, period=5, by_layer=by_layer)
+        )
     model = Weights(x=start())
     composed = PeriodicAggregation(DiLoCoAggregation(partial(SGD, lr=0.5)), period=5)
     optimizer = GenericCentralizedOptimizer(
@@ -377,14 +430,17 @@ def local(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
 
 
 def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A parameter that is not the model's and comes after the first step: after its 2nd and its 8th step."""
+    """A parameter that is not the model's and comes after the first step: after its 2nd and its 8th
+    step."""
     graph = ring(world_size)
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         "decentralized": lambda m: DecentralizedSGD(rank, graph.neighbours(rank), m, lr=0.1),
         "choco": lambda m: ChocoSGD(
             model=m,
             lr=0.1,
-            aggregation=ChocoAggregation(rank, graph.neighbours(rank), compression="random_k", ratio=0.5),
+            aggregation=ChocoAggregation(
+                rank, graph.neighbours(rank), compression="random_k", ratio=0.5
+            ),
         ),
         "local": lambda m: LocalSGD(world_size, m, lr=0.1, period=4),
         "diloco": lambda m: DiLoCo(world_size, m, lr=0.1, period=4),
@@ -405,7 +461,8 @@ def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def unfrozen(rank: int, world_size: int) -> dict[tuple[str, int], list[Tensor]]:
-    """A layer that is unfrozen after so many steps of an optimizer with H = 3: its bias after each of 9 steps."""
+    """A layer that is unfrozen after so many steps of an optimizer with H = 3: its bias after each
+    of 9 steps."""
     result = {}
     for name, make in {"local": LocalSGD, "diloco": DiLoCo}.items():
         for first_steps in (3, 1):
@@ -417,7 +474,9 @@ def unfrozen(rank: int, world_size: int) -> dict[tuple[str, int], list[Tensor]]:
             for step in range(9):
                 model.bias.requires_grad_(step >= first_steps)
                 optimizer.zero_grad()
-                model(torch.full((1, 2), rank + 1.0)).mul(torch.tensor([1.0, -2.0]) * (rank + 1)).sum().backward()
+                model(torch.full((1, 2), rank + 1.0)).mul(
+                    torch.tensor([1.0, -2.0]) * (rank + 1)
+                ).sum().backward()
                 optimizer.step()
                 history.append(model.bias.detach().clone())
             result[name, first_steps] = history
@@ -435,7 +494,12 @@ def consensus(rank: int, world_size: int) -> dict[str, Any]:
     for graph in topologies(world_size).values():
         DecentralizedAggregation(rank, None, topology=graph).agg_model()(equal, "avg_world")
         assert torch.equal(bits, equal.x)  # workers that agree keep their bits
-    return {"before": before, "after": model[0].x.detach(), "buffers": buffers, "distance of equal weights": distance}
+    return {
+        "before": before,
+        "after": model[0].x.detach(),
+        "buffers": buffers,
+        "distance of equal weights": distance,
+    }
 
 
 def steady_state(rank: int, world_size: int) -> dict[float, Tensor]:
@@ -452,7 +516,8 @@ def steady_state(rank: int, world_size: int) -> dict[float, Tensor]:
 
 
 def digits(rank: int, world_size: int) -> dict[str, float]:
-    """Accuracy on the digits' test set, in percent, after 8 epochs with 4 workers, of the average of all workers."""
+    """Accuracy on the digits' test set, in percent, after 8 epochs with 4 workers, of the average
+    of all workers."""
     if world_size < 4:
         return {}
     from sklearn.datasets import load_digits
@@ -476,14 +541,20 @@ def digits(rank: int, world_size: int) -> dict[str, float]:
         model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         optimizer = make(model)
         for epoch in range(8):
-            shuffled = torch.randperm(1440 // world_size, generator=torch.Generator().manual_seed(epoch))
+            shuffled = torch.randperm(
+                1440 // world_size, generator=torch.Generator().manual_seed(epoch)
+            )
             for batch in shuffled.split(36):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs[own][batch]), labels[own][batch]).backward()
+                nn.functional.cross_entropy(
+                    model(inputs[own][batch]), labels[own][batch]
+                ).backward()
                 optimizer.step()
         average_weights(model)
         with torch.no_grad():
-            result[name] = 100 * (model(inputs[test]).argmax(1) == labels[test]).double().mean().item()
+            result[name] = (
+                100 * (model(inputs[test]).argmax(1) == labels[test]).double().mean().item()
+            )
     return result
 
 

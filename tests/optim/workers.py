@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,10 +25,22 @@ from tests.helpers.collectives import recording_collectives
 STEPS = 20
 SAMPLES = 8
 OPTIMIZERS: dict[str, tuple[type, type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (CentralizedSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
-    "dampened sgd": (CentralizedSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "sgd": (
+        CentralizedSGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2},
+    ),
+    "dampened sgd": (
+        CentralizedSGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    ),
     "adam": (CentralizedAdam, torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-2}),
-    "amsgrad": (CentralizedAdam, torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "betas": (0.8, 0.9), "eps": 1e-6}),
+    "amsgrad": (
+        CentralizedAdam,
+        torch.optim.Adam,
+        {"lr": 0.01, "amsgrad": True, "betas": (0.8, 0.9), "eps": 1e-6},
+    ),
 }
 
 
@@ -69,11 +83,14 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 def counted_all_reduces() -> Iterator[list[int]]:
     """Count what goes through all_reduce, in bytes per call."""
     sizes: list[int] = []
-    with recording_collectives(lambda name, size_bytes: sizes.append(size_bytes) if name == "all_reduce" else None):
+    with recording_collectives(
+        lambda name, size_bytes: sizes.append(size_bytes) if name == "all_reduce" else None
+    ):
         yield sizes
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def train_on_shares(rank: int, world_size: int) -> dict[tuple[str, bool], list[list[Tensor]]]:
@@ -107,7 +124,9 @@ def average_weights(rank: int, world_size: int) -> dict[bool, list[Tensor]]:
     for by_layer in (False, True):
         model = make_net()
         memory = [parameter.data_ptr() for parameter in model.parameters()]
-        optimizer = CentralizedSGD(world_size, model, lr=0.1, momentum=0.9, by_layer=by_layer, agg_grad=False)
+        optimizer = CentralizedSGD(
+            world_size, model, lr=0.1, momentum=0.9, by_layer=by_layer, agg_grad=False
+        )
         for inputs, targets in make_batches():
             backward(model, share(inputs, rank, world_size), share(targets, rank, world_size))
             optimizer.step()
@@ -185,9 +204,14 @@ def odd_gradients(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
         with counted_all_reduces() as sizes:
             optimizer.step()
         result[by_layer] = {
-            "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+            "gradients": {
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+            },
             "steps": {name: before[name] - p.detach() for name, p in model.named_parameters()},
-            "conv_is_channels_last": model.conv.weight.grad.is_contiguous(memory_format=torch.channels_last),
+            "conv_is_channels_last": model.conv.weight.grad.is_contiguous(
+                memory_format=torch.channels_last
+            ),
             "sizes": sizes,
             "last_bytes": optimizer.aggregation.last_bytes,
             "bytes_sent": optimizer.aggregation.bytes_sent,
@@ -214,12 +238,17 @@ def batch_norm(rank: int, world_size: int) -> dict[bool, dict[str, Tensor]]:
 def custom(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """The update with lr 1 by what was asked for. The gradient of rank r is r + 1 everywhere."""
 
-    def update(dtype: torch.dtype = torch.float64, scale: float = 1.0, denom: Any = None, **options: Any) -> Tensor:
+    def update(
+        dtype: torch.dtype = torch.float64, scale: float = 1.0, denom: Any = None, **options: Any
+    ) -> Tensor:
         model = nn.Linear(3, 1, bias=False, dtype=dtype)
         nn.init.zeros_(model.weight)
         model.weight.grad = torch.full((1, 3), scale * (rank + 1), dtype=dtype)
         inside = torch.optim.SGD(model.parameters(), lr=1.0)
-        assert CustomCentralizedOptimizer(model, world_size, inside, **options).step(denom=denom) is True
+        assert (
+            CustomCentralizedOptimizer(model, world_size, inside, **options).step(denom=denom)
+            is True
+        )
         return -model.weight.detach()[0]
 
     half = torch.float16
@@ -250,7 +279,12 @@ def closures(rank: int, world_size: int) -> dict[str, Any]:
     for _ in range(3):
         expected.append(backward(by_hand, inputs, targets))
         plain.step()
-    return {"losses": losses, "expected": expected, "weights": weights(model), "by_hand": weights(by_hand)}
+    return {
+        "losses": losses,
+        "expected": expected,
+        "weights": weights(model),
+        "by_hand": weights(by_hand),
+    }
 
 
 def line_search(rank: int, world_size: int) -> dict[str, Any]:
@@ -274,7 +308,9 @@ def line_search_alone() -> list[Tensor]:
 def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """Weights of a run of 20 steps, and of one that a new optimizer takes over after 10."""
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def train(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]
+    ) -> None:
         for inputs, targets in batches:
             backward(model, share(inputs, rank, world_size), share(targets, rank, world_size))
             optimizer.step()
@@ -307,7 +343,10 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
     model = make_net()
     messages = {}
     for wrong in (1, world_size + 1, 0):
-        for make in (lambda w=wrong: CentralizedSGD(w, model, lr=0.1), lambda w=wrong: AllReduceAggregation(w)):
+        for make in (
+            lambda w=wrong: CentralizedSGD(w, model, lr=0.1),
+            lambda w=wrong: AllReduceAggregation(w),
+        ):
             try:
                 make()
             except ValueError as error:

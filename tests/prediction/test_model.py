@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network, parse_network
 from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
-from mlbench_core.results.record import RunRecord
 
 SLOW = "10mbit,40ms"
 
@@ -46,7 +46,11 @@ def test_a_prediction_is_compute_and_waiting() -> None:
     assert found.exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + local_s)
     assert found.step_s == pytest.approx(0.04 + found.exposed_s)
     assert found.steps == 50
-    assert found.time_to_goal_s == pytest.approx(50 * found.step_s) == predict_time_to_goal(record(), network, 8)
+    assert (
+        found.time_to_goal_s
+        == pytest.approx(50 * found.step_s)
+        == predict_time_to_goal(record(), network, 8)
+    )
     assert found.bytes_sent == 8 * 4000 * 50
     assert found.assumption == "samples to the goal as measured with 4 workers"
 
@@ -75,7 +79,9 @@ def test_the_backward_pass_hides_overlapped_collectives() -> None:
     assert slow.exposed_s == pytest.approx(total_s - 0.02)
     fast = predict(run, parse_network("unlimited"), 4)
     assert fast.exposed_s == 0
-    assert fast.hidden_s == pytest.approx(collective_s("all_reduce", 4000, 4, parse_network("unlimited")))
+    assert fast.hidden_s == pytest.approx(
+        collective_s("all_reduce", 4000, 4, parse_network("unlimited"))
+    )
 
 
 def test_oversubscribed_processors_are_counted_out() -> None:
@@ -85,13 +91,17 @@ def test_oversubscribed_processors_are_counted_out() -> None:
     local_s = (0.01 - collective_s("all_reduce", 4000, 4, parse_network("unlimited"))) / 2
     waiting_s = collective_s("all_reduce", 4000, 8, parse_network(SLOW)) + local_s
     assert predict(run, parse_network(SLOW), 8).exposed_s == pytest.approx(waiting_s)
-    assert predict(record(machine={"cores": 2, "hosts": 2}), parse_network(SLOW), 1).step_s == pytest.approx(0.04)
+    assert predict(
+        record(machine={"cores": 2, "hosts": 2}), parse_network(SLOW), 1
+    ).step_s == pytest.approx(0.04)
     on_gpu = record(machine={"cores": 2, "hosts": 1}, configuration=configured(device="cuda"))
     assert predict(on_gpu, parse_network(SLOW), 1).step_s == pytest.approx(0.04)
 
 
 def test_a_run_of_one_worker_gives_the_compute_time() -> None:
-    alone = record(configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0)
+    alone = record(
+        configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0
+    )
     assert predict(record(), parse_network(SLOW), 1, alone).step_s == pytest.approx(0.03)
 
 
@@ -105,7 +115,9 @@ def test_a_straggler_of_the_measured_run_is_not_counted_twice() -> None:
     text = "unlimited; host1: 50%-cpu"
     measured = record(configuration=configured(network=text))
     assert predict(measured, parse_network(text), 4).step_s == pytest.approx(0.05)
-    assert predict(measured, parse_network("unlimited"), 4).step_s == pytest.approx(0.04 * 0.5 + 0.01)
+    assert predict(measured, parse_network("unlimited"), 4).step_s == pytest.approx(
+        0.04 * 0.5 + 0.01
+    )
 
 
 def test_neighbors_wait_for_the_slowest_link_of_the_whole_ring() -> None:
@@ -124,9 +136,12 @@ def test_more_workers_than_the_critical_number_save_no_steps() -> None:
     assert "up to 16 workers" in predict(record(), network, 1024, critical_workers=16).assumption
 
 
-@pytest.mark.parametrize("changes", [{"collectives": None}, {"configuration": {"workers": 1}}, {"batches": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"collectives": None}, {"configuration": {"workers": 1}}, {"batches": 0}]
+)
 def test_a_run_without_the_figures_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="measured must have several workers and a record of its collectives"):
+    message = "run measured did not record the collectives of several workers"
+    with pytest.raises(ConfigurationError, match=message):
         predict(record(**changes), parse_network(SLOW), 2)
 
 
@@ -135,7 +150,7 @@ def test_a_run_that_missed_its_goal_has_steps_but_no_time_to_it() -> None:
     found = predict(run, parse_network(SLOW), 4)
     assert found.time_to_goal_s is None
     assert found.bytes_sent is None
-    with pytest.raises(ConfigurationError, match="the run measured must have reached its goal"):
+    with pytest.raises(ConfigurationError, match="run measured did not reach its goal"):
         predict_time_to_goal(run, parse_network(SLOW), 4)
 
 
@@ -164,24 +179,30 @@ def test_waiting_for_other_load_is_not_added_to_other_networks() -> None:
     assert "is not added" in caveat
     assert predict(waiting_for_other_load(), network, 1).caveats == ()
     # Without the processor time, it is not known what the waiting was.
-    unknown = predict(dataclasses.replace(waiting_for_other_load(), communication_cpu_s=None), network, 8)
+    unknown = predict(
+        dataclasses.replace(waiting_for_other_load(), communication_cpu_s=None), network, 8
+    )
     assert unknown.exposed_s == pytest.approx(found.exposed_s + 0.109 - there_s)
     assert "is not explained by its network" in unknown.caveats[0]
 
 
 def test_work_is_at_most_the_waiting_that_the_network_does_not_explain() -> None:
-    # 10 ms of waiting, in which the worker worked for 20 ms: a part of its work was at the time of the messages.
+    # 10 ms of waiting, in which the worker worked for 20 ms: a part of its work was at the time of
+    # the messages.
     network = get_network("datacenter")
     found = predict(record(communication_cpu_s=2.0), network, 8)
     assert found.exposed_s == predict(record(), network, 8).exposed_s
     assert found.caveats == ()
     # 4 workers share 2 cores, and the time without a core does not count as processor time.
     busy = record(communication_cpu_s=0.4, machine={"cores": 2, "hosts": 1})
-    assert predict(busy, network, 8).exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + 0.004)
+    assert predict(busy, network, 8).exposed_s == pytest.approx(
+        collective_s("all_reduce", 4000, 8, network) + 0.004
+    )
 
 
 @pytest.mark.parametrize(("network", "workers", "error"), [
-    ("datacenter", 2, 0.055), ("datacenter", 3, 0.135), ("datacenter", 4, 0.135), ("datacenter", 8, 0.276),
+    ("datacenter", 2, 0.055), ("datacenter", 3, 0.135), ("datacenter", 4, 0.135),
+     ("datacenter", 8, 0.276),
     ("home-fibre", 2, 0.024), ("mobile-lte", 4, 0.024), ("wan-transatlantic", 8, 0.024),
     ("datacenter", 9, 0.353), (SLOW, 4, 0.353),
 ])  # fmt: skip
@@ -206,7 +227,8 @@ def test_a_prediction_without_messages_or_a_goal_has_no_range_of_them() -> None:
 
 
 @pytest.mark.parametrize(("network", "workers", "is_calibrated"), [
-    ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False), ("mobile-lte", 4, True),
+    ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False),
+     ("mobile-lte", 4, True),
     (SLOW, 4, False),
 ])  # fmt: skip
 def test_what_was_not_calibrated_is_named(network: str, workers: int, is_calibrated: bool) -> None:

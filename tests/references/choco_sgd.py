@@ -18,12 +18,15 @@ def scaled_sign(x):
 
 
 def choco_sgd(x, gradient, W, Q, eta, gamma, steps):
-    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic gradient."""
+    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic
+    gradient."""
     n = len(x)
     x_hat = [torch.zeros_like(x[i]) for i in range(n)]
     for t in range(steps):
         x = [x[i] - eta * gradient(i, x[i], t) for i in range(n)]
         q = [Q(x[i] - x_hat[i]) for i in range(n)]
         x_hat = [x_hat[i] + q[i] for i in range(n)]
-        x = [x[i] + gamma * sum(W[i, j] * (x_hat[j] - x_hat[i]) for j in range(n)) for i in range(n)]
+        x = [
+            x[i] + gamma * sum(W[i, j] * (x_hat[j] - x_hat[i]) for j in range(n)) for i in range(n)
+        ]
     return x

@@ -4,7 +4,8 @@ import torch
 
 
 def mixing_matrix(neighbours):
-    """Metropolis-Hastings weights: W_ij = 1 / (1 + max(deg i, deg j)) on edges, rows filled up to 1 on the diagonal."""
+    """Metropolis-Hastings weights: W_ij = 1 / (1 + max(deg i, deg j)) on edges, rows filled up to 1
+    on the diagonal."""
     n = len(neighbours)
     W = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
@@ -14,7 +15,8 @@ def mixing_matrix(neighbours):
 
 
 def decentralized_sgd(x, gradient, W, eta, steps):
-    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic gradient."""
+    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic
+    gradient."""
     n = len(x)
     for t in range(steps):
         y = [x[i] - eta * gradient(i, x[i], t) for i in range(n)]

@@ -4,7 +4,8 @@ import torch
 
 
 def diloco(theta, gradient, k, H, T, lr, weight_decay=0.1, outer_lr=0.7, mu=0.9):
-    """Run T outer steps of H inner ones; gradient(i, theta_i, t) is worker i's stochastic gradient."""
+    """Run T outer steps of H inner ones; gradient(i, theta_i, t) is worker i's stochastic
+    gradient."""
     workers = [theta.clone().requires_grad_() for _ in range(k)]
     inner = [torch.optim.AdamW([theta_i], lr=lr, weight_decay=weight_decay) for theta_i in workers]
     momentum = torch.zeros_like(theta)

@@ -1,4 +1,4 @@
-"""Mixed precision with loss scaling by k workers in one process (Micikevicius et al., arXiv:1710.03740)."""
+"""Mixed precision with loss scaling (arXiv:1710.03740), k workers in one process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def train(
 ) -> tuple[Tensor, list[float]]:
     """Return the float32 master weights after SGD, and the loss scale after each step.
 
-    ``gradient(i, t, x16, s)`` is worker i's float16 gradient of s L_i at the half-precision weights x16 in step t.
-    """
+    ``gradient(i, t, x16, s)`` is worker i's float16 gradient of s L_i at the half-precision weights
+    x16 in step t."""
     scales, clean = [], 0
     for t in range(steps):
         x16 = x.half()  # the model computes with rounded weights
-        total = torch.stack([gradient(i, t, x16, s) for i in range(k)]).sum(0)  # in half precision, as sent
-        g = (total / k).float() / s  # unscaled in float32
+        sent = torch.stack([gradient(i, t, x16, s) for i in range(k)])  # in half precision
+        g = (sent.sum(0) / k).float() / s  # unscaled in float32
         if g.norm().isfinite():
             x = x - lr * g  # small updates add up in float32
             clean += 1

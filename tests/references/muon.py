@@ -1,4 +1,5 @@
-"""Muon (Jordan et al. 2024) with the step size of Liu et al. (arXiv:2502.16982), k workers in one process."""
+"""Muon (Jordan et al. 2024) with the step size of Liu et al. (arXiv:2502.16982), k workers in one
+process."""
 
 import torch
 

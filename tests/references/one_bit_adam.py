@@ -1,4 +1,5 @@
-"""1-bit Adam (Tang et al. 2021, arXiv:2102.02888) on one tensor, k workers in one process; Adam's corrections."""
+"""1-bit Adam (Tang et al. 2021, arXiv:2102.02888) on one tensor, k workers in one process; Adam's
+corrections."""
 
 import torch
 
@@ -7,8 +8,11 @@ def scaled_sign(p):
     return p.abs().mean() * torch.where(p >= 0, 1, -1)
 
 
-def one_bit_adam(x, gradient, k, eta, steps, warmup, compress=scaled_sign, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Run ``steps`` steps from x, ``warmup`` of Adam first; gradient(i, x, t) is worker i's stochastic gradient."""
+def one_bit_adam(
+    x, gradient, k, eta, steps, warmup, compress=scaled_sign, beta1=0.9, beta2=0.999, eps=1e-8
+):
+    """Run ``steps`` steps from x, ``warmup`` of Adam first; gradient(i, x, t) is worker i's
+    stochastic gradient."""
     m, v, delta = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     e = [torch.zeros_like(x)] * k
     for t in range(steps):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def compress(deltas: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of power iteration on the average of the workers' matrices: P and Q with P Q^T close to it."""
+    """One step of power iteration on the workers' average matrix: P Q^T is close to it."""
     P = torch.stack([M @ Q for M in deltas]).mean(0)  # all-reduce
     P = torch.linalg.qr(P).Q
     Q = torch.stack([M.T @ P for M in deltas]).mean(0)  # all-reduce

@@ -1,4 +1,5 @@
-"""SCAFFOLD (Karimireddy et al. 2019, arXiv:1910.06378), option II, all k workers take part, in one process."""
+"""SCAFFOLD (Karimireddy et al. 2019, arXiv:1910.06378), option II, all k workers take part, in one
+process."""
 
 import torch
 

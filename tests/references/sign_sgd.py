@@ -1,4 +1,5 @@
-"""SignSGD with majority vote (Bernstein et al. 2018, arXiv:1802.04434), k workers in one process."""
+"""SignSGD with majority vote (Bernstein et al. 2018, arXiv:1802.04434), k workers in one
+process."""
 
 import torch
 
@@ -9,7 +10,8 @@ def one_bit(v, turn):
 
 
 def sign_sgd(x, gradient, k, eta, steps, beta=0.0):
-    """Run ``steps`` steps from x; gradient(i, x, t) is worker i's gradient, eta(t) the step size, beta the momentum."""
+    """Run ``steps`` steps from x; gradient(i, x, t) is worker i's gradient, eta(t) the step size,
+    beta the momentum."""
     v = [torch.zeros_like(x)] * k
     for t in range(steps):
         v = [beta * v[i] + gradient(i, x, t) for i in range(k)]

@@ -1,10 +1,10 @@
-"""SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706) with AdamW, k workers in one process; bits of a value as here."""
+"""SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706) with AdamW, k workers in one process."""
 
 import torch
 
 
 def compress(e, kept, bits, chunk):
-    """Keep the largest coordinates of each chunk of a flat tensor, as sign and mean of their interval of sizes."""
+    """Keep each chunk's largest coordinates, as sign and mean of their interval of sizes."""
     sent = torch.zeros_like(e)
     for part, result in zip(e.split(chunk), sent.split(chunk), strict=True):
         top = part.abs().topk(min(kept, len(part)))
@@ -12,14 +12,16 @@ def compress(e, kept, bits, chunk):
         if len(top):
             sizes = part[top].abs()
             width = (sizes.max() - sizes.min()) / n
-            interval = ((sizes - sizes.min()) / width if width > 0 else 0 * sizes).floor().clamp(max=n - 1)
-            mean = torch.stack([sizes[interval == i].mean() for i in interval])
-            result[top] = part[top].sign() * mean
+            interval = ((sizes - sizes.min()) / (width or 1)).floor().clamp(max=n - 1)
+            means = [sizes[interval == i].mean() for i in interval]
+            result[top] = part[top].sign() * torch.stack(means)
     return sent
 
 
-def sparse_loco(theta, gradient, k, H, T, lr, kept, bits, chunk, beta=0.95, alpha=1.0, weight_decay=0.1):
-    """Run T exchanges of H inner steps; gradient(i, theta_i, t) is worker i's stochastic gradient."""
+def sparse_loco(
+    theta, gradient, k, H, T, lr, kept, bits, chunk, beta=0.95, alpha=1.0, weight_decay=0.1
+):
+    """Run T exchanges of H inner steps; gradient(i, theta_i, t) is that of worker i."""
     workers = [theta.clone().requires_grad_() for _ in range(k)]
     inner = [torch.optim.AdamW([theta_i], lr=lr, weight_decay=weight_decay) for theta_i in workers]
     e = [torch.zeros_like(theta) for _ in range(k)]

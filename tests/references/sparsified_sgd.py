@@ -1,4 +1,5 @@
-"""Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599) on one tensor, n workers in one process."""
+"""Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599) on one tensor, n workers in one
+process."""
 
 import torch
 
@@ -12,10 +13,11 @@ def top_k(m, k):
 
 
 def sparsified_sgd(x, gradient, n, eta, steps, comp, a=1.0):
-    """Run ``steps`` steps from x; gradient(i, x, t) is worker i's stochastic gradient, eta(t) the step size.
+    """Run ``steps`` steps from x; gradient(i, x, t) is worker i's stochastic gradient, eta(t) the
+    step size.
 
-    Returns the last iterate, the memories, and the average of the iterates with weights w_t = (a + t)^2.
-    """
+    Returns the last iterate, the memories, and the average of the iterates with weights w_t = (a +
+    t)^2."""
     m = [torch.zeros_like(x)] * n
     weighted, w = torch.zeros_like(x), []
     for t in range(steps):

@@ -13,7 +13,13 @@ from mlbench_core.results.lines import LinesSink
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False}
 ENVIRONMENT = {
-    "system": {"cpu": "Model 7", "cores": 2, "memory_bytes": 1 << 34, "python": "3.11.2", "os": "Linux"},
+    "system": {
+        "cpu": "Model 7",
+        "cores": 2,
+        "memory_bytes": 1 << 34,
+        "python": "3.11.2",
+        "os": "Linux",
+    },
     "gpus": [],
     "driver": None,
     "torch": {"version": "2.13.0", "nccl": None},
@@ -37,21 +43,29 @@ def totals(train_s: float, rank: int = 0, batches: int = 0, **others: Any) -> di
 
 
 def write_run(
-    folder: Path, *, workers: int = 2, epochs: int = 3, epoch_s: float = 10.0, accuracies: tuple[float, ...] = (),
+    folder: Path, *, workers: int = 2, epochs: int = 3, epoch_s: float = 10.0,
+    accuracies: tuple[float, ...] = (),
     finish: bool = True, environment: Mapping[str, Any] = ENVIRONMENT,
-    collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None, **configuration: Any,
+    collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None,
+    **configuration: Any,
 ) -> Path:  # fmt: skip
-    """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ... percent.
+    """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ...
+    percent.
 
-    With ``cpu_share``, it has the processor time of communication, this share of the training time. Earlier versions
-    did not write it.
-    """
+    With ``cpu_share``, it has the processor time of communication, this share of the training time.
+    Earlier versions did not write it."""
 
     def known(train_s: float) -> dict[str, float]:
         return {} if cpu_share is None else {"communication_cpu_s": train_s * cpu_share}
 
     values = accuracies or tuple(80.0 + 5 * epoch for epoch in range(epochs))
-    chosen = {"task": "1a", "dataset": "digits", "algorithm": "centralized_sgd", "seed": 1, "goal": GOAL}
+    chosen = {
+        "task": "1a",
+        "dataset": "digits",
+        "algorithm": "centralized_sgd",
+        "seed": 1,
+        "goal": GOAL,
+    }
     settings = Configuration(workers=workers, **{**chosen, **configuration}).to_dict()
     prepare_folder(folder)
     write_environment(folder, environment)
@@ -72,17 +86,30 @@ def write_run(
             goal = settings["goal"]
             # The goal of a fixed training time has the best value until then.
             is_timed = goal is not None and "budget_s" in goal
-            is_enough = goal is not None and (train_s >= goal["budget_s"] if is_timed else value >= goal["threshold"])
+            is_enough = goal is not None and (
+                train_s >= goal["budget_s"] if is_timed else value >= goal["threshold"]
+            )
             if goal is not None and is_enough and not reached:
                 reached = True
                 text = f"90% reached in {train_s} seconds"
                 best = max(values[: epoch + 1]) if is_timed else value
-                sink.event("goal", {**now, **goal, "value": best, "text": text, "time_to_goal_s": train_s + rank / 10})
+                sink.event(
+                    "goal",
+                    {
+                        **now,
+                        **goal,
+                        "value": best,
+                        "text": text,
+                        "time_to_goal_s": train_s + rank / 10,
+                    },
+                )
             sink.event("epoch", now)
         last = totals(epoch_s * len(values), rank, 10 * len(values), **known(epoch_s * len(values)))
         sink.event("end", {
-            "time_s": last["wall_s"], "totals": last, "epochs": len(values), "best_metric_value": max(values),
-            "best_epoch": len(values) - 1, "batch_times": [[0, 0], [1, 10 * len(values)]], "memory_peak_bytes": None,
+            "time_s": last["wall_s"], "totals": last, "epochs": len(values),
+            "best_metric_value": max(values),
+            "best_epoch": len(values) - 1, "batch_times": [[0, 0], [1, 10 * len(values)]],
+            "memory_peak_bytes": None,
             "energy_j": None, "collectives": collectives,
         })  # fmt: skip
         if finish:

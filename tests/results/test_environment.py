@@ -71,17 +71,30 @@ def test_the_description_can_be_written_and_names_machine_and_software(no_packag
     machine, software = machine_of(found), software_of(found)
     assert machine["cpu"] == found["system"]["cpu"]
     assert 1 <= machine["cores"] <= (os.cpu_count() or 1)
-    assert (software["python"], software["os"]) == (found["system"]["python"], found["system"]["os"])
+    assert (software["python"], software["os"]) == (
+        found["system"]["python"],
+        found["system"]["os"],
+    )
     assert software["mlbench_core"].startswith(__version__)
 
 
-def test_nothing_is_raised_if_nothing_can_be_read(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_raised_if_nothing_can_be_read(
+    patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken driver")
 
     for name in ("cpu_count", "virtual_memory", "cpu_freq"):
         patch.setattr(psutil, name, fail)
-    for name in ("platform", "node", "release", "libc_ver", "processor", "python_version", "freedesktop_os_release"):
+    for name in (
+        "platform",
+        "node",
+        "release",
+        "libc_ver",
+        "processor",
+        "python_version",
+        "freedesktop_os_release",
+    ):
         patch.setattr(environment.platform, name, fail)
     patch.setattr(os, "cpu_count", fail)
     patch.setattr(os, "sched_getaffinity", fail, raising=False)
@@ -89,17 +102,33 @@ def test_nothing_is_raised_if_nothing_can_be_read(patch: pytest.MonkeyPatch, tmp
     patch.setattr(environment, "_SYS", tmp_path)
     patch.setenv("PATH", str(tmp_path))
     patch.setitem(
-        sys.modules, "torch", SimpleNamespace(backends=SimpleNamespace(), cuda=SimpleNamespace(is_available=fail))
+        sys.modules,
+        "torch",
+        SimpleNamespace(backends=SimpleNamespace(), cuda=SimpleNamespace(is_available=fail)),
     )
     patch.setattr(environment.importlib.metadata, "distributions", lambda: [SimpleNamespace()])
     found = describe_environment(data_files=[tmp_path / "missing"])
     assert {value for name, value in found["system"].items() if name != "executable"} == {None}
-    assert found["torch"] == {"version": None, "cuda": None, "cudnn": None, "nccl": None, "threads": None}
+    assert found["torch"] == {
+        "version": None,
+        "cuda": None,
+        "cudnn": None,
+        "nccl": None,
+        "threads": None,
+    }
     assert (found["gpus"], found["driver"], found["host"]) == ([], None, None)
     assert found["checkouts"] == {"program": None, "mlbench_core": None}
     assert found["packages"] == {"mlbench-core": __version__}
-    assert found["data_files"] == [{"path": str(tmp_path / "missing"), "bytes": None, "sha256": None}]
-    assert machine_of(found) == {"cpu": None, "cores": None, "memory_bytes": None, "gpu": None, "gpus": 0}
+    assert found["data_files"] == [
+        {"path": str(tmp_path / "missing"), "bytes": None, "sha256": None}
+    ]
+    assert machine_of(found) == {
+        "cpu": None,
+        "cores": None,
+        "memory_bytes": None,
+        "gpu": None,
+        "gpus": 0,
+    }
     assert set(machine_of({}).values()) == {None, 0}
     assert set(software_of({}).values()) == {None}
 
@@ -113,11 +142,15 @@ def test_the_packages_are_those_that_python_imports() -> None:
     assert found["pytest"] == pytest.__version__
 
 
-def test_the_limits_of_control_groups_of_version_2(system: Callable[[dict[str, str]], None]) -> None:
+def test_the_limits_of_control_groups_of_version_2(
+    system: Callable[[dict[str, str]], None],
+) -> None:
     group = "sys/fs/cgroup/a/b"
     system({
-        "proc/self/cgroup": "0::/a/b", f"{group}/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000",
-        f"{group}/cpuset.cpus.effective": "0-2,8", "sys/fs/cgroup/memory.max": "max", f"{group}/memory.max": "4096",
+        "proc/self/cgroup": "0::/a/b", f"{group}/cpu.max": "max 100000",
+        "sys/fs/cgroup/a/cpu.max": "150000 100000",
+        f"{group}/cpuset.cpus.effective": "0-2,8", "sys/fs/cgroup/memory.max": "max",
+        f"{group}/memory.max": "4096",
     })  # fmt: skip
     found = describe_system()
     assert (found["cores_limit"], found["memory_limit_bytes"]) == (1.5, 4096)
@@ -131,7 +164,9 @@ def test_the_limits_of_control_groups_of_version_2(system: Callable[[dict[str, s
     assert machine_of({"system": found})["cores"] == 64
 
 
-def test_the_limits_of_control_groups_of_version_1(system: Callable[[dict[str, str]], None]) -> None:
+def test_the_limits_of_control_groups_of_version_1(
+    system: Callable[[dict[str, str]], None],
+) -> None:
     root = "sys/fs/cgroup"
     # Inside a container, the folders that the first file names do not exist.
     system({
@@ -145,7 +180,9 @@ def test_the_limits_of_control_groups_of_version_1(system: Callable[[dict[str, s
     assert describe_system()["cores_limit"] == 1
 
 
-def test_processor_and_driver_are_read_from_the_system(system: Callable[[dict[str, str]], None]) -> None:
+def test_processor_and_driver_are_read_from_the_system(
+    system: Callable[[dict[str, str]], None],
+) -> None:
     package = "sys/devices/system/cpu/cpu{}/topology/physical_package_id"
     system({"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fast 9000 @ 2GHz\nflags\t: x"})
     system({package.format(0): "0", package.format(1): "0", package.format(2): "1"})
@@ -169,17 +206,31 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
         backends=SimpleNamespace(cudnn=cudnn),
     )  # fmt: skip
     patch.setitem(sys.modules, "torch", torch)
-    assert describe_torch() == {"version": "9", "cuda": "13", "cudnn": 90, "nccl": "2.20", "threads": 3}
+    assert describe_torch() == {
+        "version": "9",
+        "cuda": "13",
+        "cudnn": 90,
+        "nccl": "2.20",
+        "threads": 3,
+    }
     assert describe_gpus() == [{"name": "H", "memory_bytes": 5, "capability": "9.0"}] * 2
     assert machine_of({"gpus": describe_gpus()})["gpu"] == "H"
     cuda.is_available = lambda: False
-    assert describe_torch() == {"version": "9", "cuda": "13", "cudnn": None, "nccl": None, "threads": 3}
+    assert describe_torch() == {
+        "version": "9",
+        "cuda": "13",
+        "cudnn": None,
+        "nccl": None,
+        "threads": 3,
+    }
     assert describe_gpus() == []
     patch.delitem(sys.modules, "torch")
     patch.setitem(sys.modules, "pynvml", SimpleNamespace(
         nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=str,
-        nvmlDeviceGetName=lambda handle: f"GPU {handle}", nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=7),
-        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 6), nvmlSystemGetDriverVersion=lambda: "1.2",
+        nvmlDeviceGetName=lambda handle: f"GPU {handle}",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=7),
+        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 6),
+        nvmlSystemGetDriverVersion=lambda: "1.2",
     ))  # fmt: skip
     patch.setattr(environment, "_SYS", Path("/nowhere"))
     assert describe_torch() is None
@@ -187,7 +238,9 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
     assert driver_version() == "1.2"
 
 
-def test_tensorflow_is_described_only_if_it_is_imported(patch: pytest.MonkeyPatch, no_packages: None) -> None:
+def test_tensorflow_is_described_only_if_it_is_imported(
+    patch: pytest.MonkeyPatch, no_packages: None
+) -> None:
     patch.delitem(sys.modules, "tensorflow", raising=False)
     assert "tensorflow" not in describe_environment()
     assert "tensorflow" not in software_of(describe_environment())
@@ -201,33 +254,43 @@ def test_tensorflow_is_described_only_if_it_is_imported(patch: pytest.MonkeyPatc
 def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packages: None) -> None:
     secret = "s3cr3t"
     variables = {
-        "MLBENCH_TOKEN": secret, "MLBENCH_MASTER_KEY": secret, "NCCL_DB_PASSWORD": secret, "AWS_ACCESS": secret,
+        "MLBENCH_TOKEN": secret, "MLBENCH_MASTER_KEY": secret, "NCCL_DB_PASSWORD": secret,
+        "AWS_ACCESS": secret,
         "MLBENCH_DATABASE_URL": f"postgresql://me:{secret}@host/db", "OMP_NUM_THREADS": "3",
-        "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}", "SLURM_JOB_ACCOUNT": secret,
+        "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}",
+        "SLURM_JOB_ACCOUNT": secret,
         "TORCH_LOGS": "\udcff", "MLBENCH_PWD": secret, "NCCL_BYPASS": "1",
-        "HF_PAT": secret, "MLBENCH_SENTRY_DSN": secret, "NCCL_PIN": secret, "NCCL_PIN_MODE": "2", "HF_PATH": "x",
+        "HF_PAT": secret, "MLBENCH_SENTRY_DSN": secret, "NCCL_PIN": secret, "NCCL_PIN_MODE": "2",
+        "HF_PATH": "x",
         "MLBENCH_SETTINGS": f'{{"lr": 1, "api_token": "{secret}", "key":"{secret}", "epochs": 3}}',
     }  # fmt: skip
     for name, value in variables.items():
         patch.setenv(name, value)
     patch.setattr(sys, "orig_argv", [
-        "python", "main.py", "--token", secret, f"--api-key={secret}", "-x", f"MLBENCH_TOKEN={secret}", "--lr", "0.1",
+        "python", "main.py", "--token", secret, f"--api-key={secret}", "-x",
+        f"MLBENCH_TOKEN={secret}", "--lr", "0.1",
         f"db.password={secret}", f"http://me:a@{secret}@host",
         f"sh -c 'run --auth-token \"{secret} {secret}\" --epochs 3'",
-        f"Authorization: Bearer {secret}", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
-        "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}", "--db-pass", secret,
+        ("Authorization: Bearer "
+        f"{secret}"), "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
+        "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}",
+        "--db-pass", secret,
     ])  # fmt: skip
     found = describe_environment()
     assert secret not in json.dumps(found, ensure_ascii=False).encode().decode()
     assert found["command_line"] == [
-        "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr", "0.1",
+        "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr",
+        "0.1",
         "db.password=***", "http://***@host", "sh -c 'run --auth-token *** --epochs 3'",
-        "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "?",
-        "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass", "***",
+        "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token",
+        "8080", "?",
+        "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass",
+        "***",
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
         **dict.fromkeys(variables), "NCCL_BYPASS": "1", "NCCL_PIN_MODE": "2", "HF_PATH": "x",
-        **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"), "***"),
+        **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"),
+        "***"),
         **dict.fromkeys(("HF_PAT", "MLBENCH_SENTRY_DSN", "NCCL_PIN"), "***"),
         "MLBENCH_SETTINGS": '{"lr": 1, "api_token": "***", "key":"***", "epochs": 3}',
         "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
@@ -249,9 +312,14 @@ def test_data_files_have_checksums_within_a_budget(
     paths = [tmp_path, *(tmp_path / name for name in (*contents, "pipe", "small", "small"))]
     found = describe_environment(data_files=paths)
     small, large, last, pipe = found["data_files"]
-    assert small == {"path": str(paths[1]), "bytes": 8, "sha256": hashlib.sha256(b"12345678").hexdigest()}
+    assert small == {
+        "path": str(paths[1]),
+        "bytes": 8,
+        "sha256": hashlib.sha256(b"12345678").hexdigest(),
+    }
     assert large == {
-        "path": str(paths[2]), "bytes": 8, "sha256": None, "modified_at": "1970-01-01T00:00:00+00:00",
+        "path": str(paths[2]), "bytes": 8, "sha256": None,
+        "modified_at": "1970-01-01T00:00:00+00:00",
         "sha256_of_parts": hashlib.sha256(b"abdegh").hexdigest(),
     }  # fmt: skip
     assert last["sha256"] == hashlib.sha256(b"90").hexdigest()
@@ -259,13 +327,17 @@ def test_data_files_have_checksums_within_a_budget(
     assert found["data_files_left_out"] == 2
 
 
-# ---------------------------------------------------------------------------------------------------- checkouts
+# ------------------------------------------------------------------------------
+# checkouts
 
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     return subprocess.run(
-        ["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True, text=True
+        ["git", *identity, "-C", str(folder), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
 
 
@@ -291,9 +363,14 @@ def difference(folder: Path) -> tuple[int, str]:
 
 
 def test_a_clean_checkout_has_no_difference(repository: Path) -> None:
-    expected = {"commit": git(repository, "rev-parse", "HEAD"), "changed_files": 0, "difference_sha256": None}
+    expected = {
+        "commit": git(repository, "rev-parse", "HEAD"),
+        "changed_files": 0,
+        "difference_sha256": None,
+    }
     assert describe_checkout(repository / "main.py") == expected
-    # Neither what Git ignores, nor the results of earlier runs, nor a new time of a file is a difference.
+    # Neither what Git ignores, nor the results of earlier runs, nor a new time of a file is a
+    # difference.
     (repository / "ignored.py").write_text("3")
     (repository / "result.json").write_text("3")
     os.utime(repository / "main.py", (0, 0))
@@ -325,7 +402,9 @@ def test_the_difference_depends_on_names_kinds_and_contents(repository: Path) ->
     assert difference(repository) == before
 
 
-def test_the_settings_of_git_do_not_change_the_difference(repository: Path, patch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_git_do_not_change_the_difference(
+    repository: Path, patch: pytest.MonkeyPatch
+) -> None:
     (repository / "main.py").write_text("4\n")
     before = difference(repository)
     ran = repository.parent / "ran"
@@ -395,9 +474,16 @@ def test_the_software_names_both_checkouts(repository: Path, no_packages: None) 
     (repository / "main.py").write_text("4\n")
     found = describe_environment(program=repository / "main.py")
     program = found["checkouts"]["program"]
-    found["checkouts"]["mlbench_core"] = {"commit": "c" * 40, "changed_files": 2, "difference_sha256": "d" * 64}
+    found["checkouts"]["mlbench_core"] = {
+        "commit": "c" * 40,
+        "changed_files": 2,
+        "difference_sha256": "d" * 64,
+    }
     software = software_of(found)
-    assert (software["commit"], software["difference_sha256"]) == (program["commit"], program["difference_sha256"])
+    assert (software["commit"], software["difference_sha256"]) == (
+        program["commit"],
+        program["difference_sha256"],
+    )
     assert software["mlbench_core"] == f"{__version__}+g{'c' * 12}.d{'d' * 12}"
     found["checkouts"]["mlbench_core"].update(changed_files=0, difference_sha256=None)
     assert software_of(found)["mlbench_core"] == f"{__version__}+g{'c' * 12}"

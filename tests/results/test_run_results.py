@@ -27,7 +27,9 @@ def reach(name: str, value: float, tracker: Tracker) -> str | None:
 def train(rank: int, world_size: int, folders: list[str]) -> bool:
     configuration = Configuration(workers=world_size, goal=GOAL)
     with (
-        RunResults(Path(folders[rank]), configuration, "7", rank, environment=ENVIRONMENT) as results,
+        RunResults(
+            Path(folders[rank]), configuration, "7", rank, environment=ENVIRONMENT
+        ) as results,
         Tracker([], "7", rank, reach, sinks=[results.sink]) as tracker,
     ):
         tracker.start()
@@ -51,8 +53,16 @@ def test_rank_0_has_the_lines_of_all_workers(tmp_path: Path, is_shared: bool) ->
     assert run_ranks(3, train, [str(folder) for folder in folders]) == [True, False, False]
     assert verify_folder(folders[0]) == []
     result = read_result(folders[0])
-    assert (result["run"]["state"], result["samples"], result["epochs"]) == ("finished", 2 * 3 * 60, 2)
-    assert (result["goal"]["reached"], result["goal"]["step"], result["goal"]["epochs"]) == (True, 6, 2)
+    assert (result["run"]["state"], result["samples"], result["epochs"]) == (
+        "finished",
+        2 * 3 * 60,
+        2,
+    )
+    assert (result["goal"]["reached"], result["goal"]["step"], result["goal"]["epochs"]) == (
+        True,
+        6,
+        2,
+    )
     assert {line["rank"] for line in read_lines(folders[0])} == {0, 1, 2}
     if not is_shared:
         assert list(folders[1].iterdir()) == []
@@ -90,7 +100,9 @@ def test_a_lost_result_is_an_error_unless_the_training_failed(
     assert [record.message.startswith(text) for record in caplog.records] == [True] * fails
 
 
-def test_the_example_of_the_documentation_leaves_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_documentation_leaves_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "result_folder.md"
     code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
@@ -105,7 +117,9 @@ def test_two_runs_never_write_to_one_folder(tmp_path: Path) -> None:
     with RunResults(tmp_path / "run", Configuration(workers=1), "7") as results:
         with Tracker([], "7", 0, sinks=[results.sink]) as tracker:
             tracker.start()
-        with pytest.raises(ConfigurationError, match=r"another run is writing to .*run: give another --run_id"):
+        with pytest.raises(
+            ConfigurationError, match=r"another run is writing to .*run: give another --run_id"
+        ):
             RunResults(tmp_path / "run", Configuration(workers=1), "8")
     assert verify_folder(tmp_path / "run") == []
     with RunResults(tmp_path / "run", Configuration(workers=1), "8"):
@@ -120,6 +134,6 @@ def test_a_folder_without_space_is_one_message_before_the_training(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigurationError, match=r"run is not \(No space left on device\): choose another"):
+    with pytest.raises(ConfigurationError, match=r"written \(No space left on device\): choose"):
         RunResults(tmp_path / "run", Configuration(workers=1), "7")
     assert list((tmp_path / "run").glob("environment*")) == []

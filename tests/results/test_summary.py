@@ -19,7 +19,16 @@ def start(**content: Any) -> dict[str, Any]:
 
 
 def goal(step: int) -> dict[str, Any]:
-    return line("goal", metric="m", threshold=1.0, minimize=False, value=1.0, time_to_goal_s=2.0, step=step, epoch=0)
+    return line(
+        "goal",
+        metric="m",
+        threshold=1.0,
+        minimize=False,
+        value=1.0,
+        time_to_goal_s=2.0,
+        step=step,
+        epoch=0,
+    )
 
 
 def test_a_run_that_was_resumed_and_then_killed_has_not_ended() -> None:

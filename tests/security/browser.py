@@ -26,13 +26,19 @@ class Page:
     def __call__(self, expression: str) -> Any:
         """The value of an expression in the page, awaited if it is a promise."""
         answer = self._browser.call(
-            "Runtime.evaluate", self._session, expression=expression, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            self._session,
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
         )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        return str(self(f"(document.querySelector({json.dumps(selector)}) || {{}}).textContent || ''"))
+        return str(
+            self(f"(document.querySelector({json.dumps(selector)}) || {{}}).textContent || ''")
+        )
 
 
 class Browser:
@@ -46,11 +52,18 @@ class Browser:
 
     def open(self, url: str) -> Page:
         target = self.call("Target.createTarget", url=url)["targetId"]
-        return Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+        return Page(
+            self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        )
 
     def call(self, method: str, session: str | None = None, **params: Any) -> Any:
         self._last += 1
-        message = {"id": self._last, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        message = {
+            "id": self._last,
+            "method": method,
+            "params": params,
+            **({"sessionId": session} if session else {}),
+        }
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._last:
             pass
@@ -71,7 +84,9 @@ class Browser:
 @contextlib.contextmanager
 def chromium(folder: Path) -> Iterator[Browser]:
     """A browser with its own profile; the test is skipped if none is installed."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         pytest.skip("needs Chromium")
     their_input, to = os.pipe()
@@ -79,9 +94,21 @@ def chromium(folder: Path) -> Iterator[Browser]:
     with contextlib.ExitStack() as stack:
         for end in (to, answers):
             stack.callback(os.close, end)
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
         process = subprocess.Popen(
-            [program, *options, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"],
+            [
+                program,
+                *options,
+                "--remote-debugging-pipe",
+                f"--user-data-dir={folder}",
+                "about:blank",
+            ],
             # The browser expects its pipe at the descriptors 3 and 4.
             preexec_fn=lambda: (os.dup2(their_input, 3), os.dup2(their_output, 4)),
             pass_fds=[3, 4],

@@ -42,7 +42,8 @@ def as_another_user(action: Callable[[], Any]) -> Any:
 
 
 def request(base: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-    """Send one request with nothing but the given headers; the status and the text of the answer."""
+    """Send one request with nothing but the given headers; the status and the text of the
+    answer."""
     connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=10)
     try:
         text = None if body is None else json.dumps(body)
@@ -63,7 +64,10 @@ class Listener:
     """
 
     def __init__(
-        self, answer: Callable[[str], str] = lambda text: "{}", port: int = 0, header: Callable[[], str] = str
+        self,
+        answer: Callable[[str], str] = lambda text: "{}",
+        port: int = 0,
+        header: Callable[[], str] = str,
     ) -> None:
         self.received = ""
         self._answer = answer
@@ -86,7 +90,10 @@ class Listener:
                     while text := connection.recv(65536).decode():
                         self.received += text
                         body = self._answer(text)
-                        head = f"HTTP/1.1 200 OK\r\n{self._header()}Content-Length: {len(body)}\r\n\r\n"
+                        head = (
+                            f"HTTP/1.1 200 OK\r\n{self._header()}Content-Length: "
+                            f"{len(body)}\r\n\r\n"
+                        )
                         connection.sendall((head + body).encode())
                 except OSError:
                     continue
@@ -99,7 +106,8 @@ class Listener:
 
 
 def all_routes(app: Any) -> list[tuple[str, str, Any]]:
-    """Method, path and route of everything that an application answers; ``GET`` for a folder of files."""
+    """Method, path and route of everything that an application answers; ``GET`` for a folder of
+    files."""
     try:
         from fastapi.routing import iter_route_contexts
     except ImportError:  # an older FastAPI copies the routes of a router
@@ -107,5 +115,7 @@ def all_routes(app: Any) -> list[tuple[str, str, Any]]:
     else:
         routes = iter_route_contexts(app.routes)
     return [
-        (method, route.path, route) for route in routes for method in sorted(getattr(route, "methods", None) or {"GET"})
+        (method, route.path, route)
+        for route in routes
+        for method in sorted(getattr(route, "methods", None) or {"GET"})
     ]

@@ -16,8 +16,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import bodies, create_app
-from mlbench_master.bodies import parse_body
+from mlbench_master import create_app
+from mlbench_master.api import bodies
+from mlbench_master.api.bodies import parse_body
 from tests.master.helpers import TestClient, server
 
 HEADERS = {"Authorization": "Bearer sesame"}
@@ -47,7 +48,9 @@ def client(tmp_path: Path) -> Iterator[Any]:
     ],
     ids=range(6),
 )
-def test_every_path_limits_its_body(client: Any, path: str, content: bytes, kind: str, limit: int) -> None:
+def test_every_path_limits_its_body(
+    client: Any, path: str, content: bytes, kind: str, limit: int
+) -> None:
     answer = client.post(path, content=content, headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["message"]) == (
         413,
@@ -72,7 +75,9 @@ def test_the_number_and_the_depth_of_values_are_limited(client: Any, body: bytes
     start = time.monotonic()
     for path in ("/api/metrics/", "/api/runs/"):
         is_form = body[:1] == b"a"
-        answer = client.post(path, content=body, headers={"Content-Type": FORM} if is_form else JSON)
+        answer = client.post(
+            path, content=body, headers={"Content-Type": FORM} if is_form else JSON
+        )
         assert answer.status_code in (400, 413)
         assert ("number of fields" if is_form else "must have at most") in answer.json()["message"]
     assert time.monotonic() - start < 3
@@ -83,7 +88,9 @@ def test_text_with_many_commas_is_no_list() -> None:
     assert parse_body(json.dumps([text]).encode(), "application/json") == [text]
 
 
-def test_a_large_body_does_not_hold_up_the_event_loop(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_does_not_hold_up_the_event_loop(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_the_loop = []
 
     def parse(body: bytes, kind: str) -> Any:
@@ -96,7 +103,12 @@ def test_a_large_body_does_not_hold_up_the_event_loop(client: Any, monkeypatch: 
 
     monkeypatch.setattr(bodies, "parse_body", parse)
     for size in (10, 100_000):
-        assert client.post("/api/metrics/", content=b"[" + b" " * size + b"]", headers=JSON).status_code == 201
+        assert (
+            client.post(
+                "/api/metrics/", content=b"[" + b" " * size + b"]", headers=JSON
+            ).status_code
+            == 201
+        )
     assert in_the_loop == [True, False]
 
 
@@ -116,7 +128,11 @@ def test_the_deepest_metadata_is_read_back(client: Any) -> None:
 def test_crafted_bodies_neither_freeze_the_master_nor_fill_its_memory(tmp_path: Path) -> None:
     """From people without the token, too, where nothing but the login page reads a body."""
     bodies = [
-        ("/login/", "multipart/form-data; boundary=B", b"--B\r\nContent-Disposition: form-data; " + b";" * 64_000),
+        (
+            "/login/",
+            "multipart/form-data; boundary=B",
+            b"--B\r\nContent-Disposition: form-data; " + b";" * 64_000,
+        ),
         (
             "/login/",
             "multipart/form-data; boundary=B",
@@ -134,7 +150,11 @@ def test_crafted_bodies_neither_freeze_the_master_nor_fill_its_memory(tmp_path: 
             headers = {**HEADERS, "Content-Type": kind}
             for _ in range(2):
                 try:
-                    refusals.append(httpx.post(base + path, content=content, headers=headers, timeout=60).status_code)
+                    refusals.append(
+                        httpx.post(
+                            base + path, content=content, headers=headers, timeout=60
+                        ).status_code
+                    )
                 except httpx.TransportError:  # refused before all of it was sent
                     refusals.append(413)
 
@@ -157,7 +177,9 @@ def test_crafted_bodies_neither_freeze_the_master_nor_fill_its_memory(tmp_path: 
 def test_a_long_header_is_refused(tmp_path: Path) -> None:
     with server(tmp_path / "data", "--token", "sesame") as (base, _):
         try:
-            status = httpx.get(f"{base}/api/runs/", headers={**HEADERS, "X-Long": "x" * 500_000}).status_code
+            status = httpx.get(
+                f"{base}/api/runs/", headers={**HEADERS, "X-Long": "x" * 500_000}
+            ).status_code
         except httpx.TransportError:  # refused before all of it was sent
             status = 400
         assert status == 400
@@ -169,11 +191,16 @@ def test_a_page_of_a_log_is_bounded_whatever_the_length_of_its_lines(tmp_path: P
     app = create_app(data_dir=tmp_path, token="sesame")
     app.state.scheduler.start = lambda: None
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=HEADERS) as client:
-        run = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
+        run = client.post(
+            "/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}
+        ).json()
         app.state.store.update_run(run["id"], state="started", job_id=f"local-{run['id']}")
         folder = tmp_path / "runs" / str(run["id"])
         folder.mkdir()
-        line = json.dumps({"rank": 0, "stream": "stdout", "text": "\ufffd" * 30_000, "date": ""}) + "\n"
+        line = (
+            json.dumps({"rank": 0, "stream": "stdout", "text": "\ufffd" * 30_000, "date": ""})
+            + "\n"
+        )
         (folder / "log.jsonl").write_text(line * 60 + "x" * 3_000_000 + "\n" + line)
         found, following = [], 0
         while True:
@@ -183,7 +210,9 @@ def test_a_page_of_a_log_is_bounded_whatever_the_length_of_its_lines(tmp_path: P
             if not lines:
                 break
             found += [line["text"] for line in lines]
-        assert [text[0] for text in found[:60]] == ["\ufffd"] * 60 and found[-1] == "\ufffd" * 30_000
+        assert [text[0] for text in found[:60]] == ["\ufffd"] * 60 and found[
+            -1
+        ] == "\ufffd" * 30_000
         assert "".join(found[60:-1]) == "x" * 3_000_000
         assert client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
         page = client.get(f"/runs/{run['id']}/")

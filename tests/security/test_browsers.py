@@ -14,30 +14,47 @@ from tests.master.helpers import TestClient
 
 HTML = {"accept": "text/html"}
 TOKEN = "a-token-that-a-user-chose"
-PATHS = ("/", "/login/", "/docs/", "/openapi.json", "/api/health/", "/api/runs/", "/static/style.css", "/nothing")
+PATHS = (
+    "/",
+    "/login/",
+    "/docs/",
+    "/openapi.json",
+    "/api/health/",
+    "/api/runs/",
+    "/static/style.css",
+    "/nothing",
+)
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
     app = create_app(data_dir=tmp_path / "data", token=TOKEN)
-    with TestClient(app, base_url="http://mlbench.example:5080", follow_redirects=False) as test_client:
+    with TestClient(
+        app, base_url="http://mlbench.example:5080", follow_redirects=False
+    ) as test_client:
         yield test_client
 
 
 def log_in(client: TestClient) -> None:
-    answer = client.post("/login/", data={"token": TOKEN}, headers={"Origin": "http://mlbench.example:5080"})
+    answer = client.post(
+        "/login/", data={"token": TOKEN}, headers={"Origin": "http://mlbench.example:5080"}
+    )
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
 
 
 def test_without_a_token_only_names_of_loopback_are_answered(tmp_path: Path) -> None:
     # The local network may resolve names without a dot, and a page can rebind them.
-    foreign = ("evil", "evil:5080", "wpad", "evil.example", "127.0.0.1:5080@evil.com", "127.0.0.1.evil.com", "10.0.0.1",
-               "", "x.localhost", "localhost:5080:80", "[::1", "::1", "[::2]", "0.0.0.0", "127.1", "localhost.evil.com",
+    foreign = ("evil", "evil:5080", "wpad", "evil.example", "127.0.0.1:5080@evil.com",
+    "127.0.0.1.evil.com", "10.0.0.1",
+               "", "x.localhost", "localhost:5080:80", "[::1", "::1", "[::2]", "0.0.0.0", "127.1",
+               "localhost.evil.com",
                "localhost:x", "localhost/", " localhost")  # fmt: skip
     with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
         for host in foreign:
             run = {"name": "e", "num_workers": 1, "command": "true"}
-            answer = client.post("/api/runs/", json=run, headers={"Host": host, "Origin": f"http://{host}"})
+            answer = client.post(
+                "/api/runs/", json=run, headers={"Host": host, "Origin": f"http://{host}"}
+            )
             assert answer.status_code == 403, host
         for host in ("localhost", "LOCALHOST:5080", "127.0.0.1:1", "127.0.0.2", "[::1]:5080"):
             assert client.get("/api/runs/", headers={"Host": host}).status_code == 200, host
@@ -48,9 +65,17 @@ def test_every_answer_forbids_other_sites_to_load_or_frame_it(client: TestClient
     for path in PATHS:
         headers = client.get(path).headers
         policy = headers["content-security-policy"].split("; ")
-        assert {"default-src 'self'", "frame-ancestors 'none'", "object-src 'none'", "base-uri 'none'"} <= set(policy)
+        assert {
+            "default-src 'self'",
+            "frame-ancestors 'none'",
+            "object-src 'none'",
+            "base-uri 'none'",
+        } <= set(policy)
         assert "unsafe" not in headers["content-security-policy"]
-        assert (headers["x-content-type-options"], headers["x-frame-options"]) == ("nosniff", "DENY")
+        assert (headers["x-content-type-options"], headers["x-frame-options"]) == (
+            "nosniff",
+            "DENY",
+        )
 
 
 def test_the_api_page_loads_nothing_from_other_hosts(client: TestClient) -> None:
@@ -59,9 +84,14 @@ def test_the_api_page_loads_nothing_from_other_hosts(client: TestClient) -> None
         page = client.get(path).text
         loaded = re.findall(r"""<(?:script|link|img|iframe)[^>]*?(?:src|href)="([^"]*)""", page)
         assert loaded and all(address.startswith("/static/") for address in loaded)
-        assert not re.search(r"<script(?! src=)|<style|\bon\w+=|style=", page), "the policy forbids them"
+        assert not re.search(r"<script(?! src=)|<style|\bon\w+=|style=", page), (
+            "the policy forbids them"
+        )
     page = client.get("/docs/").text
-    for operation in ("<strong>POST</strong> /api/runs/", "<strong>GET</strong> /api/metrics/{owner_id}/"):
+    for operation in (
+        "<strong>POST</strong> /api/runs/",
+        "<strong>GET</strong> /api/metrics/{owner_id}/",
+    ):
         assert operation in page
     assert client.get("/redoc").status_code == 404
     client.cookies.clear()
@@ -78,7 +108,10 @@ def test_the_login_page_has_its_style_without_a_login(client: TestClient) -> Non
 def test_guesses_of_the_token_are_limited(client: TestClient) -> None:
     for guess in range(10):
         assert client.post("/login/", data={"token": f"guess {guess}"}).status_code == 401
-    for token in ("guess", TOKEN):  # otherwise the answer would still tell a right guess from a wrong one
+    for token in (
+        "guess",
+        TOKEN,
+    ):  # otherwise the answer would still tell a right guess from a wrong one
         answer = client.post("/login/", data={"token": token})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "60")
     assert client.get("/api/runs/", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 429
@@ -95,7 +128,9 @@ def test_a_logout_ends_the_session(client: TestClient, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "data" / "sessions.json").stat().st_mode) == 0o600
     assert cookie not in (tmp_path / "data" / "sessions.json").read_text()
     # A restarted master knows the session.
-    with TestClient(create_app(data_dir=tmp_path / "data", token=TOKEN), cookies={name: cookie}) as again:
+    with TestClient(
+        create_app(data_dir=tmp_path / "data", token=TOKEN), cookies={name: cookie}
+    ) as again:
         assert again.get("/api/runs/").status_code == 200
     assert client.post("/logout", headers={"Origin": "http://evil.example"}).status_code == 403
     assert client.post("/logout").headers["location"] == "/login/"

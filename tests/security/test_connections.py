@@ -1,4 +1,5 @@
-"""Clients that are slow on purpose, that open many connections, or that make the master write a long log."""
+"""Clients that are slow on purpose, that open many connections, or that make the master write a
+long log."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def sockets(base: str, number: int, data: bytes) -> Iterator[list[socket.socket]
     with contextlib.ExitStack() as stack:
         opened = []
         for _ in range(number):
-            opened.append(stack.enter_context(socket.create_connection((urlsplit(base).hostname, urlsplit(base).port))))
+            opened.append(
+                stack.enter_context(
+                    socket.create_connection((urlsplit(base).hostname, urlsplit(base).port))
+                )
+            )
             opened[-1].settimeout(10)
             opened[-1].sendall(data)
         yield opened
@@ -85,9 +90,13 @@ def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path) -> None:
         made = httpx.post(f"{base}/api/runs/", json=run, headers=HEADERS).json()
         metric = {"run_id": made["id"], "name": "m", "value": "x" * 1000}
         for _ in range(2):
-            httpx.post(f"{base}/api/metrics/", json=[metric] * 9000, headers=HEADERS).raise_for_status()
+            httpx.post(
+                f"{base}/api/metrics/", json=[metric] * 9000, headers=HEADERS
+            ).raise_for_status()
         request = f"GET /api/metrics/{made['id']}/?metric_type=run HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        with sockets(base, 1, f"{request}Authorization: Bearer sesame\r\n\r\n".encode()) as (connection,):
+        with sockets(base, 1, f"{request}Authorization: Bearer sesame\r\n\r\n".encode()) as (
+            connection,
+        ):
             time.sleep(3)
             assert len(answer(connection)) < 18_000_000
         assert process.poll() is None
@@ -97,7 +106,10 @@ def test_half_requests_do_not_keep_others_out(tmp_path: Path) -> None:
     """Nor do they fill the disk with a log, though the process may open only 200 files."""
     setup = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
     with server(tmp_path / "data", "--token", "sesame", setup=setup) as (base, _):
-        with sockets(base, 300, HALF_A_HEADER) as slow, httpx.Client(base_url=base, headers=HEADERS) as client:
+        with (
+            sockets(base, 300, HALF_A_HEADER) as slow,
+            httpx.Client(base_url=base, headers=HEADERS) as client,
+        ):
             for _ in range(5):
                 assert client.post("/api/metrics/", json=[]).status_code == 201
                 assert httpx.get(f"{base}/api/runs/", headers=HEADERS).status_code == 200
@@ -106,7 +118,10 @@ def test_half_requests_do_not_keep_others_out(tmp_path: Path) -> None:
 
 
 def test_an_address_has_a_bounded_number_of_connections(tmp_path: Path) -> None:
-    setup = "import mlbench_master.connections as c; c.MAX_PER_ADDRESS = 4; c.is_loopback = lambda address: False"
+    setup = (
+        "import mlbench_master.connections as c; c.MAX_PER_ADDRESS "
+        "= 4; c.is_loopback = lambda address: False"
+    )
     with server(tmp_path / "data", "--token", "sesame", setup=setup) as (base, _):
         with sockets(base, 3, HALF_A_HEADER) as slow:
             assert httpx.get(f"{base}/api/runs/", headers=HEADERS).status_code == 200
@@ -116,7 +131,10 @@ def test_an_address_has_a_bounded_number_of_connections(tmp_path: Path) -> None:
             for stream in streams:
                 assert stream.recv(12) == b"HTTP/1.1 200"
             refused = httpx.get(f"{base}/api/runs/", headers=HEADERS)
-            assert (refused.status_code, "too many connections" in refused.json()["message"]) == (503, True)
+            assert (refused.status_code, "too many connections" in refused.json()["message"]) == (
+                503,
+                True,
+            )
         wait_for(lambda: httpx.get(f"{base}/api/runs/", headers=HEADERS).status_code == 200)
 
 
@@ -131,7 +149,10 @@ def test_event_streams_are_bounded(tmp_path: Path) -> None:
                 assert stream.recv(12) == b"HTTP/1.1 200"
             refused = httpx.get(f"{base}/api/events/", headers=HEADERS)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
-            assert refused.json()["message"] == "events: at most 3 streams of one client may be open: close one of them"
+            assert (
+                refused.json()["message"]
+                == "events: at most 3 streams of one client may be open: close one of them"
+            )
         # The ends of streams are noticed, so their places are free again.
         with sockets(base, 1, EVENTS) as (stream,):
             wait_for(lambda: stream.recv(65_536).startswith(b"HTTP/1.1 200"))
@@ -164,6 +185,9 @@ def test_one_cause_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> N
         assert len(caplog.records) == 4
         time.sleep(0.35)
         fail(OSError("accept"))
-        assert caplog.records[-1].getMessage() == "it failed: again (97 more of these since the last one)"
+        assert (
+            caplog.records[-1].getMessage()
+            == "it failed: again (97 more of these since the last one)"
+        )
     finally:
         caplog.handler.removeFilter(limit)

@@ -1,4 +1,5 @@
-"""The dashboard in a real browser: many tabs, a master that goes away, and a log that is neither doubled nor lost."""
+"""The dashboard in a real browser: many tabs, a master that goes away, and a log that is neither
+doubled nor lost."""
 
 from __future__ import annotations
 
@@ -33,8 +34,14 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 def log_in(browser: Browser, base: str) -> Page:
     page = browser.open(f"{base}/login/")
     wait_for(lambda: page("!!document.querySelector('input[name=token]')"), what="the login page")
-    page("document.querySelector('input[name=token]').value = 'sesame'; document.querySelector('form').submit()")
-    wait_for(lambda: page("location.pathname === '/' && !!document.querySelector('main')"), what="the login")
+    page(
+        "document.querySelector('input[name=token]').value = 'sesame'; "
+        "document.querySelector('form').submit()"
+    )
+    wait_for(
+        lambda: page("location.pathname === '/' && !!document.querySelector('main')"),
+        what="the login",
+    )
     return browser.open(f"{base}/runs/")
 
 
@@ -61,20 +68,32 @@ def test_twelve_tabs_share_one_stream_and_follow_a_run(tmp_path: Path, browser: 
             wait_for(lambda tab=tab: len(numbers(tab)) > 3, what="lines in every tab")
             assert tab.text("#metrics .empty") == "No metrics yet."
         httpx.post(
-            f"{base}/api/metrics/", json={"run_id": run["id"], "name": "<i>loss", "value": "<b>1"}, headers=HEADERS
+            f"{base}/api/metrics/",
+            json={"run_id": run["id"], "name": "<i>loss", "value": "<b>1"},
+            headers=HEADERS,
         )
         for tab in tabs:
-            wait_for(lambda tab=tab: tab.text("#metrics tbody td") == "<b>1", what="the metric in every tab")
+            wait_for(
+                lambda tab=tab: tab.text("#metrics tbody td") == "<b>1",
+                what="the metric in every tab",
+            )
             assert tab.text("#metrics tbody th") == "<i>loss" and tab.text("#metrics .empty") == ""
-        sent = (("goal @ 0", '{"reached": true, "time_to_goal_s": 1.5}'), ("result @ 0", '{"schema_version": 1}'))
+        sent = (
+            ("goal @ 0", '{"reached": true, "time_to_goal_s": 1.5}'),
+            ("result @ 0", '{"schema_version": 1}'),
+        )
         items = [{"run_id": run["id"], "name": name, "value": value} for name, value in sent]
         httpx.post(f"{base}/api/metrics/", json=items, headers=HEADERS)
         for tab in (first, *tabs):
-            wait_for(lambda tab=tab: "reached in 1.5 s" in tab.text("main"), what="the goal in every tab")
+            wait_for(
+                lambda tab=tab: "reached in 1.5 s" in tab.text("main"), what="the goal in every tab"
+            )
         wait_for(lambda: tabs[0].text("#result a") == "result.json", what="the link to the result")
         assert "schema_version" not in tabs[0].text("#metrics")
         # The connections that are left serve the buttons.
-        tabs[10]("window.confirm = () => true; document.querySelector('[data-post$=\"/stop/\"]').click()")
+        tabs[10](
+            "window.confirm = () => true; document.querySelector('[data-post$=\"/stop/\"]').click()"
+        )
         for tab in tabs:
             wait_for(lambda tab=tab: tab.text("#state") == "stopped", what="the end in every tab")
             assert "stopped by a user" in tab.text("#facts")
@@ -93,11 +112,17 @@ def test_a_page_catches_up_after_the_master_was_away(tmp_path: Path, browser: Br
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_for(lambda: "does not answer" in page.text("#live"), what="the notice")
-    supervisor = next((data / "1").glob("supervisor.json"), None) or next(data.rglob("supervisor.json"))
+    supervisor = next((data / "1").glob("supervisor.json"), None) or next(
+        data.rglob("supervisor.json")
+    )
     pid = int(re.search(r'"pid": (\d+)', supervisor.read_text())[1])  # type: ignore[index]
     before = numbers(page)[-1]
     with server(data, "--token", "sesame", "--port", port) as (base, _):
-        wait_for(lambda: numbers(page)[-1] > before + 5 and page.text("#live") == "", timeout_s=30, what="new lines")
+        wait_for(
+            lambda: numbers(page)[-1] > before + 5 and page.text("#live") == "",
+            timeout_s=30,
+            what="new lines",
+        )
         seen = numbers(page)
         assert seen == list(range(seen[0], seen[-1] + 1))
         os.kill(pid, signal.SIGTERM)
@@ -107,7 +132,8 @@ def test_a_page_catches_up_after_the_master_was_away(tmp_path: Path, browser: Br
 
 
 def test_the_log_of_the_page_and_of_the_events_fit_together(tmp_path: Path) -> None:
-    """As the page's script joins them: each line has its number, and the page has that of the next line."""
+    """As the page's script joins them: each line has its number, and the page has that of the next
+    line."""
     with server(tmp_path / "data", "--token", "sesame") as (base, _):
         run = talking(base, tmp_path)
         time.sleep(1)

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from mlbench_master.store import NewMetric, Run, new_run, run_owner
+from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
 from tests.master.helpers import TestClient, wait_for
 
 
@@ -24,13 +24,23 @@ from tests.master.helpers import TestClient, wait_for
 def client(tmp_path: Path) -> Iterator[Any]:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None  # nothing starts, so the runs keep their states
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
 def made(client: Any, name: str, **values: Any) -> Run:
-    common = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "i", "backend": "gloo"}
-    run: Run = client.app.state.store.add_run(new_run(name=name, command="true", **common, **values))
+    common = {
+        "num_workers": 1,
+        "num_cpus": 1.0,
+        "max_bandwidth": 1000.0,
+        "image": "i",
+        "backend": "gloo",
+    }
+    run: Run = client.app.state.store.add_run(
+        new_run(name=name, command="true", **common, **values)
+    )
     client.app.state.store.update_run(run.id, state="finished")
     return run
 
@@ -43,14 +53,22 @@ POISON = [
     "UPDATE metrics SET name = x'ff' WHERE value = '2'",
     "UPDATE metrics SET name = CAST(x'ff' AS TEXT), cumulative = 'perhaps' WHERE value = '2'",
     "UPDATE runs SET job_metadata = '{not JSON' WHERE name = 'bad'",
-    "UPDATE runs SET job_metadata = '[1]', created_at = 'today', finished_at = 1e300 WHERE name = 'bad'",
+    (
+        "UPDATE runs SET job_metadata = '[1]', created_at = "
+        "'today', finished_at = 1e300 WHERE name = 'bad'"
+    ),
     "UPDATE runs SET job_metadata = CAST(x'ff' AS TEXT), num_workers = 'many' WHERE name = 'bad'",
-    "UPDATE runs SET state = 'exploded', goal_result = x'ff', command = x'ff', num_cpus = 9e999 WHERE name = 'bad'",
+    (
+        "UPDATE runs SET state = 'exploded', goal_result = x'ff', command = "
+        "x'ff', num_cpus = 9e999 WHERE name = 'bad'"
+    ),
 ]
 
 
 @pytest.mark.parametrize("poison", POISON, ids=range(len(POISON)))
-def test_a_row_that_cannot_be_read_does_not_hide_the_others(client: Any, tmp_path: Path, poison: str) -> None:
+def test_a_row_that_cannot_be_read_does_not_hide_the_others(
+    client: Any, tmp_path: Path, poison: str
+) -> None:
     good, bad = made(client, "good"), made(client, "bad")
     for run in (good, bad):
         items = [{"run_id": run.id, "name": "m", "value": value} for value in (1, 2, 3)]
@@ -59,23 +77,41 @@ def test_a_row_that_cannot_be_read_does_not_hide_the_others(client: Any, tmp_pat
         assert database.execute(poison).rowcount == 1
     database.close()
     assert client.get(f"/api/metrics/{good.id}/?metric_type=run").json()["m"][0]["value"] == "1"
-    values = [entry["value"] for entry in client.get(f"/api/metrics/{bad.id}/?metric_type=run").json()["m"]]
+    values = [
+        entry["value"]
+        for entry in client.get(f"/api/metrics/{bad.id}/?metric_type=run").json()["m"]
+    ]
     assert {"1", "3"} <= set(values)
     assert {run["name"] for run in client.get("/api/runs/").json()} == {"good", "bad"}
-    for path in ("/", "/api/pods/", "/api/metrics/", f"/runs/{good.id}/", f"/api/runs/{bad.id}/", f"/runs/{bad.id}/"):
+    for path in (
+        "/",
+        "/api/pods/",
+        "/api/metrics/",
+        f"/runs/{good.id}/",
+        f"/api/runs/{bad.id}/",
+        f"/runs/{bad.id}/",
+    ):
         assert client.get(path).status_code == 200, path
     for query in ("summarize=1", "last_n=1", "since=1970-01-01"):
-        assert client.get(f"/api/metrics/{bad.id}/?metric_type=run&{query}").status_code == 200, query
+        assert client.get(f"/api/metrics/{bad.id}/?metric_type=run&{query}").status_code == 200, (
+            query
+        )
     for points in (2, 2000):
-        [curve] = client.get(f"/api/runs/{bad.id}/curves/?metric=m&points={points}").json()["curves"]
+        [curve] = client.get(f"/api/runs/{bad.id}/curves/?metric=m&points={points}").json()[
+            "curves"
+        ]
         assert len(curve["value"]) >= 2
-    archive = zipfile.ZipFile(BytesIO(client.get(f"/api/metrics/{bad.id}/?metric_type=run&format=zip").content))
+    archive = zipfile.ZipFile(
+        BytesIO(client.get(f"/api/metrics/{bad.id}/?metric_type=run&format=zip").content)
+    )
     assert archive.testzip() is None
     assert client.delete(f"/api/runs/{bad.id}/").status_code == 204
 
 
 def test_the_list_of_runs_has_no_output_and_comes_in_pages(client: Any) -> None:
-    output = json.dumps({"notes": ["a note"], "stdout": ["x" * 100] * 160, "stderr": ["y" * 100] * 160})
+    output = json.dumps(
+        {"notes": ["a note"], "stdout": ["x" * 100] * 160, "stderr": ["y" * 100] * 160}
+    )
     for number in range(30):
         made(client, f"run-{number}", job_metadata=output)
     whole = client.get("/api/runs/")
@@ -95,14 +131,19 @@ def test_the_list_of_runs_has_no_output_and_comes_in_pages(client: Any) -> None:
     assert paged == whole.json()
     for query in ("limit=0", "limit=x", "after=-1", "limit=99999999"):
         refused = client.get(f"/api/runs/?{query}")
-        assert (refused.status_code, refused.json()["message"].split(":")[0]) == (400, query.split("=")[0])
+        assert (refused.status_code, refused.json()["message"].split(":")[0]) == (
+            400,
+            query.split("=")[0],
+        )
 
 
 def test_deleting_a_large_run_gives_its_disk_space_back(client: Any, tmp_path: Path) -> None:
     large, small = made(client, "large"), made(client, "small")
     store = client.app.state.store
     store.add_metrics([NewMetric(run_owner(small.id), "m", 0, "1")])
-    store.add_metrics([NewMetric(run_owner(large.id), f"m{n % 9}", n, "x" * 500) for n in range(10_000)])
+    store.add_metrics(
+        [NewMetric(run_owner(large.id), f"m{n % 9}", n, "x" * 500) for n in range(10_000)]
+    )
 
     def size() -> int:
         return sum(path.stat().st_size for path in tmp_path.glob("master.db*"))
@@ -124,7 +165,15 @@ def test_a_database_of_an_earlier_version_shrinks_as_well(tmp_path: Path) -> Non
     app = create_app(data_dir=tmp_path)
     store = app.state.store
     run = store.add_run(
-        new_run(name="r", num_workers=1, num_cpus=1.0, max_bandwidth=1.0, image="i", backend="b", command="c")
+        new_run(
+            name="r",
+            num_workers=1,
+            num_cpus=1.0,
+            max_bandwidth=1.0,
+            image="i",
+            backend="b",
+            command="c",
+        )
     )
     store.add_metrics([NewMetric(run_owner(run.id), "m", n, "x" * 500) for n in range(10_000)])
     store.delete_run(run.id)

@@ -23,5 +23,7 @@ def test_random_requests_are_no_errors_of_the_master_and_every_row_is_read(tmp_p
 def test_requests_derived_from_the_description_are_answered_as_described(tmp_path: Path) -> None:
     program = os.environ.get("SCHEMATHESIS") or shutil.which("schemathesis")
     if program is None:
-        pytest.skip("needs schemathesis: pip install schemathesis, or name the program in SCHEMATHESIS")
+        pytest.skip(
+            "needs schemathesis: pip install schemathesis, or name the program in SCHEMATHESIS"
+        )
     schemathesis(program, tmp_path, cases=200, seed=1, phases="fuzzing")

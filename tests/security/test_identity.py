@@ -40,8 +40,11 @@ def eve() -> Iterator[Listener]:
     listener.close()
 
 
-def test_a_program_on_a_dead_masters_port_gets_no_token(eve: Listener, innocent: subprocess.Popen[bytes]) -> None:
-    # The record of a living process, as if the process id had been given out again at the same tick.
+def test_a_program_on_a_dead_masters_port_gets_no_token(
+    eve: Listener, innocent: subprocess.Popen[bytes]
+) -> None:
+    # The record of a living process, as if the process id had been given out again at the same
+    # tick.
     remember_master(eve.url, innocent.pid, TOKEN, "key")
     assert mlbench("status").returncode == 1
     assert mlbench("status", "-u", eve.url).returncode == 1
@@ -56,10 +59,16 @@ def test_a_program_on_a_dead_masters_port_gets_no_token(eve: Listener, innocent:
     assert TOKEN not in eve.received
 
 
-def test_a_worker_sends_its_token_only_to_its_master(eve: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_sends_its_token_only_to_its_master(
+    eve: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         # There is no record any more: the master has ended properly.
-        for name, value in (("MLBENCH_MASTER_URL", eve.url), ("MLBENCH_TOKEN", TOKEN), (KEY_VARIABLE, "key")):
+        for name, value in (
+            ("MLBENCH_MASTER_URL", eve.url),
+            ("MLBENCH_TOKEN", TOKEN),
+            (KEY_VARIABLE, "key"),
+        ):
             patch.setenv(name, value)
         with ApiClient(url=eve.url) as client, pytest.raises(requests.ConnectionError):
             client.get_runs().result()
@@ -104,7 +113,9 @@ def test_a_client_asks_for_the_proof_again_on_a_new_connection(tmp_path: Path) -
         assert eve.received and token not in eve.received
 
 
-def test_stopping_a_stale_master_kills_no_innocent_process(innocent: subprocess.Popen[bytes], eve: Listener) -> None:
+def test_stopping_a_stale_master_kills_no_innocent_process(
+    innocent: subprocess.Popen[bytes], eve: Listener
+) -> None:
     remember_master(eve.url, innocent.pid, TOKEN, "key")
     assert "no embedded master is running" in mlbench("master", "--stop").stderr
     assert innocent.poll() is None
@@ -124,5 +135,7 @@ def test_stopping_a_stale_master_kills_no_innocent_process(innocent: subprocess.
 def test_the_real_master_is_stopped(tmp_path: Path) -> None:
     with server(tmp_path / "data", token=()) as (_, master):
         assert "stopped the master" in mlbench("master", "--stop").stdout
-        assert wait_for(lambda: master.poll() is not None, what="the end") and master.returncode in (0, -signal.SIGTERM)
+        assert wait_for(
+            lambda: master.poll() is not None, what="the end"
+        ) and master.returncode in (0, -signal.SIGTERM)
         assert read_record() is None

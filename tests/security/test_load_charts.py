@@ -13,16 +13,26 @@ from tests.security.browser import chromium
 
 CHARTS = "document.querySelectorAll('.load canvas').length"
 # It ends by itself, so that a test that fails leaves nothing behind for long.
-BUSY = "import os, time\nfor _ in range(900):\n    print('<i>line</i>', flush=True)\n    time.sleep(0.1)\n"
+BUSY = (
+    "import os, time\nfor _ in range(900):\n    "
+    "print('<i>line</i>', flush=True)\n    time.sleep(0.1)\n"
+)
 
 
-def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charts_of_workers_grow_and_survive_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", "0.2")
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
 
     def start(name: str, workers: int) -> Any:
-        body = {"name": name, "num_workers": workers, "num_cpus": 0.1, "command": f"python {script}"}
+        body = {
+            "name": name,
+            "num_workers": workers,
+            "num_cpus": 0.1,
+            "command": f"python {script}",
+        }
         return httpx.post(f"{base}/api/runs/", json=body).json()["id"]
 
     with server(tmp_path / "data") as (base, _), chromium(tmp_path / "profile") as browser:
@@ -37,7 +47,10 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         page(f"document.querySelector('{memory} canvas').mark = 1")
         page("(window.link = document.querySelector('#open a')).focus()")
         second = start("second", 1)
-        wait_for(lambda: page(CHARTS) == 12 and "second" in page.text("#open"), what="the charts of the second run")
+        wait_for(
+            lambda: page(CHARTS) == 12 and "second" in page.text("#open"),
+            what="the charts of the second run",
+        )
         assert page(f"document.querySelector('{memory} canvas').mark") == 1
         # The link in the new list has the focus of the old one.
         assert page("[link.isConnected, document.activeElement.textContent]") == [False, "first"]
@@ -51,6 +64,9 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         wait_for(lambda: one.text("#log").count("<i>line</i>") > 10, what="lines of the log")
         httpx.post(f"{base}/api/runs/{first}/stop/")
         wait_for(lambda: one.text("#state") == "Stopped", what="the end on the page of the worker")
-        wait_for(lambda: page(CHARTS) == 4 and "first" in page.text("#latest"), what="the end on the main page")
+        wait_for(
+            lambda: page(CHARTS) == 4 and "first" in page.text("#latest"),
+            what="the end on the main page",
+        )
         assert (one(CHARTS), whole(CHARTS)) == (4, 8)
         httpx.post(f"{base}/api/runs/{second}/stop/")

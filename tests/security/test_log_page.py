@@ -1,4 +1,5 @@
-"""The log on the page of a run, in a real browser: search, streams, following, and lines that could do harm."""
+"""The log on the page of a run, in a real browser: search, streams, following, and lines that could
+do harm."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ for n in range(1000, 100_000):
 
 
 def texts(page: Page, part: str = ".text") -> list[str]:
-    found: list[str] = page(f"[...document.querySelectorAll('#log .line {part}')].map((e) => e.textContent)")
+    found: list[str] = page(
+        f"[...document.querySelectorAll('#log .line {part}')].map((e) => e.textContent)"
+    )
     return found
 
 
@@ -36,7 +39,10 @@ def numbers(page: Page, word: str = "line") -> list[int]:
 
 def choose(page: Page, name: str, value: str) -> None:
     field = f"document.querySelector('#log-filter [name={name}]')"
-    page(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    page(
+        f"{field}.value = {json.dumps(value)}; "
+        f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    )
 
 
 def is_whole(found: list[int], step: int = 1) -> bool:
@@ -53,7 +59,10 @@ def test_a_log_is_followed_filtered_and_searched(tmp_path: Path) -> None:
     with server(tmp_path / "data") as (base, _), chromium(tmp_path / "profile") as browser:
         body = {"name": "talks", "num_workers": 1, "command": f"python {script}"}
         run = httpx.post(f"{base}/api/runs/", json=body).json()["id"]
-        wait_for(lambda: httpx.get(f"{base}/api/runs/{run}/logs/?search=line+1010").json()["lines"], what="lines")
+        wait_for(
+            lambda: httpx.get(f"{base}/api/runs/{run}/logs/?search=line+1010").json()["lines"],
+            what="lines",
+        )
         page = browser.open(f"{base}/runs/{run}/")
         wait_for(lambda: len(numbers(page)) > 200, what="the live lines")
         assert is_whole(numbers(page)) and number_is(page, "scrollTop") > 1000
@@ -70,7 +79,10 @@ def check_harmless_lines(page: Page) -> None:
     tags, turned = texts(page)
     assert tags == "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
     assert turned == "red \ufffdturned\ufffd " + "x" * 10_000
-    assert page("window.evil === undefined && document.querySelector('#log-lines img, #log-lines script') === null")
+    assert page(
+        "window.evil === undefined && document.querySelector('#log-lines "
+        "img, #log-lines script') === null"
+    )
     # The long line wraps in its box.
     assert number_is(page, "scrollWidth - document.getElementById('log').clientWidth") == 0
     assert page("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -85,7 +97,9 @@ def check_filter_of_live_lines(page: Page) -> None:
     found = numbers(page, "Warning")
     assert found[0] == 1000 and is_whole(found, 10)
     assert set(texts(page, ".who")) == {"rank 0"}
-    assert page("document.getElementById('log-download').href").endswith("stream=stderr&format=text")
+    assert page("document.getElementById('log-download').href").endswith(
+        "stream=stderr&format=text"
+    )
 
 
 def check_search(page: Page) -> None:
@@ -115,7 +129,10 @@ def check_following(page: Page) -> None:
     wait_for(lambda: numbers(page)[0] < before, what="earlier lines")
     time.sleep(1.5)  # the worker writes dozens of lines
     # The reader still sees the same line, and none arrives.
-    line = f"[...document.querySelectorAll('#log .text')].find((e) => e.textContent === 'line {before}')"
+    line = (
+        "[...document.querySelectorAll('#log .text')].find((e) "
+        f"=> e.textContent === 'line {before}')"
+    )
     top = "document.getElementById('log').getBoundingClientRect().top"
     assert abs(page(f"{line}.getBoundingClientRect().top - {top}")) < 80
     assert is_whole(numbers(page)) and numbers(page)[-1] == last

@@ -16,8 +16,9 @@ from pydantic import TypeAdapter
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import create_app, examples
-from mlbench_master import openapi as described
+from mlbench_master import create_app
+from mlbench_master.api import examples
+from mlbench_master.api import openapi as described
 from tests.master.helpers import TestClient
 from tests.security.helpers import all_routes
 
@@ -33,7 +34,9 @@ def client(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def run(client: Any) -> dict[str, Any]:
-    made: dict[str, Any] = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
+    made: dict[str, Any] = client.post(
+        "/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}
+    ).json()
     return made
 
 
@@ -62,10 +65,14 @@ def test_every_operation_names_its_statuses_and_its_authentication(client: Any) 
     found = {}
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            found[method, path] = {int(status) for status in operation["responses"] if int(status) >= 400}
+            found[method, path] = {
+                int(status) for status in operation["responses"] if int(status) >= 400
+            }
             is_open = path == "/api/health/"
             assert found[method, path] >= {403, 503} | (set() if is_open else {401, 429})
-            assert operation.get("security", schema["security"]) == ([] if is_open else [{"token": []}])
+            assert operation.get("security", schema["security"]) == (
+                [] if is_open else [{"token": []}]
+            )
             for status, answer in operation["responses"].items():
                 if int(status) >= 400:
                     reference = answer["content"]["application/json"]["schema"]["$ref"]
@@ -82,7 +89,14 @@ def test_parameters_and_bodies_are_described(client: Any) -> None:
         return {item["name"]: item["schema"] for item in parameters if item["in"] == "query"}
 
     of_metrics = query("/api/metrics/{owner_id}/")
-    assert set(of_metrics) == {"metric_type", "since", "summarize", "metric_filter", "last_n", "format"}
+    assert set(of_metrics) == {
+        "metric_type",
+        "since",
+        "summarize",
+        "metric_filter",
+        "last_n",
+        "format",
+    }
     assert of_metrics["since"] == {"type": "string", "format": "date-time"}
     assert set(query("/api/runs/")) == {"state", "name", "sort", "limit", "after", "offset"}
     assert set(query("/api/pods/")) == {"limit", "after"}
@@ -90,7 +104,12 @@ def test_parameters_and_bodies_are_described(client: Any) -> None:
     assert of_curves["metric"]["type"] == "array" and of_curves["points"]["maximum"] == 2000
     assert query("/api/runs/{run_id}/logs/")["since_line"]["type"] == "integer"
     listed = {item["name"]: item for item in paths["/api/runs/"]["get"]["parameters"]}
-    assert listed["state"]["schema"]["items"]["enum"] == ["initialized", "started", "finished", "failed"]
+    assert listed["state"]["schema"]["items"]["enum"] == [
+        "initialized",
+        "started",
+        "finished",
+        "failed",
+    ]
     assert {"created_at", "-created_at"} <= set(listed["sort"]["schema"]["enum"])
     assert listed["after"]["description"] == "Only runs with a larger id."
     body = paths["/api/metrics/"]["post"]["requestBody"]["content"]
@@ -123,8 +142,15 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
     check(described.Metrics, client.get(f"/api/metrics/{run['id']}/?metric_type=run"))
     check(list[described.RunOut], client.get("/api/runs/"))
     check(described.RunOut, client.get(f"/api/runs/{run['id']}/"))
-    goal = {**metric, "name": "goal @ 0", "value": '{"reached": true, "epochs": 3, "phases_s": {"compute": 1.5}}'}
-    client.post("/api/metrics/", json=[goal, {**metric, "name": "result @ 0", "value": '{"schema_version": 1}'}])
+    goal = {
+        **metric,
+        "name": "goal @ 0",
+        "value": '{"reached": true, "epochs": 3, "phases_s": {"compute": 1.5}}',
+    }
+    client.post(
+        "/api/metrics/",
+        json=[goal, {**metric, "name": "result @ 0", "value": '{"schema_version": 1}'}],
+    )
     reached = client.get(f"/api/runs/{run['id']}/")
     check(described.RunOut, reached)
     assert set(reached.json()["goal"]) == set(described.RunGoal.model_fields)
@@ -135,7 +161,9 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
         check(described.Curves, client.get(f"/api/runs/{run['id']}/curves/?{query}"))
     check(described.Error, client.get("/api/runs/77/"))
     packed = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
-    assert packed.headers["content-type"] == "application/zip" and zipfile.is_zipfile(BytesIO(packed.content))
+    assert packed.headers["content-type"] == "application/zip" and zipfile.is_zipfile(
+        BytesIO(packed.content)
+    )
 
 
 def test_every_operation_has_examples_and_everything_a_description(client: Any) -> None:
@@ -144,21 +172,37 @@ def test_every_operation_has_examples_and_everything_a_description(client: Any) 
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             assert operation["summary"] and set(operation["tags"]) <= tags
-            assert all(item["description"] for item in operation.get("parameters", ()) if item["in"] == "query")
-            for answer in [*operation["responses"].values(), operation.get("requestBody", {"description": "x"})]:
+            assert all(
+                item["description"]
+                for item in operation.get("parameters", ())
+                if item["in"] == "query"
+            )
+            for answer in [
+                *operation["responses"].values(),
+                operation.get("requestBody", {"description": "x"}),
+            ]:
                 assert answer.get("description", "body")
                 for kind, content in answer.get("content", {}).items():
-                    assert kind == "application/zip" or content.get("example") or content.get("examples"), (
+                    assert (
+                        kind == "application/zip"
+                        or content.get("example")
+                        or content.get("examples")
+                    ), (
                         method,
                         path,
                     )
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 one = next(
-                    (kind for kind in content["schema"].get("oneOf", ()) if "properties" in kind), content["schema"]
+                    (kind for kind in content["schema"].get("oneOf", ()) if "properties" in kind),
+                    content["schema"],
                 )
                 assert all(field["description"] for field in one["properties"].values())
     for model in schema["components"]["schemas"].values():
-        assert model["description"] and "Attributes:" not in model["description"] and "``" not in model["description"]
+        assert (
+            model["description"]
+            and "Attributes:" not in model["description"]
+            and "``" not in model["description"]
+        )
 
 
 def test_the_page_of_the_api_shows_the_examples(client: Any) -> None:
@@ -179,7 +223,9 @@ def test_examples_of_answers_have_every_field_and_no_other(client: Any) -> None:
     assert set(examples.ANSWERS) == set(models) - {("delete", "/api/runs/{run_id}/")}
     for key, answers in examples.ANSWERS.items():
         for title, answer in answers.items():
-            adapter: TypeAdapter[Any] = TypeAdapter(models[key] or str)  # the stream of events is text
+            adapter: TypeAdapter[Any] = TypeAdapter(
+                models[key] or str
+            )  # the stream of events is text
             read = adapter.validate_json(json.dumps(answer), strict=True)
             assert adapter.dump_python(read, mode="json") == answer, (key, title)
 
@@ -193,8 +239,14 @@ def test_every_example_of_a_body_is_accepted(client: Any, run: dict[str, Any], k
             if kind == "form" and isinstance(body, list):
                 continue
             items = body if isinstance(body, list) else [body]
-            items = [{**item, "run_id": run["id"] + 1} if "run_id" in item else item for item in items]
-            sent = {"data": items[0]} if kind == "form" else {"json": items if isinstance(body, list) else items[0]}
+            items = [
+                {**item, "run_id": run["id"] + 1} if "run_id" in item else item for item in items
+            ]
+            sent = (
+                {"data": items[0]}
+                if kind == "form"
+                else {"json": items if isinstance(body, list) else items[0]}
+            )
             answer = client.request(method, path, **sent)
             assert answer.status_code == 201, (title, answer.text)
             shapes = [shape(example) for example in examples.ANSWERS[method, path].values()]
@@ -215,7 +267,10 @@ WRONG: dict[tuple[str, str], dict[str, Any]] = {
     ("post", "/api/metrics/"): {"json": {"run_id": 1, "name": "m"}},
     ("post", "/api/runs/"): {"json": {"name": "x", "num_workers": 0}},
     ("post", "/api/runs/import/"): {
-        "json": {**examples.REQUESTS["post", "/api/runs/import/"]["A finished run"], "state": "lost"}
+        "json": {
+            **examples.REQUESTS["post", "/api/runs/import/"]["A finished run"],
+            "state": "lost",
+        }
     },
 }
 
@@ -227,7 +282,9 @@ def test_the_examples_of_errors_are_what_is_sent(client: Any) -> None:
     client.post("/api/metrics/", json={"pod_name": "1", "name": "m", "value": 1})
     client.post("/api/metrics/", json=metric)  # without it, the import may be continued
     access = client.app.state.access
-    browser = TestClient(client.app, base_url=str(client.base_url), cookies={access.cookie: access.open_session()})
+    browser = TestClient(
+        client.app, base_url=str(client.base_url), cookies={access.cookie: access.open_session()}
+    )
     senders = {"401": TestClient(client.app), "403": browser}
     tried = set()
     for path, operations in client.get("/openapi.json").json()["paths"].items():
@@ -239,21 +296,32 @@ def test_the_examples_of_errors_are_what_is_sent(client: Any) -> None:
                 "403": {"headers": {"Origin": "https://example.org"}},
                 "404": {"json": {**metric, "run_id": 77}} if method == "post" else {},
                 "409": {"json": first},
-                "413": {"content": b" " * (2**24 + 1), "headers": {"Content-Type": "application/json"}},
+                "413": {
+                    "content": b" " * (2**24 + 1),
+                    "headers": {"Content-Type": "application/json"},
+                },
                 "415": {"files": {"a": b"b"}},
             }
             for status in requests.keys() & operation["responses"].keys():
-                if status == "403" and method == "get":  # every page may read, and none can see the answer
+                if (
+                    status == "403" and method == "get"
+                ):  # every page may read, and none can see the answer
                     continue
                 place = re.sub(r"\{\w+\}", "77" if status == "404" else "1", path)
                 answer = senders.get(status, client).request(method, place, **requests[status])
                 example = operation["responses"][status]["content"]["application/json"]["example"]
-                assert (str(answer.status_code), answer.json()) == (status, example), (method, path, status)
+                assert (str(answer.status_code), answer.json()) == (status, example), (
+                    method,
+                    path,
+                    status,
+                )
                 tried.add(status)
     assert tried == set(requests)
 
 
-def test_every_path_of_get_answers_head_and_refusals_name_the_methods(client: Any, run: dict[str, Any]) -> None:
+def test_every_path_of_get_answers_head_and_refusals_name_the_methods(
+    client: Any, run: dict[str, Any]
+) -> None:
     result = {"run_id": run["id"], "name": "result @ 0", "value": "{}"}
     client.post("/api/metrics/", json=result)
     for path, methods in (

@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import create_app, results
-from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.results import FILES, ResultFolder
-from mlbench_master.store import new_run
+from mlbench_master import create_app
+from mlbench_master.database.store import new_run
+from mlbench_master.engines.local.engine import LocalEngine
+from mlbench_master.runs import result_files
+from mlbench_master.runs.result_files import FILES, ResultFolder
 from tests.master.helpers import TestClient
 
 SECRET = '{"secret": "of somebody else"}'
@@ -34,7 +35,7 @@ def secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The folder of the results of run 1."""
-    path = LocalLauncher(tmp_path / "runs").results("local-1")
+    path = LocalEngine(tmp_path / "runs").results("local-1")
     path.mkdir(parents=True)
     return path
 
@@ -43,14 +44,23 @@ def root(tmp_path: Path) -> Path:
 def client(tmp_path: Path) -> Iterator[Any]:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
-    values = {"num_cpus": 1.0, "max_bandwidth": 1.0, "image": "i", "backend": "gloo", "command": "true"}
+    values = {
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "i",
+        "backend": "gloo",
+        "command": "true",
+    }
     app.state.store.add_run(new_run(name="r", num_workers=1, job_id="local-1", **values))
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
 def answers(client: Any) -> tuple[int, zipfile.ZipFile]:
-    """Return the status of the result, and the archive; neither may have the secret, and the page must answer."""
+    """Return the status of the result, and the archive; neither may have the secret, and the page
+    must answer."""
     result = client.get("/api/runs/1/result/")
     packed = client.get("/api/metrics/1/?metric_type=run&format=zip")
     assert client.get("/runs/1/").status_code == 200
@@ -94,7 +104,9 @@ def test_a_file_without_an_end_is_not_read(client: Any, root: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["root", "task", "run", "up"])
-def test_folders_that_are_links_lead_nowhere(client: Any, root: Path, secret: Path, level: str) -> None:
+def test_folders_that_are_links_lead_nowhere(
+    client: Any, root: Path, secret: Path, level: str
+) -> None:
     if level == "root":
         root.rmdir()
         root.symlink_to(secret.parents[1])
@@ -112,7 +124,9 @@ def test_folders_that_are_links_lead_nowhere(client: Any, root: Path, secret: Pa
     assert (status, archive.namelist()) == (404, ["run.json"])
 
 
-def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(root: Path, secret: Path) -> None:
+def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(
+    root: Path, secret: Path
+) -> None:
     folder = root / "task1a" / "1"
     folder.mkdir(parents=True)
     (folder / "result.json").write_text("{}")
@@ -123,7 +137,7 @@ def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(root: Path, s
 
 
 def test_any_number_of_folders_costs_little(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_MOST_FOLDERS", 3)
+    monkeypatch.setattr(result_files, "_MOST_FOLDERS", 3)
     for task in range(10):
         for run in range(10):
             (root / str(task) / str(run)).mkdir(parents=True)

@@ -38,16 +38,29 @@ def test_no_process_shows_the_token_or_the_database_in_its_arguments(
             assert (tmp_path / "other.db").exists(), "the variable counts"
             # Runs inherit the master's environment.
             command = "sh -c 'echo database=$MLBENCH_DATABASE_URL; sleep 30'"
-            assert client.create_run("r", 1, custom_image_name="custom_image", custom_image_command=command).result().ok
-            wait_for(lambda: client.get_run(1).result().json()["state"] == "started", what="the start")
+            assert (
+                client.create_run(
+                    "r", 1, custom_image_name="custom_image", custom_image_command=command
+                )
+                .result()
+                .ok
+            )
+            wait_for(
+                lambda: client.get_run(1).result().json()["state"] == "started", what="the start"
+            )
             headers = {"Authorization": f"Bearer {TOKEN}"}
 
             def lines() -> list[str]:
                 answer = httpx.get(f"{base}/api/runs/1/logs/", headers=headers)
                 return [line["text"] for line in answer.json()["lines"]]
 
-            wait_for(lambda: "database=" in lines(), what="the command's output, without the database")
-            processes = [psutil.Process(master.pid), *psutil.Process(master.pid).children(recursive=True)]
+            wait_for(
+                lambda: "database=" in lines(), what="the command's output, without the database"
+            )
+            processes = [
+                psutil.Process(master.pid),
+                *psutil.Process(master.pid).children(recursive=True),
+            ]
             arguments = [" ".join(process.cmdline()) for process in processes]
             assert len(arguments) >= 3
             assert not [line for line in arguments if TOKEN in line or "timeout=17" in line]
@@ -56,9 +69,13 @@ def test_no_process_shows_the_token_or_the_database_in_its_arguments(
     assert help_text.count("'ps' shows it to others") == 2
 
 
-@pytest.mark.parametrize("token", [" x-y ", "two words", "line\nbreak", "final\n", "ключ", "ü", "", "\x00"])
+@pytest.mark.parametrize(
+    "token", [" x-y ", "two words", "line\nbreak", "final\n", "ключ", "ü", "", "\x00"]
+)
 def test_a_token_that_cannot_be_sent_is_refused_in_one_sentence(token: str, tmp_path: Path) -> None:
-    with pytest.raises(MasterTokenError, match="token must be one or more printable ASCII characters"):
+    with pytest.raises(
+        MasterTokenError, match="token must be one or more printable ASCII characters"
+    ):
         create_app(data_dir=tmp_path, token=token)
     if not token:
         return
@@ -90,8 +107,14 @@ def test_an_open_data_folder_is_closed(tmp_path: Path) -> None:
     with server(data):
         found = modes(data)
         assert found.pop("data") == 0o700
-        assert {name: mode for name, mode in found.items() if name.endswith((".log", "-wal", ".db", "secret"))} == {
-            name: 0o600 for name in ("master.db", "master.db-wal", "master.log", "secret") if name in found
+        assert {
+            name: mode
+            for name, mode in found.items()
+            if name.endswith((".log", "-wal", ".db", "secret"))
+        } == {
+            name: 0o600
+            for name in ("master.db", "master.db-wal", "master.log", "secret")
+            if name in found
         }
         tmp_path.chmod(0o755)
         denied = as_another_user(lambda: (data / "master.log").read_text())
@@ -115,7 +138,8 @@ def test_a_folder_of_all_users_is_not_closed(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o1777)
     done = mlbench("master", "--port", "0", "--data-dir", str(shared))
-    assert done.returncode == 1 and "is shared by all users: choose a folder of its own with --data-dir" in done.stderr
+    assert done.returncode == 1
+    assert "is shared by all users: choose a private folder with --data-dir" in done.stderr
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
@@ -128,7 +152,10 @@ def test_a_damaged_secret_is_named(tmp_path: Path) -> None:
 
 
 def test_every_loopback_address_and_port_zero_need_no_chosen_token(tmp_path: Path) -> None:
-    with server(tmp_path / "data", "--host", "127.0.0.2", token=()) as (base, _), ApiClient(url=base) as client:
+    with (
+        server(tmp_path / "data", "--host", "127.0.0.2", token=()) as (base, _),
+        ApiClient(url=base) as client,
+    ):
         assert base.startswith("http://127.0.0.2:")
         assert "the network can read" not in (tmp_path / "master.log").read_text()
         assert client.get_runs().result().json() == []

@@ -26,7 +26,8 @@ class MemoryMaster:
     Attributes:
         requests: The requests for runs that arrived.
         calls: Number of requests of any kind.
-        before: Called with the name of each request before it is carried out, and ``after`` after it.
+        before: Called with the name of each request before it is carried out, and ``after`` after
+            it.
         reasons: Why a run fails, by its name without random digits; the others finish.
         lasting: Such names of runs that do not end by themselves.
         missing: Such names of runs that miss their goal in 20 s of training.
@@ -72,7 +73,12 @@ class MemoryMaster:
             raise MasterRequestError(f"run {request['name']} exists", 409)
         self.requests.append(dict(request))
         self._last_id += 1
-        item = {"id": self._last_id, "name": request["name"], "state": "initialized", "job_metadata": {}}
+        item = {
+            "id": self._last_id,
+            "name": request["name"],
+            "state": "initialized",
+            "job_metadata": {},
+        }
         item["started_at"] = "2026-01-01T00:00:00Z"
         self.items[self._last_id] = item
         return dict(item)

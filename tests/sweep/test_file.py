@@ -27,14 +27,23 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"algorithms": ["power_sdg"]}, "not 'power_sdg': did you mean 'power_sgd'?"),
         ({"algorithms": "power_sgd"}, "algorithms must be a list of texts, not 'power_sgd'"),
         ({"algorithms": []}, "algorithms must be given"),
-        ({"variants": [{"name": "x"}]}, "a table of variants must have name and arguments, not name"),
+        (
+            {"variants": [{"name": "x"}]},
+            "a table of variants must have name and arguments, not name",
+        ),
         ({"variants": [{"name": "power_sgd", "arguments": []}]}, "not 'power_sgd' twice"),
-        ({"variants": [{"name": "x", "arguments": ["--seed=3"]}]}, "arguments of 'x' must not have --seed"),
+        (
+            {"variants": [{"name": "x", "arguments": ["--seed=3"]}]},
+            "arguments of 'x' must not have --seed",
+        ),
         ({"arguments": ["--light"]}, "arguments must not have --light"),
         ({"workers": [0]}, "workers must be whole numbers from 1 to 250, not [0]"),
         ({"workers": [2]}, "networks must be given for several workers"),
         ({"workers": [2], "networks": ["lan"]}, "network must be a name, a .toml file or a text"),
-        ({"workers": [2], "networks": ["2x2:10gbit/100mbit"]}, "hosts must be 4 (2 racks of 2), not 2"),
+        (
+            {"workers": [2], "networks": ["2x2:10gbit/100mbit"]},
+            "hosts must be 4 (2 racks of 2), not 2",
+        ),
         ({"networks": ["lan-1g", "lan-1g"]}, "networks must differ, not 'lan-1g' twice"),
         ({"seeds": 0}, "seeds must be a whole number from 1 to 1000, not 0"),
         ({"light": "yes"}, "light must be true or false, not 'yes'"),
@@ -46,7 +55,10 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"price": "aws"}, "price must be a table"),
         ({"price": {"machine": "m"}}, "machine of price must be one of aws-c5.xlarge, "),
         ({"price": {"spot": "false"}}, "spot of price must be true or false"),
-        ({"price": {"currency": "EUR"}}, "price must have the keys machine, spot and prices only, not 'currency'"),
+        (
+            {"price": {"currency": "EUR"}},
+            "price must have the keys machine, spot and prices only, not 'currency'",
+        ),
         ({"title": 3}, "title must be a text, not 3"),
         ({"backend": "nccl"}, "nccl needs GPUs"),
     ],
@@ -58,7 +70,9 @@ def test_a_wrong_file_is_refused(change: dict[str, Any], message: str) -> None:
 
 def test_names_that_would_collide_are_refused() -> None:
     tables = [{"name": "power sgd", "arguments": []}]
-    with pytest.raises(ConfigurationError, match="not 'power sgd' and 'power_sgd': both runs would be"):
+    with pytest.raises(
+        ConfigurationError, match="not 'power sgd' and 'power_sgd': both runs would be"
+    ):
         parse_sweep({**LEAST, "variants": tables}).points()
     twice = {**LEAST, "workers": [2], "networks": ["100mbit,1ms", "100mbit, 1ms"]}
     with pytest.raises(ConfigurationError, match="not '100mbit, 1ms' and '100mbit,1ms'"):
@@ -72,7 +86,9 @@ def test_a_long_name_stays_a_name_of_a_run() -> None:
 
 
 def test_the_order_is_seed_by_seed_and_one_worker_has_no_network() -> None:
-    sweep = parse_sweep({**LEAST, "workers": [1, 2], "networks": ["lan-1g", "100mbit,20ms"], "seeds": 2})
+    sweep = parse_sweep(
+        {**LEAST, "workers": [1, 2], "networks": ["lan-1g", "100mbit,20ms"], "seeds": 2}
+    )
     assert [point.name for point in sweep.points()] == [
         *("power-sgd-1-s42", "power-sgd-2-lan-1g-s42", "power-sgd-2-100mbit-20ms-s42"),
         *("power-sgd-1-s43", "power-sgd-2-lan-1g-s43", "power-sgd-2-100mbit-20ms-s43"),
@@ -84,8 +100,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text('[link]\nbandwidth = "1mbit"\n')
     path = tmp_path / "my.toml"
     path.write_text(
-        'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\nlimit = "1.5min"\n'
-        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\nmachine = "aws-c5.xlarge"\n'
+        'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\n'
+        'limit = "1.5min"\n'
+        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\n'
+        'machine = "aws-c5.xlarge"\n'
     )
     sweep = load_sweep(path)
     assert (sweep.title, sweep.limit_s, sweep.budget_s) == ("my", 90, 10800)
@@ -119,7 +137,9 @@ def test_the_folder_of_a_sweep_has_the_files_that_it_names(tmp_path: Path) -> No
         pass
     shutil.rmtree(named)
     found = load_sweep(copy)
-    assert found == sweep and list(found.networks.values()) == [get_network(n) for n in ("lan-1g", "1mbit", "2mbit")]
+    assert found == sweep and list(found.networks.values()) == [
+        get_network(n) for n in ("lan-1g", "1mbit", "2mbit")
+    ]
     with SweepFolder(tmp_path / "out").open(copy, found.files):
         assert load_sweep(copy) == sweep
 

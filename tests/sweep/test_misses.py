@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlbench_core.comparison import figures
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results import figures
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
 from mlbench_core.sweep.file import Point
 from mlbench_core.sweep.outcome import Outcome, gather
@@ -34,7 +34,15 @@ PLACES = ((None, 1), ("fast", 2), ("slow", 2))
 ALGORITHMS = ("a", "b", "c")
 LIMIT_S = 100.0
 PRICING = Pricing(load_prices()["aws-c5.xlarge"])
-SMALLER = ("median_s", "interval_high_s", "cost_per_success_s", "sent_mb", "exchanges", "epochs_to_goal", "price")
+SMALLER = (
+    "median_s",
+    "interval_high_s",
+    "cost_per_success_s",
+    "sent_mb",
+    "exchanges",
+    "epochs_to_goal",
+    "price",
+)
 LARGER = ("times_as_fast", "times_low", "times_high", "best")
 RATIOS = ("times_as_fast", "times_low", "times_high")
 # Runs that differ by 1 % show a difference, those that differ by half do not.
@@ -55,13 +63,28 @@ def sweeps(draw: Callable[..., Any]) -> tuple[str, Place, Cells, Cells]:
     for place in PLACES:
         for algorithm in ALGORITHMS:
             usual_s = draw(st.sampled_from([5.0, 10.0, 30.0]))
-            before[algorithm, place] = [x if isinstance(x, str) else usual_s * x for x in draw(patterns)]
-    algorithm, place = draw(st.sampled_from(ALGORITHMS)), draw(st.sampled_from((*PLACES, *PLACES[1:])))
+            before[algorithm, place] = [
+                x if isinstance(x, str) else usual_s * x for x in draw(patterns)
+            ]
+    algorithm, place = (
+        draw(st.sampled_from(ALGORITHMS)),
+        draw(st.sampled_from((*PLACES, *PLACES[1:]))),
+    )
     runs = before[algorithm, place]
-    lost = draw(st.sampled_from([len(runs), *(at for at, run in enumerate(runs) if isinstance(run, float))]))
-    # A run that misses its goal trains for longer than if it had reached it. A further one may end at any time.
-    kind = draw(st.sampled_from([kind for kind in MISSES if lost == len(runs) or kind != "ended early"]))
-    return algorithm, place, before, {**before, (algorithm, place): [*runs[:lost], kind, *runs[lost + 1 :]]}
+    lost = draw(
+        st.sampled_from([len(runs), *(at for at, run in enumerate(runs) if isinstance(run, float))])
+    )
+    # A run that misses its goal trains for longer than if it had reached it. A further one may end
+    # at any time.
+    kind = draw(
+        st.sampled_from([kind for kind in MISSES if lost == len(runs) or kind != "ended early"])
+    )
+    return (
+        algorithm,
+        place,
+        before,
+        {**before, (algorithm, place): [*runs[:lost], kind, *runs[lost + 1 :]]},
+    )
 
 
 def outcome_of(cells: Cells) -> Outcome:
@@ -69,7 +92,9 @@ def outcome_of(cells: Cells) -> Outcome:
     records: dict[str, RunRecord] = {}
     for (algorithm, (network, workers)), runs in cells.items():
         for seed, run in enumerate(runs):
-            points.append(Point(f"{algorithm}-{network}-{seed}", algorithm, workers, network, seed, {}))
+            points.append(
+                Point(f"{algorithm}-{network}-{seed}", algorithm, workers, network, seed, {})
+            )
             if run != "failed":
                 records[points[-1].name] = result(points[-1], run)
     failed = {point.name for point in points} - records.keys()
@@ -77,14 +102,22 @@ def outcome_of(cells: Cells) -> Outcome:
 
 
 def result(point: Point, run: float | str) -> RunRecord:
-    """Return a run that reached its goal after some seconds, or missed it; slow runs also send more."""
+    """Return a run that reached its goal after some seconds, or missed it; slow runs also send
+    more."""
     reached = isinstance(run, float)
-    train_s = run if isinstance(run, float) else {"stopped": LIMIT_S, "ended": 60.0, "ended early": 1.0}[run]
+    train_s = (
+        run
+        if isinstance(run, float)
+        else {"stopped": LIMIT_S, "ended": 60.0, "ended early": 1.0}[run]
+    )
     return RunRecord(
         point.name, state="unfinished" if run == "stopped" else "finished",
-        configuration={"workers": point.workers, "seed": point.seed, "goal": GOAL, "algorithm": point.algorithm},
-        reached=reached, time_to_goal_s=train_s if reached else None, train_s=train_s, best=96.0 if reached else 90.0,
-        epochs_to_goal=round(train_s) if reached else None, epochs=round(train_s), bytes_on_wire=1e5 * train_s,
+        configuration={"workers": point.workers, "seed": point.seed, "goal": GOAL,
+        "algorithm": point.algorithm},
+        reached=reached, time_to_goal_s=train_s if reached else None, train_s=train_s,
+        best=96.0 if reached else 90.0,
+        epochs_to_goal=round(train_s) if reached else None, epochs=round(train_s),
+        bytes_on_wire=1e5 * train_s,
         exchanges=round(train_s),
     )  # fmt: skip
 
@@ -94,30 +127,47 @@ def map_of(outcome: Outcome) -> Map | None:
         # Each method has its own price for the round trip and for the bytes.
         kind = ALGORITHMS.index(record.configuration["algorithm"])
         link = network.path(0, workers - 1)
-        return (record.time_to_goal_s or 0.0) + kind * 100 * link.round_trip_s + (2 - kind) * 1e7 / link.bandwidth
+        return (
+            (record.time_to_goal_s or 0.0)
+            + kind * 100 * link.round_trip_s
+            + (2 - kind) * 1e7 / link.bandwidth
+        )
 
     return predict_map(outcome, 2, predict)
 
 
 def rank(outcome: Outcome, algorithm: str, place: Place) -> float:
     row = outcome.row(*place)
-    return next((at for at, c in enumerate(row) if c.algorithm == algorithm and c.median_s is not None), math.inf)
+    return next(
+        (at for at, c in enumerate(row) if c.algorithm == algorithm and c.median_s is not None),
+        math.inf,
+    )
 
 
 def counts(outcome: Outcome, algorithm: str) -> tuple[int, int]:
-    """Return in how many cases a method had the least median, and in how many of them a difference is shown."""
+    """Return in how many cases a method had the least median, and in how many of them a difference
+    is shown."""
     text = " ".join(summary(outcome))
-    found = re.search(rf"\b{algorithm} had the least median time on [^.]*\. .*? in (\d+) of (\d+) cases", text)
+    found = re.search(
+        rf"\b{algorithm} had the least median time on [^.]*\. .*? in (\d+) of (\d+) cases", text
+    )
     return (int(found[2]), int(found[1])) if found else (0, 0)
 
 
 def praise(outcome: Outcome, algorithm: str) -> set[tuple[str | None, str]]:
-    """Return where a sentence calls a method the fastest, or shows a difference in favor of it; None is one worker."""
+    """Return where a sentence calls a method the fastest, or shows a difference in favor of it;
+    None is one worker."""
     found: set[tuple[str | None, str]] = set()
     for network in outcome.networks:
         for sentence in per_network(outcome, network):
-            if re.match(rf"With 2 workers: {algorithm} (was fastest|had the least median),", sentence):
-                found |= {(network, text) for text in ("fastest", "a difference is shown") if text in sentence}
+            if re.match(
+                rf"With 2 workers: {algorithm} (was fastest|had the least median),", sentence
+            ):
+                found |= {
+                    (network, text)
+                    for text in ("fastest", "a difference is shown")
+                    if text in sentence
+                }
     if f"({algorithm}, the fastest)" in " ".join(summary(outcome)):
         found.add((None, "fastest"))
     return found
@@ -146,7 +196,10 @@ def test_a_miss_never_makes_the_words_or_the_table_of_its_method_better(
         assert rank(after, algorithm, each) >= rank(before, algorithm, each)
     assert praise(after, algorithm) <= praise(before, algorithm)
     assert place[0] not in {network for network, _ in praise(after, algorithm)}
-    assert all(new <= old for new, old in zip(counts(after, algorithm), counts(before, algorithm), strict=True))
+    assert all(
+        new <= old
+        for new, old in zip(counts(after, algorithm), counts(before, algorithm), strict=True)
+    )
     mine = (algorithm, place[0] or "", str(place[1]))
     old_rows, new_rows = rows_of(before), rows_of(after)
     for name in (*SMALLER, *LARGER):
@@ -170,7 +223,11 @@ def test_a_miss_never_makes_the_map_of_its_method_better(
 
     def named(found: Map | None) -> Iterator[tuple[str, str]]:
         for point in found.points if found is not None else ():
-            yield from ((point.network, kind) for kind in ("measured", "second") if getattr(point, kind) == algorithm)
+            yield from (
+                (point.network, kind)
+                for kind in ("measured", "second")
+                if getattr(point, kind) == algorithm
+            )
 
     assert share(after) <= share(before)
     # The first one of a network may become its second.
@@ -182,27 +239,44 @@ def test_a_second_with_a_miss_does_not_share_the_point_of_the_first() -> None:
     """It has no test, which is not the same as a difference that is not shown."""
 
     def second(*runs: float | str) -> str | None:
-        found = map_of(outcome_of({("a", ("fast", 2)): [5.0, 5.05, 5.1], ("b", ("fast", 2)): list(runs)}))
+        found = map_of(
+            outcome_of({("a", ("fast", 2)): [5.0, 5.05, 5.1], ("b", ("fast", 2)): list(runs)})
+        )
         assert found is not None
         return found.points[0].second
 
     assert (second(9.0, 9.05, 9.1), second(9.0, 9.05, 9.1, "stopped")) == (None, None)
-    assert (second(4.0, 9.05, 20.0), second(5.2, 5.2, 5.2, "stopped")) == ("b", "b"), "not shown, and within 10 %"
+    assert (second(4.0, 9.05, 20.0), second(5.2, 5.2, 5.2, "stopped")) == ("b", "b"), (
+        "not shown, and within 10 %"
+    )
 
 
 @pytest.mark.parametrize("kind", ["stopped", "failed"])
 def test_a_prediction_starts_from_the_fastest_network_or_not_at_all(kind: str) -> None:
-    cells: Cells = {("a", ("fast", 2)): [30.0, 30.0], ("b", ("fast", 2)): [20.0, 20.0], ("a", ("slow", 2)): [5.0, 5.0]}
-    before, after = map_of(outcome_of(cells)), map_of(outcome_of({**cells, ("a", ("fast", 2)): [kind, kind]}))
+    cells: Cells = {
+        ("a", ("fast", 2)): [30.0, 30.0],
+        ("b", ("fast", 2)): [20.0, 20.0],
+        ("a", ("slow", 2)): [5.0, 5.0],
+    }
+    before, after = (
+        map_of(outcome_of(cells)),
+        map_of(outcome_of({**cells, ("a", ("fast", 2)): [kind, kind]})),
+    )
     assert before is not None and before.shares["a"] < 0.5
     assert after is not None and after.shares == {"b": 1.0}, "5 s on the slow network would win"
-    assert after.left_out == ("a is not on the map: half of its runs or more missed the goal on fast.",)
+    assert after.left_out == (
+        "a is not on the map: half of its runs or more missed the goal on fast.",
+    )
 
 
 def drawn(outcome: Outcome, algorithm: str) -> dict[tuple[Any, ...], float]:
-    """Return the numbers of a method in the CSV files of the figures, and its places in the panels: less is better."""
+    """Return the numbers of a method in the CSV files of the figures, and its places in the panels:
+    less is better."""
     found: dict[tuple[Any, ...], float] = {}
-    makers = {each.name: functools.partial(draw_rows, outcome, each) for each in quantities(outcome, PRICING)}
+    makers = {
+        each.name: functools.partial(draw_rows, outcome, each)
+        for each in quantities(outcome, PRICING)
+    }
     for name, make in {**makers, "bytes_to_goal": functools.partial(draw_bytes, outcome)}.items():
         try:
             with figures.style():

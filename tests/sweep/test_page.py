@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison import figures
+from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results import figures
-from mlbench_core.results.pool import Group
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep import figures as rows_figures
 from mlbench_core.sweep import page
 from mlbench_core.sweep.figure_map import draw_map
@@ -44,8 +44,10 @@ algorithms = ["centralized_sgd", "power_sgd", "local_sgd"]
 def run(seed: int, time_s: float | None, workers: int = 2, sent: float = 2e6) -> RunRecord:
     """Return a run that reached its goal after some seconds, or missed it."""
     return RunRecord(
-        f"r{seed}", configuration={"workers": workers, "seed": seed, "goal": GOAL}, reached=time_s is not None,
-        time_to_goal_s=time_s, train_s=time_s or 110.0, bytes_sent=sent / 2, bytes_on_wire=sent, best=96.0,
+        f"r{seed}", configuration={"workers": workers, "seed": seed, "goal": GOAL},
+        reached=time_s is not None,
+        time_to_goal_s=time_s, train_s=time_s or 110.0, bytes_sent=sent / 2, bytes_on_wire=sent,
+        best=96.0,
         steps_to_goal=10,
     )  # fmt: skip
 
@@ -64,7 +66,9 @@ def outcome(*cells: Cell, limit_s: float = 120) -> Outcome:
 
 def test_a_missed_run_is_longer_than_any_other_and_never_in_an_interval() -> None:
     one = cell("a", "fast", 2, 10.0, 30.0, None)
-    assert (one.median_s, one.interval_s, one.missed) == (30.0, None, 1), "the mean of the others would be 20"
+    assert (one.median_s, one.interval_s, one.missed) == (30.0, None, 1), (
+        "the mean of the others would be 20"
+    )
     assert cell("a", "fast", 2, 10.0, None).median_s is None, "half of the runs missed"
     whole = cell("a", "fast", 2, 9.0, 10.0, 11.0)
     assert whole.median_s == 10.0 and whole.interval_s == pytest.approx((7.767, 12.789), abs=0.001)
@@ -83,10 +87,18 @@ def test_the_bytes_of_a_worker_are_known_only_until_a_goal() -> None:
 
 
 def test_words_name_the_fastest_its_factor_and_what_is_shown() -> None:
-    base, quick = cell("centralized_sgd", "slow", 2, 40.0, 41.0, 42.0), cell("x", "slow", 2, 20.0, 20.5, 21.0)
+    base, quick = (
+        cell("centralized_sgd", "slow", 2, 40.0, 41.0, 42.0),
+        cell("x", "slow", 2, 20.0, 20.5, 21.0),
+    )
     (sentence,) = per_network(outcome(base, quick), "slow")
-    assert sentence.startswith("With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times (")
-    assert "2.00 times (ratio of the geometric means: 2.00 to 2.00) as fast as centralized_sgd." in sentence
+    assert sentence.startswith(
+        "With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times ("
+    )
+    assert (
+        "2.00 times (ratio of the geometric means: 2.00 to 2.00) as fast as centralized_sgd."
+        in sentence
+    )
     assert sentence.endswith("a difference is shown.")
     near = cell("y", "slow", 2, 20.6, 20.7, 20.8)
     (sentence,) = per_network(outcome(base, quick, near), "slow")
@@ -98,24 +110,41 @@ def test_words_name_the_fastest_its_factor_and_what_is_shown() -> None:
 def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> None:
     lone = cell("centralized_sgd", None, 1, 30.0, 30.0)
     found = outcome(
-        lone, cell("centralized_sgd", "fast", 2, 20.0, 20.0), cell("centralized_sgd", "slow", 2, None, None)
+        lone,
+        cell("centralized_sgd", "fast", 2, 20.0, 20.0),
+        cell("centralized_sgd", "slow", 2, None, None),
     )
     text = " ".join(summary(found))
-    assert "More workers had a lower median on fast. No algorithm with more workers had a lower median on slow." in text
-    late = outcome(lone, cell("centralized_sgd", "slow", 2, 50.0, None, None), cell("x", "slow", 2, 60.0, 61.0, None))
+    assert (
+        "More workers had a lower median on fast. No algorithm "
+        "with more workers had a lower median on slow."
+    ) in text
+    late = outcome(
+        lone,
+        cell("centralized_sgd", "slow", 2, 50.0, None, None),
+        cell("x", "slow", 2, 60.0, 61.0, None),
+    )
     text = " ".join([*summary(late), *per_network(late, "slow")])
     assert "centralized_sgd: not within 2 min on slow with 2 workers (2 of 3)." in text
-    assert "x had the least median, 61.0 s (median of 3 runs, 1 not within 2 min)" in text and "fastest, 61" not in text
+    assert (
+        "x had the least median, 61.0 s (median of 3 runs, 1 not within 2 min)" in text
+        and "fastest, 61" not in text
+    )
     assert "No other algorithm reached the goal in more than half of its runs." in text
     none = outcome(cell("centralized_sgd", "slow", 2, None, None))
     assert per_network(none, "slow") == [
-        "With 2 workers: no algorithm reached the goal in more than half of its runs (not within 2 min)."
+        (
+            "With 2 workers: no algorithm reached the goal in more "
+            "than half of its runs (not within 2 min)."
+        )
     ]
 
 
 def test_the_map_counts_a_missed_run_as_the_longest() -> None:
     """The mean of the two runs that reached the goal would make x the fastest."""
-    found = outcome(cell("centralized_sgd", "slow", 2, 20.0, 20.0, 20.0), cell("x", "slow", 2, 10.0, 28.0, None))
+    found = outcome(
+        cell("centralized_sgd", "slow", 2, 20.0, 20.0, 20.0), cell("x", "slow", 2, 10.0, 28.0, None)
+    )
     drawn = predict_map(found, 2, lambda record, network, workers: record.time_to_goal_s or 0.0)
     assert drawn is not None and drawn.shares == {"centralized_sgd": 1.0}
 
@@ -131,12 +160,21 @@ def test_a_missed_run_is_an_open_mark_with_a_text() -> None:
     with figures.style():
         drawn = rows_figures.draw_rows(found, time, "fast")
     (axes,) = drawn.figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"], "the fastest is at the top"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"], (
+        "the fastest is at the top"
+    )
     assert [text.get_text() for text in axes.texts] == ["6", "12.0  not within 2 min: 1 of 3"]
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"] == [[6.0], [12.0]]
-    intervals = [line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 0.9]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"] == [
+        [6.0],
+        [12.0],
+    ]
+    intervals = [
+        line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 0.9
+    ]
     assert len(intervals) == 1, "no interval without all runs"
-    assert drawn.rows[1:4] == [["fast", "a", 2, f"r{i}", t is not None, t] for i, t in enumerate((10.0, 12.0, None))]
+    assert drawn.rows[1:4] == [
+        ["fast", "a", 2, f"r{i}", t is not None, t] for i, t in enumerate((10.0, 12.0, None))
+    ]
 
 
 def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
@@ -146,17 +184,26 @@ def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
     def predict(record: RunRecord, network: Network, workers: int) -> float:
         # Chatty a pays for the round trip, and bulky b for the bandwidth.
         return 1 + (
-            300 * network.link.round_trip_s if record in cells[0].group.records else 1e8 / network.link.bandwidth
+            300 * network.link.round_trip_s
+            if record in cells[0].group.records
+            else 1e8 / network.link.bandwidth
         )
 
     for one in (cells[0], cells[2]):
         object.__setattr__(one.group, "records", tuple(run(9, 8.0) for _ in range(2)))
     known = predict_map(found, 2, predict)
     assert known is not None and {c.winner for c in known.cells} == {"a", "b"}
-    assert (known.cells[0].winner, known.cells[-1].winner) == ("a", "b"), "narrow and near, wide and far"
+    assert (known.cells[0].winner, known.cells[-1].winner) == ("a", "b"), (
+        "narrow and near, wide and far"
+    )
     assert all(c.ratio is not None and c.ratio >= 1 for c in known.cells)
-    assert [(p.network, p.measured, p.predicted) for p in known.points] == [("fast", "a", "b"), ("slow", "a", "a")]
-    assert "1 of 2 networks" in summary(found, [known])[-2] and known.left_out[0].startswith("c is not on the map")
+    assert [(p.network, p.measured, p.predicted) for p in known.points] == [
+        ("fast", "a", "b"),
+        ("slow", "a", "a"),
+    ]
+    assert "1 of 2 networks" in summary(found, [known])[-2] and known.left_out[0].startswith(
+        "c is not on the map"
+    )
     with figures.style():
         drawn = draw_map(found, known)
     hatched = [patch for patch in drawn.figure.axes[0].patches if patch.get_hatch()]
@@ -208,7 +255,9 @@ def test_runs_that_are_left_out_are_counted_apart(tmp_path: Path) -> None:
 def test_all_runs_are_judged_up_to_the_least_time_at_which_one_was_stopped() -> None:
     """x is stopped after 5 s of training, so SGD must not have 13 s."""
 
-    def one(algorithm: str, seed: int, time_s: float | None, train_s: float) -> tuple[Point, RunRecord]:
+    def one(
+        algorithm: str, seed: int, time_s: float | None, train_s: float
+    ) -> tuple[Point, RunRecord]:
         name = f"{algorithm}-{seed}"
         state = "finished" if time_s else "unfinished"
         return (
@@ -216,15 +265,31 @@ def test_all_runs_are_judged_up_to_the_least_time_at_which_one_was_stopped() -> 
             dataclasses.replace(run(seed, time_s), name=name, state=state, train_s=train_s),
         )
 
-    runs = [one("sgd", 1, 4.0, 4.0), one("sgd", 2, 4.5, 4.5), one("sgd", 3, 12.0, 12.0), one("sgd", 4, None, 13.0)]
+    runs = [
+        one("sgd", 1, 4.0, 4.0),
+        one("sgd", 2, 4.5, 4.5),
+        one("sgd", 3, 12.0, 12.0),
+        one("sgd", 4, None, 13.0),
+    ]
     runs += [one("x", 1, 3.0, 3.0), one("x", 2, None, 5.0)]
-    found = gather([point for point, _ in runs], {point.name: record for point, record in runs}, {}, limit_s=60.0)
+    found = gather(
+        [point for point, _ in runs],
+        {point.name: record for point, record in runs},
+        {},
+        limit_s=60.0,
+    )
     assert found.judged_s == {("fast", 2): 5.0} and found.not_within("fast", 2) == "not within 5 s"
     assert found.not_within("slow", 2) == "not within 1 min", "no run was stopped there"
     sgd, x = found.cells
-    assert (sgd.missed, sgd.median_s, sgd.cost_per_success_s) == (2, None, (4.0 + 4.5 + 5.0 + 5.0) / 2)
+    assert (sgd.missed, sgd.median_s, sgd.cost_per_success_s) == (
+        2,
+        None,
+        (4.0 + 4.5 + 5.0 + 5.0) / 2,
+    )
     assert (x.missed, x.cost_per_success_s) == (1, 8.0)
-    whole = gather([point for point, _ in runs[:3]], {point.name: record for point, record in runs[:3]}, {})
+    whole = gather(
+        [point for point, _ in runs[:3]], {point.name: record for point, record in runs[:3]}, {}
+    )
     assert not whole.judged_s and whole.cells[0].median_s == 4.5, "no run was stopped"
 
 
@@ -232,15 +297,22 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     with (written / "table.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 + 3
-    late = next(row for row in rows if (row["network"], row["algorithm"]) == ("mobile-lte", "centralized_sgd"))
+    late = next(
+        row
+        for row in rows
+        if (row["network"], row["algorithm"]) == ("mobile-lte", "centralized_sgd")
+    )
     assert (late["runs"], late["reached"], late["missed"], late["median_s"]) == ("3", "0", "3", "")
     content = json.loads((written / "results.json").read_text(encoding="utf-8"))
     with (written / "time_to_goal.csv").open(encoding="utf-8") as file:
-        assert {row["run"] for row in csv.DictReader(file)} <= {path.name for path in (written / "runs").iterdir()}
+        assert {row["run"] for row in csv.DictReader(file)} <= {
+            path.name for path in (written / "runs").iterdir()
+        }
     assert content["facts"]["Time of all runs"].endswith(" h")
     assert content["facts"]["Runs"] == (
-        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a network and a number of workers are "
-        "judged up to the least training time at which one of them was stopped, and a run that reached the goal later "
+        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a "
+        "network and a number of workers are judged up to the least training time "
+        "at which one of them was stopped, and a run that reached the goal later "
         "counts as missed: 60 s (mobile-lte, 2 workers)"
     )
     markdown = (written / "index.md").read_text(encoding="utf-8")
@@ -250,7 +322,9 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     )
 
 
-def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_sweep_without_matplotlib_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def first_seed(point: Any, sweep: Any) -> float | None:
         return trials.time_of(point, sweep) if point.seed == 42 else None
 
@@ -258,7 +332,9 @@ def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said: list[str] = []
     page.write_page(tmp_path, report=said.append)
-    assert said[0] == "the map for 2 workers is not drawn: no algorithm has a prediction", "no collectives are recorded"
+    assert said[0] == "the map for 2 workers is not drawn: no algorithm has a prediction", (
+        "no collectives are recorded"
+    )
     assert any("pip install 'mlbench-core[charts]'" in sentence for sentence in said)
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "6 of 18 planned runs have ended" in text and "<svg" not in text
@@ -267,7 +343,7 @@ def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monke
 
 def test_a_sweep_without_runs_has_no_page(tmp_path: Path) -> None:
     trials.make(tmp_path, FILE, lambda *_: None)
-    with pytest.raises(ConfigurationError, match="must have runs that ended"):
+    with pytest.raises(ConfigurationError, match="has no runs that have ended"):
         page.write_page(tmp_path)
 
 
@@ -281,11 +357,17 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
         drawing.figure.savefig(whole, format="svg")
         svg = inline_svg(drawing, 'a "label"')
     assert 'aria-label="a &quot;label&quot;"' in svg and "width=" not in svg.partition(">")[0]
-    assert not re.search(r"[:\"] ?#[0-9a-fA-F]{3}", re.sub(r'href="#', "", svg)), "a color that would stay in the dark"
+    assert not re.search(r"[:\"] ?#[0-9a-fA-F]{3}", re.sub(r'href="#', "", svg)), (
+        "a color that would stay in the dark"
+    )
     used = set(re.findall(r"var\((--[\w-]+)\)", svg))
     assert used >= {"--ink", "--grid", "--faint", *(f"--c{number}" for number in range(1, 7))}
     page_style = (Path(page.__file__).with_name("page.css")).read_text(encoding="utf-8")
-    assert all(page_style.count(f"{name}:") == 2 for name in used), "each color is defined for light and for dark"
+    assert all(page_style.count(f"{name}:") == 2 for name in used), (
+        "each color is defined for light and for dark"
+    )
     assert "Mark and number: median" in whole.getvalue() and "Mark and number" not in svg
     _, height = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0]
-    assert float(height) < 72 * drawing.figure.get_size_inches()[1] - 10, "the caption is text of the page"
+    assert float(height) < 72 * drawing.figure.get_size_inches()[1] - 10, (
+        "the caption is text of the page"
+    )

@@ -58,7 +58,11 @@ def start(folder: Path, master: MemoryMaster, sweep: Sweep | None = None) -> End
     source.write_text("")
     points = state.planned(sweep)
     done, failures = state.done(sweep, points), state.failures(points)
-    pending = [point for point in points if point.name not in done and state.may_try(failures.get(point.name))]
+    pending = [
+        point
+        for point in points
+        if point.name not in done and state.may_try(failures.get(point.name))
+    ]
     with state.open(source, {}):
         Runner(sweep, state, lambda: master, ends).run(pending)
     return ends
@@ -70,18 +74,25 @@ def names(folder: Path) -> list[str]:
 
 def test_all_runs_in_order_and_once(tmp_path: Path, master: MemoryMaster) -> None:
     start(tmp_path / "out", master)
-    expected = [f"{name}-{end}-s42" for end in ("1", "2-lan-1g") for name in ("centralized-sgd", "power-sgd")]
+    expected = [
+        f"{name}-{end}-s42"
+        for end in ("1", "2-lan-1g")
+        for name in ("centralized-sgd", "power-sgd")
+    ]
     assert [plain(request["name"]) for request in master.requests] == expected
     assert master.requests[3]["network"] == "1gbit" and "network" not in master.requests[0]
     assert master.requests[3]["arguments"] == ["--optimizer", "power_sgd", "--seed", "42"]
     start(tmp_path / "out", master, parse_sweep({**CONTENT, "seeds": 2}))
-    assert [plain(request["name"]) for request in master.requests[4:]] == [name[:-1] + "3" for name in expected]
+    assert [plain(request["name"]) for request in master.requests[4:]] == [
+        name[:-1] + "3" for name in expected
+    ]
     assert names(tmp_path / "out") == sorted(plain(request["name"]) for request in master.requests)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_every_request(tmp_path: Path, when: str) -> None:
-    """A sweep that is killed at its n-th request, for every n, and started again has every run exactly once."""
+    """A sweep that is killed at its n-th request, for every n, and started again has every run
+    exactly once."""
     sweep = parse_sweep({**CONTENT, "workers": [1]})
     for number in itertools.count(1):
         master, folder = MemoryMaster(), tmp_path / str(number)
@@ -106,9 +117,7 @@ def test_killed_at_every_request(tmp_path: Path, when: str) -> None:
 def test_a_change_of_the_question_is_refused(tmp_path: Path, master: MemoryMaster) -> None:
     start(tmp_path / "out", master)
     for key, value in {"limit": "1min", "light": True, "arguments": ["--lr", "1"]}.items():
-        with pytest.raises(
-            ConfigurationError, match=f"^{key} must not change while a sweep has runs.*another --output"
-        ):
+        with pytest.raises(ConfigurationError, match=f"^{key} changed from .*another --output"):
             start(tmp_path / "out", master, parse_sweep({**CONTENT, key: value}))
     assert len(master.requests) == 4
 
@@ -126,14 +135,18 @@ def test_a_failed_run_is_tried_again_once(tmp_path: Path, master: MemoryMaster) 
     assert start(tmp_path / "out", master).ends == {failing: Done("finished", 60.0)}
 
 
-def test_a_run_that_misses_its_goal_at_the_limit_has_that_outcome(tmp_path: Path, master: MemoryMaster) -> None:
+def test_a_run_that_misses_its_goal_at_the_limit_has_that_outcome(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
     master.missing = {"power-sgd-1-s42"}
     # It trains for 20 s.
     for limit, outcome in (("15s", "limit"), ("25s", "finished")):
         sweep = parse_sweep({**CONTENT, "limit": limit})
         ends = start(tmp_path / limit, master, sweep).ends
         assert ends["power-sgd-1-s42"] == Done(outcome, 60.0)  # type: ignore[arg-type]
-        assert float(master.requests[-1]["environment"]["MLBENCH_TRAIN_LIMIT_S"]) == float(limit[:-1])
+        assert float(master.requests[-1]["environment"]["MLBENCH_TRAIN_LIMIT_S"]) == float(
+            limit[:-1]
+        )
         assert start(tmp_path / limit, master, sweep).ends == {}
     start(tmp_path / "none", master, parse_sweep(CONTENT))
     assert "environment" not in master.requests[-1]
@@ -142,20 +155,31 @@ def test_a_run_that_misses_its_goal_at_the_limit_has_that_outcome(tmp_path: Path
 def test_a_goal_that_is_reached_after_the_limit_is_missed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", epochs=3)
     reached_s = read_result(folder)["goal"]["time_to_goal_s"]["slowest"]
-    assert [runner._missed_at(folder, limit) for limit in (reached_s - 0.1, reached_s, None)] == [True, False, False]
+    assert [runner._missed_at(folder, limit) for limit in (reached_s - 0.1, reached_s, None)] == [
+        True,
+        False,
+        False,
+    ]
 
 
-def test_a_run_that_does_not_end_at_its_limit_has_failed(tmp_path: Path, master: MemoryMaster) -> None:
+def test_a_run_that_does_not_end_at_its_limit_has_failed(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
     master.lasting = {"power-sgd-1-s42"}
     ends = start(tmp_path / "out", master, parse_sweep({**CONTENT, "limit": "0.001s"})).ends
     reason = "stopped after 0.01 s: its training did not end at the limit of 0.001 s"
     assert ends["power-sgd-1-s42"] == Failure(reason, 1, "the last line")
 
 
-def test_a_stopped_run_is_not_repeated_if_the_file_says_so(tmp_path: Path, master: MemoryMaster) -> None:
+def test_a_stopped_run_is_not_repeated_if_the_file_says_so(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
     content = {**CONTENT, "limit": "0.001s", "seeds": 3}
     master.missing = {"power-sgd-1-s42", "centralized-sgd-1-s43"}
-    expected = {point.name for point in parse_sweep(content).points()} - {"power-sgd-1-s43", "power-sgd-1-s44"}
+    expected = {point.name for point in parse_sweep(content).points()} - {
+        "power-sgd-1-s43",
+        "power-sgd-1-s44",
+    }
     sweep = parse_sweep({**content, "repeat_stopped": False})
     ends = start(tmp_path / "out", master, sweep).ends
     assert set(ends) == expected, "the first seed decides"
@@ -171,8 +195,11 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, master: MemoryMaster) -
 
 
 @pytest.mark.parametrize("number", range(1, 12))
-def test_sweeps_on_one_master_leave_each_other_alone(tmp_path: Path, master: MemoryMaster, number: int) -> None:
-    """One sweep is killed, another with the same names runs in between, and then the first one continues."""
+def test_sweeps_on_one_master_leave_each_other_alone(
+    tmp_path: Path, master: MemoryMaster, number: int
+) -> None:
+    """One sweep is killed, another with the same names runs in between, and then the first one
+    continues."""
     calls = itertools.count(1)
 
     def kill(name: str) -> None:
@@ -188,7 +215,9 @@ def test_sweeps_on_one_master_leave_each_other_alone(tmp_path: Path, master: Mem
     assert len(master.items) == len(master.requests) == 8
 
 
-def test_a_run_that_an_earlier_version_started_is_taken_over(tmp_path: Path, master: MemoryMaster) -> None:
+def test_a_run_that_an_earlier_version_started_is_taken_over(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
     state, point = SweepFolder(tmp_path / "out"), parse_sweep(CONTENT).points()[0]
     master.create(point.request)
     state.set_current(point)
@@ -199,7 +228,9 @@ def test_a_run_that_an_earlier_version_started_is_taken_over(tmp_path: Path, mas
     assert len(master.requests) == 4
 
 
-def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, master: MemoryMaster) -> None:
+def test_a_master_that_does_not_answer_is_looked_for_again(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
     failing = itertools.cycle([False, False, True])
 
     def fail(name: str) -> None:
@@ -242,7 +273,9 @@ def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: Mem
             raise MasterRequestError("network: must be left out", 422)
 
     master.before = refuse
-    assert start(tmp_path / "out", master).ends["power-sgd-1-s42"] == Failure("network: must be left out")
+    assert start(tmp_path / "out", master).ends["power-sgd-1-s42"] == Failure(
+        "network: must be left out"
+    )
     assert len(names(tmp_path / "out")) == 3
 
 
@@ -270,5 +303,5 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, master: MemoryMaster) 
     state = SweepFolder(tmp_path / "out")
     source = tmp_path / "a.toml"
     source.write_text("")
-    with state.open(source, {}), pytest.raises(ConfigurationError, match="one sweep at a time"):
+    with state.open(source, {}), pytest.raises(ConfigurationError, match="another sweep uses"):
         start(tmp_path / "out", master)

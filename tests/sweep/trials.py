@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.network.description import Network
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from tests.helpers.earlier_runs import earlier_runs
 
 REAL = earlier_runs() / "centralized-sgd-2-r1"
-# Megabytes of a worker and messages in a step, and the number of steps with which an algorithm reaches the goal.
+# Megabytes of a worker and messages in a step, and the number of steps with which an algorithm
+# reaches the goal.
 KINDS = {
     "centralized_sgd": (1.1, 2, 70),
     "power_sgd": (0.09, 4, 95),
@@ -44,7 +45,9 @@ def step_s(algorithm: str, network: Network | None, workers: int) -> float:
 
 def predict(record: RunRecord, network: Network, workers: int) -> float:
     """Predict the time to the goal by the same law as the runs."""
-    return (record.steps_to_goal or 0) * step_s(str(record.configuration["algorithm"]), network, workers)
+    return (record.steps_to_goal or 0) * step_s(
+        str(record.configuration["algorithm"]), network, workers
+    )
 
 
 def time_of(point: Point, sweep: Sweep) -> float:
@@ -58,14 +61,16 @@ def time_of(point: Point, sweep: Sweep) -> float:
     )
 
 
-def make(folder: Path, text: str, seconds: Callable[[Point, Sweep], float | None] = time_of) -> Sweep:
+def make(
+    folder: Path, text: str, seconds: Callable[[Point, Sweep], float | None] = time_of
+) -> Sweep:
     """Write the folder of a sweep.
 
     Args:
         folder: The folder.
         text: The file of the sweep.
-        seconds: Returns the seconds to the goal of a run; None for a run without a folder. A run that is longer than
-            the limit is stopped.
+        seconds: Returns the seconds to the goal of a run; None for a run without a folder. A run
+            that is longer than the limit is stopped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.toml").write_text(text, encoding="utf-8")
@@ -84,21 +89,34 @@ def _write(folder: Path, point: Point, sweep: Sweep, time_s: float) -> None:
     megabytes, _, steps = KINDS.get(point.algorithm, KINDS["centralized_sgd"])
     trained = time_s if reached else sweep.limit_s or 0.0
     # A name at the master, which ends with random digits.
-    result["run"].update(name=f"{point.name}-0a1b2c3d", state="finished" if reached else "unfinished")
-    result["configuration"].update(workers=point.workers, algorithm=point.algorithm, network=network, seed=point.seed)
+    result["run"].update(
+        name=f"{point.name}-0a1b2c3d", state="finished" if reached else "unfinished"
+    )
+    result["configuration"].update(
+        workers=point.workers, algorithm=point.algorithm, network=network, seed=point.seed
+    )
     for rank in ("slowest", "rank_0"):
         result["times"][rank]["train_s"] = trained
         result["goal"]["times"][rank]["train_s"] = trained
         result["goal"]["time_to_goal_s"][rank] = trained
     result["goal"].update(step=steps, reached=reached)
     sent = 0 if point.workers == 1 else int(megabytes * 1e6 * steps * point.workers)
-    result["bytes_sent"] = result["bytes_on_wire"] = {"all_workers": sent, "rank_0": sent // point.workers}
+    result["bytes_sent"] = result["bytes_on_wire"] = {
+        "all_workers": sent,
+        "rank_0": sent // point.workers,
+    }
     result["best"]["value"] = 95 + len(point.algorithm) % 3 if reached else 88.0
     if not reached:
-        result["goal"].update(time_to_goal_s=None, times=None, text=None, value=None, epochs=None, step=None)
+        result["goal"].update(
+            time_to_goal_s=None, times=None, text=None, value=None, epochs=None, step=None
+        )
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     with (REAL / "metrics.jsonl").open(encoding="utf-8") as lines:
         (folder / "metrics.jsonl").write_text(next(lines), encoding="utf-8")
-    record = {"outcome": "finished" if reached else "limit", "seconds": trained + 5, "request": dict(point.request)}
+    record = {
+        "outcome": "finished" if reached else "limit",
+        "seconds": trained + 5,
+        "request": dict(point.request),
+    }
     (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")

@@ -47,7 +47,13 @@ class Page(HTMLParser):
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the pages; a warning is an error."""
     folder = tmp_path_factory.mktemp("html")
-    options = ["-W", "--keep-going", "-q", "-D", "toc_object_entries=0"]  # which takes a quarter of the time
+    options = [
+        "-W",
+        "--keep-going",
+        "-q",
+        "-D",
+        "toc_object_entries=0",
+    ]  # which takes a quarter of the time
     command = [sys.executable, "-m", "sphinx", *options, "-b", "html", str(DOCS), str(folder)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -66,13 +72,19 @@ def test_every_link_leads_to_a_place(built: Path) -> None:
                 continue
             target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
             is_page = target.suffix == ".html"
-            if not target.exists() or (is_page and parts.fragment and unquote(parts.fragment) not in read(target).ids):
+            if not target.exists() or (
+                is_page and parts.fragment and unquote(parts.fragment) not in read(target).ids
+            ):
                 dead.append(f"{page.relative_to(built)}: {address}")
     assert dead == []
 
 
 def test_no_page_needs_another_server(built: Path) -> None:
-    loaded = {address for page in built.rglob("*.html") for address in Page(page.read_text(encoding="utf-8")).loaded}
+    loaded = {
+        address
+        for page in built.rglob("*.html")
+        for address in Page(page.read_text(encoding="utf-8")).loaded
+    }
     assert any(address.endswith(".css") or ".css?" in address for address in loaded)
     assert [address for address in loaded if urlsplit(address).netloc] == []
 
@@ -80,9 +92,13 @@ def test_no_page_needs_another_server(built: Path) -> None:
 def test_every_public_name_has_an_entry_in_the_api_reference(built: Path) -> None:
     header, packed = (built / "objects.inv").read_bytes().split(b"zlib.\n", 1)
     assert b"version 2" in header
-    listed = {line.split()[0] for line in zlib.decompress(packed).decode().splitlines() if " py:" in line}
+    listed = {
+        line.split()[0] for line in zlib.decompress(packed).decode().splitlines() if " py:" in line
+    }
     modules = public_modules()
-    names = set(modules) | {f"{module}.{name}" for module, tree in modules.items() for name in own_names(tree)}
+    names = set(modules) | {
+        f"{module}.{name}" for module, tree in modules.items() for name in own_names(tree)
+    }
     assert len(names) > 1000
     assert sorted(names - listed) == []
 
@@ -90,5 +106,9 @@ def test_every_public_name_has_an_entry_in_the_api_reference(built: Path) -> Non
 def test_no_page_names_the_folder_in_which_it_was_built(built: Path) -> None:
     page = (built / "tutorials" / "porting.html").read_text(encoding="utf-8")
     assert "--- step0.py" in page and "+++ step1.py" in page, "the heads of the diffs"
-    named = [page.name for page in built.rglob("*.html") if str(DOCS.parent) in page.read_text(encoding="utf-8")]
+    named = [
+        page.name
+        for page in built.rglob("*.html")
+        if str(DOCS.parent) in page.read_text(encoding="utf-8")
+    ]
     assert named == []

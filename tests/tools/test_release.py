@@ -1,4 +1,5 @@
-"""The source distribution and the wheel contain what they must, and ``make release`` says what is missing."""
+"""The source distribution and the wheel contain what they must, and ``make release`` says what is
+missing."""
 
 from __future__ import annotations
 
@@ -26,25 +27,39 @@ def test_both_files_have_everything_and_nothing_else(built: tuple[Path, Path]) -
     assert release.find_problems(source, wheel) == []
     assert source.name == f"mlbench_core-{mlbench_core.__version__}.tar.gz"
     assert wheel.name == f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl"
-    chart = {name for name in release.names_in_wheel(wheel) if name.startswith("mlbench_charts/")}
+    chart = {name for name in release.names_in_wheel(wheel) if name.startswith("mlbench_helm/")}
     assert len(chart) > 10
     assert not any("/ci/" in name for name in chart)
 
 
 def test_the_metadata_are_those_of_the_project(built: tuple[Path, Path]) -> None:
     metadata = release.read_metadata(built[1])
-    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    section = (
+        (ROOT / "pyproject.toml")
+        .read_text()
+        .partition("[project.optional-dependencies]")[2]
+        .partition("\n[")[0]
+    )
     extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
     assert set(metadata.get_all("Provides-Extra")) == extras
     assert {*check_extras.CHECKS, *check_extras.IF_NAMED} == {"base", *extras}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     with zipfile.ZipFile(built[1]) as archive:
-        (scripts,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        assert archive.read(scripts).decode().split() == ["[console_scripts]", "mlbench", "=", "mlbench_core.cli:main"]
+        (scripts,) = (
+            name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")
+        )
+        assert archive.read(scripts).decode().split() == [
+            "[console_scripts]",
+            "mlbench",
+            "=",
+            "mlbench_cli:main",
+        ]
 
 
-def test_a_missing_and_a_foreign_file_are_reported(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_missing_and_a_foreign_file_are_reported(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
     source, wheel = built
     changed = tmp_path / wheel.name
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w") as new:

@@ -18,6 +18,10 @@ def log() -> Iterator[MagicMock]:
 
 @pytest.fixture
 def clock() -> Iterator[Any]:
-    # Events of a real device would measure real time, even if an earlier test of this process has initialized CUDA.
-    with freeze_time("2026-01-01") as frozen, patch("mlbench_core.tracking.tracker.cuda_in_use", return_value=False):
+    # Events of a real device would measure real time, even if an earlier test of this process has
+    # initialized CUDA.
+    with (
+        freeze_time("2026-01-01") as frozen,
+        patch("mlbench_core.tracking.tracker.cuda_in_use", return_value=False),
+    ):
         yield frozen

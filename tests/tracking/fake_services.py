@@ -1,4 +1,5 @@
-"""Modules that stand in for mlflow and wandb: the rules of mlflow 3.17 for names and runs, and a record of calls."""
+"""Modules that stand in for mlflow and wandb: the rules of mlflow 3.17 for names and runs, and a
+record of calls."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class MlflowClient:
     def create_experiment(self, name: str) -> str:
         if self.server.is_raced:
             self.server.experiments[name] = "of another run"
-            raise MlflowException(f"Experiment(name={name}) already exists.", "RESOURCE_ALREADY_EXISTS")
+            raise MlflowException(
+                f"Experiment(name={name}) already exists.", "RESOURCE_ALREADY_EXISTS"
+            )
         return self.server.experiments.setdefault(name, "1")
 
     def create_run(self, experiment: str, run_name: str | None = None) -> Any:
@@ -64,7 +67,9 @@ class MlflowClient:
             raise MlflowException("no connection", "INTERNAL_ERROR")
         self.server.sizes.append(len(metrics))
         for metric in metrics:
-            is_path = posixpath.normpath(metric.key) == metric.key and not metric.key.startswith(("/", ".."))
+            is_path = posixpath.normpath(metric.key) == metric.key and not metric.key.startswith(
+                ("/", "..")
+            )
             good = re.fullmatch(r"[/\w.\- :]+", metric.key) and is_path and metric.key != "."
             if not good or len(metric.key) > 250 or metric.key == "train_refused":
                 raise MlflowException(f"invalid name {metric.key}")
@@ -115,7 +120,8 @@ mlflow.entities = types.SimpleNamespace(Metric=Metric)
 
 
 def install() -> None:
-    """Put the modules in the place of the real ones; ``wandb.init(batch=9)`` continues a run with 9 batches."""
+    """Put the modules in the place of the real ones; ``wandb.init(batch=9)`` continues a run with 9
+    batches."""
     MlflowClient.server = Server()
     wandb.init = lambda project=None, batch=0: Run(batch > 0, batch)
     sys.modules["mlflow"], sys.modules["wandb"] = mlflow, wandb

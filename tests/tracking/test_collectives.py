@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
+from mlbench_core.aggregation.pytorch.transport.timing import (
+    CommunicationClock,
+    count_collective,
+    uncounted,
+)
 from mlbench_core.optim.pytorch import LocalSGD
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts
@@ -86,7 +90,10 @@ def test_many_sizes_are_merged_by_powers_of_two() -> None:
     counts = CollectiveCounts({("all_gather", 4, size, False): 1 for size in range(64, 128)})
     counts["all_gather", 4, 128, False] = 2
     merged = counts.as_list()
-    assert [(entry["calls"], entry["bytes"]) for entry in merged] == [(64, sum(range(64, 128))), (2, 256)]
+    assert [(entry["calls"], entry["bytes"]) for entry in merged] == [
+        (64, sum(range(64, 128))),
+        (2, 256),
+    ]
     # A checkpoint keeps every size.
     assert CollectiveCounts.from_list(counts.as_list(merged_if_many=False)) == counts
 
@@ -104,7 +111,8 @@ def test_a_result_has_the_collectives_or_says_nothing(tmp_path: Path) -> None:
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
-    # Of 12 bytes, each of 4 workers sends parts of 3 bytes: 3 times to sum, and 3 times to pass on the sums.
+    # Of 12 bytes, each of 4 workers sends parts of 3 bytes: 3 times to sum, and 3 times to pass on
+    # the sums.
     assert wire_bytes("all_reduce", 4, 12) == 3 * 3 + 3 * 3
     assert wire_bytes("reduce_scatter", 4, 12) == 3 * 3
     # Each passes on the 12 bytes of every worker, except those of its neighbor.
@@ -114,7 +122,9 @@ def test_the_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
     assert wire_bytes("neighbors", 4, 12) == 12
     assert wire_bytes("shared_memory_sum", 4, 12) == 0
     assert wire_bytes("something new", 4, 12) is None
-    assert [wire_bytes(op, 1, 12) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")] == [0] * 4
+    assert [
+        wire_bytes(op, 1, 12) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    ] == [0] * 4
 
 
 def test_the_bytes_on_the_wire_of_a_run_are_the_sum_of_its_collectives() -> None:
@@ -174,4 +184,7 @@ def test_an_exchange_is_a_batch_in_which_something_was_sent() -> None:
     for name in ("exchanges", "communication_measured"):
         del state[name]
     other.load_state_dict(state)
-    assert (other.totals()["exchanges"], other.totals()["communication_measured"]) == (None, True), "an old checkpoint"
+    assert (other.totals()["exchanges"], other.totals()["communication_measured"]) == (
+        None,
+        True,
+    ), "an old checkpoint"

@@ -17,12 +17,12 @@ from torch import nn
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.distributed.pytorch.work_clock import polling
 from mlbench_core.optim.pytorch import CentralizedSGD, LocalSGD, SparsifiedSGD
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import LinesSink, read_lines
-from mlbench_core.results.record import RunRecord
 from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
 from tests.results.helpers import write_run
@@ -71,7 +71,9 @@ def test_it_is_not_measured_on_a_gpu() -> None:
     interval._stream = Stream()  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Interval, "_now", lambda self: SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 100.0)
+            Interval,
+            "_now",
+            lambda self: SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 100.0),
         )
         with interval.exposed():
             work(0.01)
@@ -150,7 +152,9 @@ def train(rank: int, world_size: int, method: str) -> tuple[float, float | None]
         aggregation = AllReduceAggregation(
             world_size, shared_memory=method == "shared memory", overlap=method == "overlapped"
         )
-        optimizer = CentralizedSGD(model=model, lr=0.1, world_size=world_size, aggregation=aggregation)
+        optimizer = CentralizedSGD(
+            model=model, lr=0.1, world_size=world_size, aggregation=aggregation
+        )
     tracker = Tracker([], "run", rank)
     for _ in range(2):
         tracker.batch_start()
@@ -171,7 +175,8 @@ def test_a_worker_that_waits_for_a_slower_one_does_not_work(method: str) -> None
     (waited_s, cpu_s), (_, late_cpu_s) = run_ranks(2, train, method)
     assert waited_s > LATE_S
     assert cpu_s is not None and late_cpu_s is not None
-    # Packing or compressing is some work. A worker that polls without a pause would have a ratio near 1.
+    # Packing or compressing is some work. A worker that polls without a pause would have a ratio
+    # near 1.
     assert 0 < cpu_s < waited_s / 4
     assert late_cpu_s > 0
 
@@ -196,20 +201,32 @@ def test_an_average_for_a_validation_counts() -> None:
 def test_a_result_has_it_and_an_earlier_one_does_not(tmp_path: Path) -> None:
     def times(folder: Path) -> list[Any]:
         result = json.loads((folder / "result.json").read_text())
-        return [result["times"]["slowest"], result["times"]["rank_0"], result["goal"]["times"]["slowest"]]
+        return [
+            result["times"]["slowest"],
+            result["times"]["rank_0"],
+            result["goal"]["times"]["slowest"],
+        ]
 
-    new, old = write_run(tmp_path / "new", epochs=5, cpu_share=0.1), write_run(tmp_path / "old", epochs=5)
+    new, old = (
+        write_run(tmp_path / "new", epochs=5, cpu_share=0.1),
+        write_run(tmp_path / "old", epochs=5),
+    )
     assert verify_folder(new) == verify_folder(old) == []
     assert [found["communication_cpu_s"] for found in times(new)] == pytest.approx([5.0, 5.0, 3.0])
     assert not any("communication_cpu_s" in found for found in times(old))
     result = json.loads((new / "result.json").read_text())
     # Until the goal, as the exposed time.
     assert RunRecord.from_result(result).communication_cpu_s == pytest.approx(3.0)
-    assert RunRecord.from_result(json.loads((old / "result.json").read_text())).communication_cpu_s is None
+    assert (
+        RunRecord.from_result(json.loads((old / "result.json").read_text())).communication_cpu_s
+        is None
+    )
     for found in result["goal"]["times"].values():
         del found["communication_cpu_s"]
     assert RunRecord.from_result(result).communication_cpu_s is None
-    result["times"]["slowest"]["communication_cpu_s"] = result["goal"]["times"]["slowest"]["communication_cpu_s"] = None
+    result["times"]["slowest"]["communication_cpu_s"] = result["goal"]["times"]["slowest"][
+        "communication_cpu_s"
+    ] = None
     assert RunRecord.from_result(result).communication_cpu_s is None
 
 

@@ -1,4 +1,5 @@
-"""The numbers of an epoch beside the times of its steps, which a dashboard draws while the run goes on."""
+"""The numbers of an epoch beside the times of its steps, which a dashboard draws while the run goes
+on."""
 
 from __future__ import annotations
 
@@ -60,13 +61,17 @@ def test_a_round_tells_the_learning_rate_at_its_start(log: MagicMock) -> None:
     batches = [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))]
     tracker = Tracker([], "7", 0)
     for _ in range(2):
-        train_round(batches, model, optimizer, F.cross_entropy, [], scheduler, "fp32", tracker=tracker)
+        train_round(
+            batches, model, optimizer, F.cross_entropy, [], scheduler, "fp32", tracker=tracker
+        )
         tracker.epoch_end()
     assert sent(log, "lr") == pytest.approx([0.5, 0.05])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_plan_is_sent_once_after_the_first_epoch(rank: int, clock: Clock, log: MagicMock) -> None:
+def test_the_plan_is_sent_once_after_the_first_epoch(
+    rank: int, clock: Clock, log: MagicMock
+) -> None:
     tracker = Tracker([], "7", rank, goal=task1_time_to_accuracy_goal)
     for epoch in tracker.epochs(most=3):
         assert len(sent(log, "plan")) == (1 if epoch and rank == 0 else 0)

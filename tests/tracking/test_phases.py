@@ -1,4 +1,5 @@
-"""A synthetic run with known phases: the times are those of the phases, and leave no gap to the wall clock."""
+"""A synthetic run with known phases: the times are those of the phases, and leave no gap to the
+wall clock."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from freezegun import freeze_time
 from mlbench_core.tracking.memory import memory_peak_bytes
 from mlbench_core.tracking.tracker import Tracker
 
-PHASES_S = {"load": 0.0625, "fwd_pass": 0.125, "backprop": 0.25, "agg": 0.5, "comp_metrics": 0.03125}
+PHASES_S = {
+    "load": 0.0625,
+    "fwd_pass": 0.125,
+    "backprop": 0.25,
+    "agg": 0.5,
+    "comp_metrics": 0.03125,
+}
 GROUPS = {
     "preprocess_s": ("load",),
     "compute_s": ("fwd_pass", "backprop"),
@@ -29,7 +36,9 @@ def _no_cuda() -> Iterator[None]:
         yield
 
 
-def synthetic_run(tracker: Tracker, pause: Callable[[str, float], None], epochs: int, batches: int) -> None:
+def synthetic_run(
+    tracker: Tracker, pause: Callable[[str, float], None], epochs: int, batches: int
+) -> None:
     """Train: ``pause`` receives the name of each phase and its seconds, and lets them pass."""
     tracker.start()
     for _ in range(epochs):
@@ -67,7 +76,8 @@ def test_with_real_sleeps_each_phase_is_within_2_percent_and_the_sum_within_1() 
         def sleep(phase: str, seconds: float) -> None:
             start = time.perf_counter()
             time.sleep(seconds / 16)
-            # A sleep takes longer than asked for, so the tracker is compared with the time that it took.
+            # A sleep takes longer than asked for, so the tracker is compared with the time that it
+            # took.
             slept[phase] = slept.get(phase, 0.0) + time.perf_counter() - start
 
         tracker = Tracker([], "7", 0, progress=False)
@@ -77,11 +87,17 @@ def test_with_real_sleeps_each_phase_is_within_2_percent_and_the_sum_within_1() 
         summary = tracker.summary()
         times = {group: sum(slept[step] for step in steps) for group, steps in GROUPS.items()}
         times["validation_s"] = slept["validation"]
-        found = {group: abs(getattr(summary, group) - real) / real / 0.02 for group, real in times.items()}
-        return {**found, "sum": abs(summary.train_s + summary.validation_s - wall_s) / wall_s / 0.01}
+        found = {
+            group: abs(getattr(summary, group) - real) / real / 0.02
+            for group, real in times.items()
+        }
+        return {
+            **found,
+            "sum": abs(summary.train_s + summary.validation_s - wall_s) / wall_s / 0.01,
+        }
 
-    # In shares of what is allowed. Another process may take the core between a sleep and the reading of a clock, so
-    # the best of some attempts counts.
+    # In shares of what is allowed. Another process may take the core between a sleep and the
+    # reading of a clock, so the best of some attempts counts.
     attempts = []
     for _ in range(5):
         attempts.append(differences())
@@ -91,7 +107,9 @@ def test_with_real_sleeps_each_phase_is_within_2_percent_and_the_sum_within_1() 
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_check_names_gaps_of_more_than_one_percent(is_on: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_check_names_gaps_of_more_than_one_percent(
+    is_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with freeze_time("2026-01-01") as clock:
         tracker = Tracker([], "7", 0, check_times=is_on)
         synthetic_run(tracker, lambda _, seconds: clock.tick(seconds), epochs=1, batches=1)
@@ -108,7 +126,9 @@ def test_the_check_names_gaps_of_more_than_one_percent(is_on: bool, caplog: pyte
         assert caplog.messages == []
         return
     inside, outside = caplog.messages
-    assert "the steps take 0.969 s of 8.969 s inside batches, so 8.000 s belong to no step" in inside
+    assert (
+        "the steps take 0.969 s of 8.969 s inside batches, so 8.000 s belong to no step" in inside
+    )
     assert "take 9.969 s of 13.969 s of wall time, so 4.000 s are outside" in outside
 
 
@@ -144,7 +164,9 @@ def test_the_peak_is_that_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) 
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
     for in_use, peak in ((True, 700), (False, None)):
-        monkeypatch.setattr("mlbench_core.tracking.memory.cuda_in_use", lambda in_use=in_use: in_use)
+        monkeypatch.setattr(
+            "mlbench_core.tracking.memory.cuda_in_use", lambda in_use=in_use: in_use
+        )
         assert memory_peak_bytes() == peak
 
 

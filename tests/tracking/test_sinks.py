@@ -20,7 +20,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.tracking import sinks
-from mlbench_core.tracking.sinks import CSVSink, JSONLSink, MLflowSink, TensorBoardSink, WandbSink, make_sink
+from mlbench_core.tracking.sinks import (
+    CSVSink,
+    JSONLSink,
+    MLflowSink,
+    TensorBoardSink,
+    WandbSink,
+    make_sink,
+)
 from mlbench_core.tracking.tracker import Tracker
 from tests.tracking import fake_services
 from tests.tracking.fake_services import MlflowClient
@@ -41,11 +48,11 @@ def run(sink: Any) -> None:
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed")
-    # In a process of its own, because wandb starts a service, which completes the file when the process ends.
+    # In a process of its own, because wandb starts a service, which completes the file when the
+    # process ends.
     code = (
-        "from mlbench_core.tracking.sinks import WandbSink\n"
-        "from tests.tracking.test_sinks import run\n"
-        f"run(WandbSink('project', mode='offline', dir={str(tmp_path)!r}, name='my run'))"
+        "from mlbench_core.tracking.sinks import WandbSink\nfrom tests.tracking.test_sinks import "
+        f"run\nrun(WandbSink('project', mode='offline', dir={str(tmp_path)!r}, name='my run'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -58,11 +65,22 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
-    for text in (b"my run", b"train_Prec@1", b"0.5", b"train_late", b"0.75", b"TaskResult", b"done", b"steps_s"):
+    for text in (
+        b"my run",
+        b"train_Prec@1",
+        b"0.5",
+        b"train_late",
+        b"0.75",
+        b"TaskResult",
+        b"done",
+        b"steps_s",
+    ):
         assert text in content, text
 
 
-def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_mlflow_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "runs"))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -71,14 +89,19 @@ def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "failed" not in caplog.text
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("experiment").experiment_id
-    assert {found.info.run_name for found in client.search_runs([experiment])} == {"first", "second"}
+    assert {found.info.run_name for found in client.search_runs([experiment])} == {
+        "first",
+        "second",
+    }
     found = client.search_runs([experiment])[0]
     assert found.info.status == "FINISHED"
     assert found.data.tags["TaskResult"] == "done"
     accuracy = client.get_metric_history(found.info.run_id, "train_Prec_1")
     assert [(metric.value, metric.step) for metric in accuracy[:1]] == [(0.5, 1)]
     assert math.isnan(accuracy[1].value)
-    assert [metric.step for metric in client.get_metric_history(found.info.run_id, "train_late")] == [0]
+    assert [
+        metric.step for metric in client.get_metric_history(found.info.run_id, "train_late")
+    ] == [0]
     summary = next(tmp_path.rglob("summary.json"))
     assert json.loads(summary.read_text())["samples"] == 8
 
@@ -130,7 +153,14 @@ def test_services_learn_how_a_run_ended(
     [
         ("raise RuntimeError", "FAILED", 1),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "KILLED", 255),
-        ("child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, signal.SIGTERM); os.wait()", "FINISHED", 0),
+        (
+            (
+                "child = os.fork()\nif not child: "
+                "time.sleep(60)\nos.kill(child, signal.SIGTERM); os.wait()"
+            ),
+            "FINISHED",
+            0,
+        ),
         ("", "FINISHED", 0),
     ],
 )
@@ -149,14 +179,19 @@ tracker = Tracker([], "7", 0, sinks=[MLflowSink(), WandbSink()])
 {end}
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     calls = [line for line in done.stderr.splitlines() if line.startswith(("mlflow ", "wandb "))]
     assert sorted(calls) == [f"mlflow {state}", f"wandb {code}"]
     assert done.returncode == {"FAILED": 1, "KILLED": -signal.SIGTERM, "FINISHED": 0}[state]
 
 
-NAMES = ("first", "a//b", "a/b", "../up", "/root", "a/", "Prec@1", "Prec_1", "half\ud800", "a\nb", "", "m" * 300,
+NAMES = ("first", "a//b", "a/b", "../up", "/root", "a/", "Prec@1", "Prec_1", "half\ud800", "a\nb",
+"", "m" * 300,
          "m" * 301, "損失", "refused", "last")  # fmt: skip
 
 
@@ -179,15 +214,21 @@ def test_no_name_and_no_value_costs_another_metric(
     numbers = [values for name, values in by_name.items() if not all(map(math.isnan, values))]
     refused = NAMES.index("refused")
     # Each metric has a curve of its own, which no other one shares.
-    assert sorted(numbers) == sorted([0.0, 99.0] if n == 0 else [float(n)] for n in range(len(NAMES)) if n != refused)
+    assert sorted(numbers) == sorted(
+        [0.0, 99.0] if n == 0 else [float(n)] for n in range(len(NAMES)) if n != refused
+    )
     assert [row["train_first"] for row in fake_services.Run.rows if "train_first" in row] == [0, 99]
     assert len([row for row in fake_services.Run.rows if "train_last" in row]) == 1
     assert "train_last,15" in rows.path.read_text()
     assert json.loads(lines.path.read_text().splitlines()[-2])["value"] == 99
     events = EventAccumulator(str(tmp_path / "b")).Reload()
-    assert {"train_first", "train_last", "train_損失", "train_half\\ud800"} <= set(events.Tags()["scalars"])
+    assert {"train_first", "train_last", "train_損失", "train_half\\ud800"} <= set(
+        events.Tags()["scalars"]
+    )
     assert "MLflowSink leaves out the numbers of 'train_refused'" in caplog.text
-    assert len([record for record in caplog.records if "train_refused'" in record.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if "train_refused'" in record.getMessage()]) == 1
+    )
     assert "receives no more numbers" not in caplog.text
 
 
@@ -225,8 +266,11 @@ def test_two_runs_that_create_one_experiment_both_use_it(services: fake_services
     assert list(services.states) == ["run 0 of of another run"]
 
 
-def train(sink: Any, batches: int, state: dict[str, Any] | None = None, epoch: int = 5) -> dict[str, Any]:
-    """Train some batches, with a validation after each epoch of 5; return the state after the first epoch."""
+def train(
+    sink: Any, batches: int, state: dict[str, Any] | None = None, epoch: int = 5
+) -> dict[str, Any]:
+    """Train some batches, with a validation after each epoch of 5; return the state after the first
+    epoch."""
     saved: dict[str, Any] = {}
     with Tracker([], "7", 0, sinks=[sink]) as tracker:
         if state is not None:
@@ -254,7 +298,9 @@ def test_the_curves_of_tensorboard_continue_after_a_resume(tmp_path: Path) -> No
     time.sleep(1.1)
     train(TensorBoardSink(tmp_path), 15, state)
     events = EventAccumulator(str(tmp_path)).Reload()
-    steps = {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    steps = {
+        name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
     assert steps["train_loss"] == list(range(15))
     # The validation at the step of the checkpoint stays.
     assert steps["val_loss"] == steps["cum_fwd_pass"] == [5, 10, 15]
@@ -269,13 +315,19 @@ def test_the_curves_of_services_continue_after_a_resume(
     train(MLflowSink(), 15, state)
     assert services.states == {"run 0 of 1": "FINISHED"}
     for name, steps in (("train_loss", list(range(15))), ("val_loss", [5, 10, 15])):
-        assert [metric.step for metric in MlflowClient().get_metric_history("run 0 of 1", name)] == steps
+        assert [
+            metric.step for metric in MlflowClient().get_metric_history("run 0 of 1", name)
+        ] == steps
     train(WandbSink(batch=8), 15, state)
-    assert [row["batch"] for row in fake_services.Run.rows if "train_loss" in row] == list(range(8, 15))
+    assert [row["batch"] for row in fake_services.Run.rows if "train_loss" in row] == list(
+        range(8, 15)
+    )
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow:experiment", "mlflow")])
-def test_a_missing_package_is_named_with_its_pip_line(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_pip_line(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in [module for module in sys.modules if module.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
@@ -294,7 +346,9 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("jsonl:a:b.jsonl", JSONLSink), ("csv:folder/run.csv", CSVSink)])
+@pytest.mark.parametrize(
+    ("text", "kind"), [("jsonl:a:b.jsonl", JSONLSink), ("csv:folder/run.csv", CSVSink)]
+)
 def test_a_sink_is_made_of_a_text(text: str, kind: type) -> None:
     sink = make_sink(text)
     assert type(sink) is kind
@@ -326,7 +380,9 @@ def test_runs_with_one_path_write_to_files_of_their_own(kind: str, tmp_path: Pat
 
 def test_a_path_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"a path that can be written, not '.*/file/a\.csv'"):
+    with pytest.raises(
+        ConfigurationError, match=r"a path that can be written, not '.*/file/a\.csv'"
+    ):
         make_sink(f"csv:{tmp_path}/file/a.csv", "1")
 
 
@@ -341,9 +397,12 @@ def with_argument(folder: str = "default") -> Any:
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed packages that bring sinks."""
-    values = {"plain": f"{__name__}:plain", "other": f"{__name__}:with_argument", "csv": f"{__name__}:plain",
+    values = {"plain": f"{__name__}:plain", "other": f"{__name__}:with_argument",
+    "csv": f"{__name__}:plain",
               "broken": f"{__name__}:no_such_sink"}  # fmt: skip
-    entries = EntryPoints(EntryPoint(name, value, "mlbench.sinks") for name, value in values.items())
+    entries = EntryPoints(
+        EntryPoint(name, value, "mlbench.sinks") for name, value in values.items()
+    )
     monkeypatch.setattr(sinks, "entry_points", lambda group: entries.select(group=group))
 
 
@@ -358,7 +417,13 @@ def test_packages_bring_sinks_but_replace_none() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', 'other', 'plain', 'tensorboard', 'wandb'"),
+        (
+            "",
+            (
+                "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', "
+                "'other', 'plain', 'tensorboard', 'wandb'"
+            ),
+        ),
         ("json:x", "NAME:ARGUMENT, not 'json:x'"),
         ("jsonl", "not 'jsonl': missing a required argument: 'path'"),
         ("plain:x", "not 'plain:x': too many positional arguments"),

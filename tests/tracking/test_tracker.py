@@ -97,7 +97,9 @@ def test_the_wall_clock_may_jump() -> None:
     assert tracker.get_total_train_time() > 0
 
 
-def test_a_step_may_come_first_in_a_later_epoch_and_an_epoch_may_be_empty(clock: Clock, log: MagicMock) -> None:
+def test_a_step_may_come_first_in_a_later_epoch_and_an_epoch_may_be_empty(
+    clock: Clock, log: MagicMock
+) -> None:
     tracker = make()
     run_batch(tracker, clock, {"fwd_pass": 1})
     tracker.epoch_end()
@@ -108,7 +110,13 @@ def test_a_step_may_come_first_in_a_later_epoch_and_an_epoch_may_be_empty(clock:
     log.assert_not_called()  # nothing again for an epoch without batches
     run_batch(tracker, clock, {"fwd_pass": 4, "agg": 2})
     tracker.epoch_end()
-    third = {"fwd_pass": 4, "agg": 2, "CumulativeTrainTimeEpoch": 6, "cum_fwd_pass": 5, "cum_agg": 2}
+    third = {
+        "fwd_pass": 4,
+        "agg": 2,
+        "CumulativeTrainTimeEpoch": 6,
+        "cum_fwd_pass": 5,
+        "cum_agg": 2,
+    }
     assert log.call_args_list == [call("7", 0, 2, name, value) for name, value in third.items()]
     assert tracker.current_epoch == 3
     assert tracker.epoch_metrics == {"fwd_pass": [1, 0, 4], "agg": [0, 0, 2]}
@@ -144,7 +152,9 @@ def test_times_of_each_epoch_add_up_to_the_totals(clock: Clock, log: MagicMock) 
     assert tracker.start_time == time.time()
     for epoch in range(2):
         for _ in range(2):
-            run_batch(tracker, clock, {"load": 1, "fwd_pass": 2 + epoch, "agg": 4, "comp_metrics": 8})
+            run_batch(
+                tracker, clock, {"load": 1, "fwd_pass": 2 + epoch, "agg": 4, "comp_metrics": 8}
+            )
         tracker.validation_start()
         clock.tick(16)
         tracker.validation_end()
@@ -176,7 +186,12 @@ def test_times_of_epochs_are_bounded_and_go_on_after_a_resume(clock: Clock, log:
 
 
 def test_own_steps_and_single_strings(clock: Clock) -> None:
-    tracker = make(communication_steps="send", compute_steps=["a", "b"], metrics_steps="m", preprocess_steps="p")
+    tracker = make(
+        communication_steps="send",
+        compute_steps=["a", "b"],
+        metrics_steps="m",
+        preprocess_steps="p",
+    )
     tracker.batch_start()
     for i, step in enumerate(("send", "a", "b", "m", "p", "other")):
         clock.tick(2**i)
@@ -264,7 +279,8 @@ def test_quantiles_of_nothing_zero_and_giants() -> None:
         sketch.quantile(99)
 
 
-# ---------------------------------------------------------------------- statistics and the best value
+# ---------------------------------------------------------------------- statistics and the best
+# value
 
 
 def test_average_meter() -> None:
@@ -311,8 +327,12 @@ def test_tensors_lose_their_graph_and_nonsense_is_refused() -> None:
         tracker.record_loss("high")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("minimize", "values"), [(False, (-5.0, -7.0, -1.0)), (True, (5.0, 7.0, 1.0))])
-def test_the_first_value_is_best_whatever_it_is(minimize: bool, values: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("minimize", "values"), [(False, (-5.0, -7.0, -1.0)), (True, (5.0, 7.0, 1.0))]
+)
+def test_the_first_value_is_best_whatever_it_is(
+    minimize: bool, values: tuple[float, float, float]
+) -> None:
     tracker = make(minimize=minimize)
     assert not tracker.is_best()
     best = []
@@ -346,12 +366,20 @@ def test_statistics_of_loss_and_metrics_are_there_from_the_start() -> None:
     assert "train_loss" not in str(tracker)
 
 
-# Validation as scripts of version 3.0 write it: record_metric, then perhaps update_primary_metric, then is_best.
+# Validation as scripts of version 3.0 write it: record_metric, then perhaps update_primary_metric,
+# then is_best.
 
 
 @pytest.mark.parametrize(
     "told",
-    ["recorded", "by name", "recorded and told", "told and recorded", "in parts", "in parts, then told"],
+    [
+        "recorded",
+        "by name",
+        "recorded and told",
+        "told and recorded",
+        "in parts",
+        "in parts, then told",
+    ],
 )
 @pytest.mark.parametrize("begin", ["validation", "validation_start"])
 def test_a_metric_recorded_in_validation_may_be_the_best(told: str, begin: str) -> None:
@@ -422,7 +450,9 @@ def test_no_metrics() -> None:
 def test_one_line_of_status() -> None:
     tracker = make()
     tracker.record_loss(0.25)
-    assert "Epoch 0" in str(tracker) and "train_loss 0.25" in str(tracker) and "\n" not in str(tracker)
+    assert (
+        "Epoch 0" in str(tracker) and "train_loss 0.25" in str(tracker) and "\n" not in str(tracker)
+    )
     tracker.epoch_end()
     assert str(tracker) == "1 epoch done | train time 0.0 s", "not epoch 1, which has not begun"
     tracker.record_loss(0.5)
@@ -577,6 +607,16 @@ def test_device_events_are_reused_and_close_waits_for_the_last(device: FakeDevic
     assert tracker.get_total_train_time() == 51 * 3.5
 
 
+def test_a_state_has_the_times_of_all_batches_that_it_counts(device: FakeDevice) -> None:
+    tracker = make(use_cuda=True)
+    device.passed = False
+    run_device_batch(tracker, device)
+    state = tracker.state_dict()
+    assert (state["batches"], state["train_s"]) == (1, 3.5)
+    assert state["steps_s"] == {"fwd_pass": 1, "agg": 2}
+    assert [entry[1] for entry in state["history"]] == ["batch_time_s"]
+
+
 def test_validation_inside_a_device_batch_is_left_out(device: FakeDevice) -> None:
     tracker = make(use_cuda=True)
     tracker.batch_start()
@@ -587,6 +627,30 @@ def test_validation_inside_a_device_batch_is_left_out(device: FakeDevice) -> Non
     tracker.record_batch_fwd_pass()
     tracker.batch_end()
     assert tracker.get_total_train_time() == tracker.get_total_compute_time() == 1
+
+
+def test_a_state_replaces_the_energy_that_was_measured_before(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_j = 0.0
+
+    def count() -> Callable[[], float]:
+        start_j = used_j
+        return lambda: used_j - start_j
+
+    monkeypatch.setattr("mlbench_core.tracking.tracker.energy_counter", count)
+    tracker = make(use_cuda=True)
+    run_device_batch(tracker, device)
+    used_j = 5.0
+    state = tracker.state_dict()
+    assert state["energy_j"] == 5
+    run_device_batch(tracker, device)
+    used_j = 7.0
+    tracker.load_state_dict(state)
+    assert tracker.summary().energy_j == 5
+    run_device_batch(tracker, device)
+    used_j = 8.0
+    assert tracker.summary().energy_j == 6
 
 
 # ---------------------------------------------------------------------- summary, sinks, progress
@@ -637,7 +701,12 @@ def test_waiting_within_another_step_is_booked_on_communication(clock: Clock) ->
 
 def test_a_summary_before_anything_happened() -> None:
     summary = make().summary()
-    assert (summary.shares, summary.samples_per_s, summary.batch_p50_s, summary.best_epoch) == ({}, None, None, None)
+    assert (summary.shares, summary.samples_per_s, summary.batch_p50_s, summary.best_epoch) == (
+        {},
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("arguments", [(-1, 0, 0), (0, math.nan, 0), (0, 0, -1)])
@@ -668,7 +737,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.stat().st_size > 0]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("No space left")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyError("No space left")]
+)
 def test_a_sink_that_fails_is_named_once_and_the_run_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -690,7 +761,9 @@ def test_a_sink_that_fails_is_named_once_and_the_run_goes_on(
     assert full.calls == 1
     assert [value for _, value, *_ in seen] == [1.0, 2.0]
     (message,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert "Full('disk')" in message and type(error).__name__ in message and "No space left" in message
+    assert (
+        "Full('disk')" in message and type(error).__name__ in message and "No space left" in message
+    )
     with pytest.raises(TypeError, match="sinks must be callable"):
         make(sinks=["file.csv"])
 
@@ -736,7 +809,9 @@ def test_progress_shows_on_a_terminal_on_rank_0_alone() -> None:
     assert shown[1] == ""
 
 
-def test_no_progress_where_standard_error_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_where_standard_error_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tracker = make()
     run_quick_batches(tracker, 3)
     tracker.close()
@@ -799,6 +874,19 @@ def test_a_state_has_means_and_communication(clock: Clock) -> None:
     assert (summary.communication_total_s, summary.communication_exposed_s) == (4.0, 1.5)
 
 
+def test_a_state_replaces_the_mean_of_a_validation_and_the_place_of_an_exchange() -> None:
+    state = make().state_dict()
+    used = make()
+    used.validation()
+    used.record_metric(ACCURACY, 90)
+    used.record_communication(total_s=1.0, exposed_s=1.0, size_bytes=4)
+    used.load_state_dict({**state, "is_training": False})
+    used.record_metric(ACCURACY, 50)
+    used.record_communication(total_s=1.0, exposed_s=1.0, size_bytes=4)
+    assert used.best_metric_value == 50
+    assert used.summary().exchanges == 1
+
+
 def test_torch_reads_the_state_without_pickled_code(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tracker = make()
@@ -842,10 +930,14 @@ def test_rank_0_publishes_the_totals_as_one_metric(clock: Clock, log: MagicMock)
         assert (run_id, sender, epoch, name) == ("7", 0, 0, "summary")
         report = json.loads(value)
         assert report["workers"] == 2
-        assert report["samples_per_s"] == pytest.approx(2 * 8 / 4)  # both workers' samples over the same 4 seconds
+        assert report["samples_per_s"] == pytest.approx(
+            2 * 8 / 4
+        )  # both workers' samples over the same 4 seconds
         assert report["goal_reached"] is False
         assert report["bytes_sent"] == 400
         total_s = report["total_s"]
         assert total_s["train"] == pytest.approx(4)
-        assert [total_s[k] for k in ("preprocess", "compute", "communication")] == pytest.approx([1, 2, 1])
+        assert [total_s[k] for k in ("preprocess", "compute", "communication")] == pytest.approx(
+            [1, 2, 1]
+        )
         assert total_s["exposed_communication"] == pytest.approx(0.5)

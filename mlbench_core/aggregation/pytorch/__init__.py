@@ -13,16 +13,19 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
-from mlbench_core.aggregation.pytorch.ddp_hooks import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
-from mlbench_core.aggregation.pytorch.fsdp_hooks import FSDPHookState, set_fsdp_hooks
+from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
+from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
-from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import (
+    ChunkedTopKAggregation,
+    SparseLoCoAggregation,
+)
 from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
 
 __all__ = [

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch import direct
 from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_CUSTOM,
     AVG_WORLD,
     Aggregation,
+    AggregationFunction,
     Denominator,
-    Parameters,
 )
-from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
-from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport import pairwise
+from mlbench_core.aggregation.pytorch.transport.buckets import BUCKET_SIZE_BYTES
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_real,
+    by_dtype_and_device,
+    divide,
+    pack,
+    unpack,
+)
+from mlbench_core.aggregation.pytorch.transport.names import Parameters
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Flight", "Transfer", "check_world_size"]
+__all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "AllReduceAggregation",
+    "Flight",
+    "Transfer",
+    "check_world_size",
+]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# From this size on, a message of its own costs less time than the copies into a common one and back. It is not smaller,
-# because each message also waits for the round trips of the network.
+# From this size on, a separate message costs less time than the copies into a common one and
+# back. It is not smaller, because each message also waits for the round trips of the network.
 LARGE_BYTES = 8 << 20
 
 
@@ -60,7 +74,8 @@ class Flight:
     """Messages that travel while the workers go on training.
 
     Attributes:
-        pending: Functions that each wait for one message and write its result; empty once all have arrived.
+        pending: Functions that each wait for one message and write its result; empty once all have
+            arrived.
     """
 
     pending: list[Callable[[], None]] = field(default_factory=list, kw_only=True)
@@ -82,39 +97,46 @@ class AllReduceAggregation(Aggregation):
 
     where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
 
-    A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
-    of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
-    memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
-    If all workers run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
-    Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit for bit. Received
-    parts need up to 64 MiB during the call; see :mod:`mlbench_core.aggregation.pytorch.direct`. Tensors must be on a
-    CPU on all workers, or on a GPU on all workers.
-    After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
+    A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a
+    copy. The smaller ones of the same dtype and device travel in one flat message, in their own
+    dtype, and are written back into their own memory, whatever their strides. With
+    ``by_layer=True``, every tensor travels alone. One worker alone sends nothing. If all workers
+    run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
+    Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit
+    for bit. Received parts need up to 64 MiB during the call; see
+    :mod:`mlbench_core.aggregation.pytorch.transport.pairwise`. Tensors must be on a CPU on all
+    workers, or on a GPU on all workers. After an error in an aggregation, such as a lost worker,
+    the values of its tensors are undefined.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
-        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision
+            numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        overlap: Let an optimizer send gradients in buckets while the backward pass still computes others.
-            ``backward()`` returns when all of them are averages. Calls of the functions that :meth:`agg_grad` and
-            :meth:`agg_model` return do not change. See :mod:`mlbench_core.aggregation.pytorch.overlap`.
-        comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
-            message that is converted is divided before it is sent, so that its sum stays in range. If workers send
-            half precision, all get the same values, rounded to it.
-        bucket_size_bytes: With ``overlap``, a bucket is sent when it holds this number of bytes; 0 sends each gradient
-            in its own message.
-        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
-            run on one machine, with their tensors in its memory. The sums of two workers equal the backend's to the
-            last bit, those of more workers to rounding. Every worker must make its aggregations in the same order. See
-            :mod:`mlbench_core.aggregation.pytorch.shared_memory`.
-        process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``; None for all.
-            ``world_size`` is then their number. Each group is a world of its own: its result is that of a run of
-            its workers alone.
+        overlap: Let an optimizer send gradients in buckets while the backward pass still computes
+            others. ``backward()`` returns when all of them are averages. Calls of the functions
+            that :meth:`agg_grad` and :meth:`agg_model` return do not change. See
+            :mod:`mlbench_core.aggregation.pytorch.transport.overlap`.
+        comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each
+            tensor's own. A message that is converted is divided before it is sent, so that its sum
+            stays in range. If workers send half precision, all get the same values, rounded to it.
+        bucket_size_bytes: With ``overlap``, a bucket is sent when it holds this number of bytes; 0
+            sends each gradient in its own message.
+        shared_memory: Sum through memory that the workers share instead of the backend's
+            all-reduce. All workers must run on one machine, with their tensors in its memory. The
+            sums of two workers equal the backend's to the last bit, those of more workers to
+            rounding. Every worker must make its aggregations in the same order. See
+            :mod:`mlbench_core.aggregation.pytorch.transport.shared_memory`.
+        process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``;
+            None for all. ``world_size`` is then their number. Each group is a separate world: its
+            result is that of a run of its workers alone.
 
     Raises:
-        TypeError: ``overlap`` or ``shared_memory`` is not a bool, or ``world_size`` is not an integer.
-        ValueError: ``world_size`` is not the number of workers in the process group, this process does not belong to
-            it, ``comm_dtype`` is not a floating-point type that travels, or ``bucket_size_bytes`` is negative.
+        TypeError: ``overlap`` or ``shared_memory`` is not a bool, or ``world_size`` is not an
+            integer.
+        ValueError: ``world_size`` is not the number of workers in the process group, this process
+            does not belong to it, ``comm_dtype`` is not a floating-point type that travels, or
+            ``bucket_size_bytes`` is negative.
         BackendError: ``shared_memory`` is asked for, but the workers share none.
 
     Example:
@@ -142,8 +164,11 @@ class AllReduceAggregation(Aggregation):
         if not isinstance(overlap, bool):
             raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
-        self._world_size = check_world_size(world_size, self.group)
+            raise ValueError(
+                "comm_dtype must be None or one of "
+                f"{', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}"
+            )
+        check_world_size(world_size, self.group)
         self.divide_before = divide_before
         self.overlap = overlap
         self.comm_dtype = comm_dtype
@@ -151,61 +176,80 @@ class AllReduceAggregation(Aggregation):
         self.shared_memory = shared_memory
         self._is_by_layer = False
         self._shared: SharedMemorySum | None = None
-        if shared_memory and self._world_size > 1:
-            # Workers meet here and not at the first message, so that a machine without shared memory fails early.
+        if shared_memory and self.world_size > 1:
+            # Workers meet here and not at the first message, so that a machine without shared
+            # memory fails early.
             self._shared = SharedMemorySum(self.group)
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._world_size
+    def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates gradients; see :meth:`Aggregation.agg_grad`."""
+        function = super().agg_grad()
+        if by_layer:
+            function = functools.partial(self._aggregate_by_layer, function)
+        return function
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates weights; see :meth:`Aggregation.agg_model`."""
+        function = super().agg_model()
+        if by_layer:
+            function = functools.partial(self._aggregate_by_layer, function)
+        return function
+
+    def _aggregate_by_layer(
+        self,
+        function: AggregationFunction,
+        model: Parameters,
+        op: str,
+        denom: Denominator | None = None,
+    ) -> None:
+        """Let a function send every tensor in a separate message, one right after another."""
+        self._is_by_layer = True
+        try:
+            function(model, op, denom)
+        finally:
+            self._is_by_layer = False
+
+    def aggregate(
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
         """Replace every tensor by the sum over workers divided by k or ``denom``, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the same on every
-                worker.
+            denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the
+                same on every worker.
+            extra: More tensors to average, after the others.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
             ValueError: ``denom`` is missing or not positive.
         """
-        divisor = self._divisor(op, denom)
-        for kind in by_dtype_and_device(tensors.values()):
-            if self.world_size == 1:
-                # An average over one worker is the tensor itself.
-                if op != AVG_WORLD:
-                    for tensor in kind:
-                        divide(tensor, divisor)
-            else:
-                self._average(kind, divisor)
+        self.average([*tensors.values(), *extra], self._divisor(op, denom))
 
-    def _aggregate_gradients(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
-    ) -> None:
-        with self._sending(by_layer):
-            super()._aggregate_gradients(model, op, denom)
+    def average(self, tensors: Iterable[Tensor], divisor: Denominator) -> None:
+        """Replace every tensor by the sum over workers divided by a number, in place.
 
-    def _aggregate_weights(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
-    ) -> None:
-        with self._sending(by_layer):
-            super()._aggregate_weights(model, op, denom)
-
-    @contextmanager
-    def _sending(self, by_layer: bool) -> Iterator[None]:
-        """In the block, send every tensor in a message of its own, or only the large ones."""
-        self._is_by_layer = by_layer
-        try:
-            yield
-        finally:
-            self._is_by_layer = False
+        Args:
+            tensors: In the same order with the same shapes and dtypes on every worker.
+            divisor: A positive number or a tensor with one element, the same on every worker.
+        """
+        for kind in by_dtype_and_device(tensors):
+            if self.world_size > 1:
+                self._average_kind(kind, divisor)
+            # An average over one worker is the tensor itself.
+            elif isinstance(divisor, Tensor) or divisor != 1:
+                for tensor in kind:
+                    divide(tensor, divisor)
 
     def divides_early(self, dtype: torch.dtype) -> bool:
-        """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
+        """Return whether tensors of a dtype are divided before they are sent.
+
+        This is so on request, and if the message is converted.
 
         Args:
             dtype: Of the tensors; complex numbers travel as pairs of real ones.
@@ -213,34 +257,38 @@ class AllReduceAggregation(Aggregation):
         return self.divide_before or self.comm_dtype not in (None, dtype.to_real())
 
     def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
-        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`.
+        """Begin to sum a flat message over the workers; do not touch it before :meth:`finish`.
 
         Args:
             message: The message.
-            overlapped: True if training goes on before :meth:`finish`; for the record of collectives only.
+            overlapped: True if training goes on before :meth:`finish`; for the record of
+                collectives only.
         """
         sent = process_groups.get_backend_tensor(self._converted(message), self.group)
         if self.shared_memory:
+            op = "shared_memory_sum"
             work: Any = self._shared_sum().start(sent)
         else:
+            op = "all_reduce"
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
-        op = "shared_memory_sum" if self.shared_memory else "all_reduce"
         self._count(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
 
     def _converted(self, message: Tensor) -> Tensor:
         """Return a message in the dtype in which it travels, without a copy if that is its own."""
         # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
-        return message if self.comm_dtype is None else as_real(message).to(self.comm_dtype)
+        if self.comm_dtype is None:
+            return message
+        return as_real(message).to(self.comm_dtype)
 
     def _shared_sum(self) -> SharedMemorySum:
-        """Return the sum through shared memory; make a new one in a copy or in a new process group."""
+        """Return the sum through shared memory; renew it in a copy or in a new process group."""
         if self._shared is None or not self._shared.is_of_this_group():
             self._shared = SharedMemorySum(self.group)
         return self._shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings, because memory shared with other processes belongs to this process."""
+        """Return the settings; shared memory belongs to this process and is left out."""
         return {**self.__dict__, "_shared": None}
 
     def finish(self, transfer: Transfer) -> None:
@@ -250,23 +298,33 @@ class AllReduceAggregation(Aggregation):
 
     def _write_back(self, sent: Tensor, message: Tensor) -> None:
         """Copy the result into the message, if a converted or moved copy of it was sent."""
-        if sent.data_ptr() != message.data_ptr():
-            (message if sent.is_complex() else as_real(message)).copy_(sent)
+        if sent.data_ptr() == message.data_ptr():
+            return
+        # A converted message of complex numbers has traveled as pairs of real ones.
+        if not sent.is_complex():
+            message = as_real(message)
+        message.copy_(sent)
 
     def start_averages(
-        self, tensors: Iterable[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool = False
+        self,
+        tensors: Iterable[Tensor],
+        write: Callable[[Tensor, Tensor], Any],
+        overlapped: bool = False,
     ) -> list[Callable[[], None]]:
         """Begin to average tensors over the workers, in one message for each dtype and device.
 
         Args:
             tensors: Of any shapes and strides. Their values are copied before this returns.
-            write: Gets a tensor and its average, of the same shape and dtype, once the average has arrived.
+            write: Gets a tensor and its average, of the same shape and dtype, once the average has
+                arrived.
             overlapped: See :meth:`start`.
 
         Returns:
             Functions for :attr:`Flight.pending`, one for each message. One worker alone sends none.
         """
-        kinds = by_dtype_and_device(tensors) if self.world_size > 1 else []
+        if self.world_size == 1:
+            return []
+        kinds = by_dtype_and_device(tensors)
         return [self._start_average(kind, write, overlapped) for kind in kinds]
 
     def _start_average(
@@ -282,12 +340,13 @@ class AllReduceAggregation(Aggregation):
             self.finish(transfer)
             if not early:
                 divide(as_real(message), self.world_size)
-            for tensor, average in zip(kind, message.split([tensor.numel() for tensor in kind]), strict=True):
+            averages = message.split(list(map(torch.numel, kind)))
+            for tensor, average in zip(kind, averages, strict=True):
                 write(tensor, average.view(tensor.shape))
 
         return receive
 
-    def _average(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
+    def _average_kind(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
@@ -297,45 +356,51 @@ class AllReduceAggregation(Aggregation):
             return
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
-        messages = [pack(group) if own is None else own for group, own in groups]
-        # Complex numbers are divided as pairs of real ones. A complex division would turn infinite numbers into nan.
-        numbers = [as_real(message) for message in messages]
+        messages = []
+        for group, own in groups:
+            messages.append(pack(group) if own is None else own)
+        # Complex numbers are divided as pairs of real ones. A complex division would turn infinite
+        # numbers into nan.
+        numbers = list(map(as_real, messages))
         if early:
             for flat in numbers:
                 divide(flat, divisor)
-        average = self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
-        average(numbers, None if early else divisor)
+        late_divisor = None if early else divisor
+        if self._goes_directly(tensors[0]):
+            self._average_directly(numbers, late_divisor)
+        else:
+            self._average_by_backend(numbers, late_divisor)
         for (group, own), message in zip(groups, messages, strict=True):
             if own is None:
                 unpack(message, group)
 
     def _goes_directly(self, tensor: Tensor) -> bool:
-        """Return whether the workers average by sends and receives. The answer is the same on all workers."""
+        """Return whether the workers average by sends and receives; the same on all workers."""
         dist = process_groups.dist
         return (
             tensor.device.type == "cpu"
             and (tensor.is_floating_point() or tensor.is_complex())
             and not self.shared_memory
-            and process_groups.backend(self.group) == dist.Backend.GLOO
-            # At this level, torch checks that all workers call the same collective operation with the same shapes.
-            # Sends and receives would bypass this check.
+            and dist.get_backend(self.group) == dist.Backend.GLOO
+            # At this level, torch checks that all workers call the same collective operation with
+            # the same shapes. Sends and receives would bypass this check.
             and dist.get_debug_level() != dist.DebugLevel.DETAIL
             and process_groups.is_on_one_machine(self.group)
         )
 
     def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
-        sent = [self._converted(message) for message in messages]
+        sent = list(map(self._converted, messages))
         for tensor in sent:
             self._count("all_reduce", self.world_size, tensor.nbytes)
-        direct.average(sent, divisor, self.group)
+        pairwise.average(sent, divisor, self.group)
         for message, tensor in zip(messages, sent, strict=True):
             self._write_back(tensor, message)
 
     def _average_by_backend(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
-        # The backend gets all of them at once, and need not wait for this thread between two. Memory is shared only for
-        # two, so that it does not grow to the size of the model.
+        # The backend gets all of them at once, and need not wait for this thread between two.
+        # Memory is shared only for two, so that it does not grow to the size of the model.
         ahead = 2 if self.shared_memory else len(messages)
-        transfers = [self.start(message) for message in messages[:ahead]]
+        transfers = list(map(self.start, messages[:ahead]))
         for i, message in enumerate(messages):
             self.finish(transfers[i])
             if i + ahead < len(messages):
@@ -344,7 +409,9 @@ class AllReduceAggregation(Aggregation):
                 divide(message, divisor)
 
 
-def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> list[tuple[list[Tensor], Tensor | None]]:
+def messages_of(
+    tensors: Sequence[Tensor], large_bytes: int | None = None
+) -> list[tuple[list[Tensor], Tensor | None]]:
     """Distribute tensors of one dtype and device over messages.
 
     The layout depends on the tensors' sizes alone, so that it is the same on all workers.
@@ -354,8 +421,8 @@ def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> li
         large_bytes: From this size on, a tensor is large; None for ``LARGE_BYTES``.
 
     Returns:
-        The large tensors one by one, then the small ones together. Each group comes with the flat view of its memory
-        that can be sent as it is. This view is None if the group must be packed.
+        The large tensors one by one, then the small ones together. Each group comes with the flat
+        view of its memory that can be sent as it is. This view is None if the group must be packed.
 
     Example:
         >>> tensors = [torch.zeros(3), torch.zeros(20, 10), torch.zeros(20, 30).t(), torch.zeros(2)]
@@ -363,7 +430,8 @@ def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> li
         >>> [([tuple(t.shape) for t in group], own is not None) for group, own in groups]
         [([(20, 10)], True), ([(30, 20)], False), ([(3,), (2,)], False)]
     """
-    large_bytes = LARGE_BYTES if large_bytes is None else large_bytes
+    if large_bytes is None:
+        large_bytes = LARGE_BYTES
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     small: list[Tensor] = []
     groups: list[tuple[list[Tensor], Tensor | None]] = []
@@ -371,13 +439,16 @@ def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> li
         if tensor.numel() * tensor.element_size() < large_bytes:
             small.append(tensor)
             continue
-        # Messages have the logical order of the elements, which is that of the memory only if it is contiguous. A sum
-        # in place would change the values of another tensor in the same memory. Torch conjugates and negates lazily,
-        # so the memory of such a tensor has other numbers.
+        # Messages have the logical order of the elements, which is that of the memory only if it is
+        # contiguous. A sum in place would change the values of another tensor in the same memory.
+        # Torch conjugates and negates lazily, so the memory of such a tensor has other numbers.
         is_lazy = tensor.is_conj() or tensor.is_neg()
-        is_own = tensor.is_contiguous() and not is_lazy and users[tensor.untyped_storage().data_ptr()] == 1
+        is_shared = users[tensor.untyped_storage().data_ptr()] > 1
+        is_own = tensor.is_contiguous() and not is_lazy and not is_shared
         groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
-    return [*groups, (small, None)] if small else groups
+    if small:
+        groups.append((small, None))
+    return groups
 
 
 def check_world_size(world_size: int | None, group: Any = None) -> int:
@@ -406,9 +477,11 @@ def check_world_size(world_size: int | None, group: Any = None) -> int:
     except TypeError:
         raise TypeError(f"world_size must be an integer or None, not {world_size!r}") from None
     if world_size != actual:
+        there = "there is 1 process"
+        if process_groups.is_distributed():
+            there = f"the process group has {actual} workers"
         raise ValueError(
-            f"world_size is {world_size}, but "
-            + (f"the process group has {actual} workers" if process_groups.is_distributed() else "there is 1 process")
-            + ": enter initialize_backends first and give the world_size it yields, or None"
+            f"world_size is {world_size}, but {there}: enter initialize_backends first and give "
+            "the world_size it yields, or None"
         )
     return world_size

@@ -1,10 +1,15 @@
 """Aggregation in which every worker gets the same result."""
 
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, check_world_size
-from mlbench_core.aggregation.pytorch.horovod import AllReduceAggregationHVD
+from mlbench_core.aggregation.pytorch.all_reduce import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    AllReduceAggregation,
+    check_world_size,
+)
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.transport.horovod import AllReduceAggregationHVD
 
 __all__ = [
     "AVG_CUSTOM",

@@ -1,7 +1,8 @@
 """Average with neighbors, sending only compressed differences (CHOCO-Gossip).
 
-:class:`ChocoAggregation` explains the public copies and sums. Those of all workers must come from the same run, graph
-and call, so the workers compare them in the first call, and again after each restored state::
+:class:`ChocoAggregation` explains the public copies and sums. The copies and sums of all workers
+must come from the same run, graph and call. So the workers compare them in the first call, and
+again after each restored state::
 
     __init__, load_state_dict(state)
         |       copies of another rank or number of workers are dropped, with a warning
@@ -26,7 +27,7 @@ import hashlib
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,15 +35,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
-from mlbench_core.aggregation.pytorch.compressed import recall
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.compressed import ratio_of, recall
 from mlbench_core.aggregation.pytorch.decentralized import (
     TAG_BYTES,
     DecentralizedAggregation,
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import (
+from mlbench_core.aggregation.pytorch.sign import (
+    mean_in_range,
+    pack_signs,
+    scaled_signs,
+    unpack_part,
+)
+from mlbench_core.aggregation.pytorch.sparsified import (
+    coordinates_sent,
+    draw_coordinates,
+    largest_entries,
+)
+from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,
     all_finite,
     as_bytes,
@@ -50,13 +62,24 @@ from mlbench_core.aggregation.pytorch.messages import (
     fill,
     from_bytes,
     in_blocks,
+    nbytes_of,
 )
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.sign import mean_in_range, pack_signs, scaled_signs, unpack_part
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
-from mlbench_core.aggregation.pytorch.topology import Topology
+from mlbench_core.aggregation.pytorch.transport.names import (
+    check_keys,
+    copies_by_plain_name,
+    is_buffer,
+)
+from mlbench_core.aggregation.pytorch.transport.topology import Topology
 
-__all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
+__all__ = [
+    "ChocoAggregation",
+    "Compressed",
+    "Compression",
+    "Identity",
+    "RandomK",
+    "ScaledSign",
+    "TopK",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +89,10 @@ class Compressed:
     """A compressed flat tensor.
 
     Attributes:
-        sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was compressed.
-        agreed: Data that the receiver knows without a message, such as indices drawn alike on all workers.
+        sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was
+            compressed.
+        agreed: Data that the receiver knows without a message, such as indices that all workers
+            draw from the same seed.
     """
 
     sent: tuple[Tensor, ...]
@@ -85,7 +110,7 @@ class Compression(ABC):
         """Compress a tensor of shape (n,), with n at least 1."""
 
     def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
-        """Compress x - y, of shape (n,), in the dtype of ``x``; ``kept`` is memory for the difference."""
+        """Compress x - y, shape (n,), in the dtype of ``x``; ``kept`` provides the memory."""
         difference = torch.sub(x, y, out=kept.flat("difference", len(x), x.dtype, x.device))
         return _without_views(self.compress(difference), difference)
 
@@ -97,7 +122,7 @@ class Compression(ABC):
         """Return the values that change from call to call; an empty dictionary if none do."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore the result of :meth:`state_dict`."""
 
 
@@ -114,7 +139,7 @@ class Identity(Compression):
 
 
 class TopK(Compression):
-    """Keep the k = max(1, round(ratio n)) entries of largest magnitude, with their indices; delta = k / n.
+    """Keep the k = max(1, round(ratio n)) entries of largest magnitude; delta = k / n.
 
     Args:
         ratio: Share of the entries that are kept, in (0, 1].
@@ -140,10 +165,13 @@ class TopK(Compression):
 
         return self._compress(part, len(x), kept)
 
-    def _compress(self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory) -> Compressed:
+    def _compress(
+        self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory
+    ) -> Compressed:
         if numel > torch.iinfo(torch.int32).max:
             raise ValueError(
-                f"top_k sends positions as int32, so a tensor must have fewer than 2**31 numbers, not {numel}: split it"
+                "top_k sends positions as int32, so a tensor must have fewer than 2**31 "
+                f"numbers, not {numel}: split it"
             )
         indices, values = largest_entries(part, numel, coordinates_sent(self.ratio, numel), kept)
         return Compressed((values, indices))
@@ -155,7 +183,7 @@ class TopK(Compression):
 
 
 class RandomK(Compression):
-    """Keep k = max(1, round(ratio n)) entries drawn uniformly, the same on all workers; delta = k / n.
+    """Keep k = max(1, round(ratio n)) random entries, the same on all workers; delta = k / n.
 
     Indices are not sent, because all workers draw them from generators with the same seed.
 
@@ -170,9 +198,10 @@ class RandomK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep random entries of a tensor of shape (n,)."""
-        drawn = draw_coordinates(x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator)
+        count = coordinates_sent(self.ratio, x.numel())
+        drawn = draw_coordinates(x.numel(), count, self._generator)
         indices = drawn.sort().values.to(x.device)
-        # An infinity or nan at another coordinate would stay unknown to the neighbors.
+        # The neighbors must also learn of an infinity or nan at a coordinate that is not sent.
         values = x.index_select(0, indices).masked_fill_(~all_finite(x), torch.nan)
         return Compressed((values,), agreed=indices)
 
@@ -191,17 +220,21 @@ class RandomK(Compression):
 
 
 class ScaledSign(Compression):
-    r"""One bit per entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
+    r"""Keep one bit per entry and the mean magnitude.
 
-    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A complex number
-    counts as two real ones.
+    .. math:: Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)
+
+    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A
+    complex number counts as two real ones.
     """
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight per byte, and the mean magnitude."""
         x = as_real(x)
-        # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
-        scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(x.dtype)
+        # A sum of many half-precision magnitudes would be too coarse, so only the mean has the
+        # dtype of the message.
+        sizes = x.abs().to(torch.promote_types(x.dtype, torch.float32))
+        scale = mean_in_range(sizes.mean(), x).to(x.dtype)
         return Compressed((pack_signs([x]), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -217,9 +250,9 @@ class ScaledSign(Compression):
 class ChocoAggregation(DecentralizedAggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
-    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors know this copy from
-    the messages they receive. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
-    :math:`\gamma`, a call does
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, initially zero. Its neighbors
+    know this copy from the messages they receive. With a compression :math:`Q`, the mixing matrix
+    :math:`W` and a consensus step size :math:`\gamma`, a call computes
 
     .. math::
 
@@ -227,46 +260,50 @@ class ChocoAggregation(DecentralizedAggregation):
         \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbors)} \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    The average of all workers does not change. As the copies come closer to the tensors, the differences and with them
-    the errors of compression become smaller. The workers approach a common value at a linear rate for every
-    contraction :math:`Q` if :math:`\gamma` is small enough. Instead of the neighbors' copies, a worker keeps only the
-    sum :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any
-    number of neighbors.
+    The average of all workers does not change. As the copies come closer to the tensors, the
+    differences become smaller, and so do the errors of compression. The workers approach a
+    common value at a linear rate for every contraction :math:`Q` if :math:`\gamma` is small enough.
+    Instead of the neighbors' copies, a worker keeps only the sum :math:`s_i = \sum_j W_{ij} (\hat
+    x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any number of neighbors.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor of n numbers of b
-    bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes, for ``random_k`` k b, for ``sign`` b
-    plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent in half precision; copies and sums
-    are kept in float32. Buffers and other bookkeeping are not compressed. They are averaged as in
+    Each tensor is compressed separately. A call sends one message to each neighbor. In
+    this message, a tensor of n numbers of b bytes takes k (b + 4) bytes for ``top_k`` and k b bytes
+    for ``random_k``, with k = max(1, round(ratio n)). It takes b bytes plus n / 8 bytes, rounded
+    up, for ``sign``, and n b bytes for ``identity``.
+    Half-precision tensors are sent in half precision; copies and sums are kept in float32. Buffers
+    are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
-    If a number of a worker is infinite or nan, its message is not finite either. So all neighbors see it in the same
-    call, and every other worker after as many calls as it is edges away.
+    If a worker has an infinite or nan number, its message is not finite either. All neighbors
+    receive it in the same call. A worker that is d edges away receives it after d calls.
 
-    The sums are correct only together with the copies of all neighbors. An error in them would move the weights in
-    every call, indefinitely. So a saved state names its worker, graph and call, and the workers compare these in the
-    first call. If the states do not belong together, copies and sums start from zero on all workers. This happens, for
-    example, if a run continues with another number of workers. It costs only a few calls until the copies are close to
-    the weights again.
+    The sums are correct only together with the copies of all neighbors. An error in them would move
+    the weights in every call, indefinitely. So a saved state names its worker, graph and call, and
+    the workers compare these in the first call. If the states do not belong together, copies and
+    sums start from zero on all workers. This happens, for example, if a run continues with another
+    number of workers. It costs only a few calls until the copies are close to the weights again.
 
     Attributes:
         compression: The compression Q.
         gamma: Consensus step size.
 
     Args:
-        rank: This worker's number in the process group; None takes it from there.
+        rank: This worker's rank in the process group; None to take it from the group.
         neighbors: Ranks of this worker's neighbors, or None; see :class:`DecentralizedAggregation`.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
-        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a :class:`Compression`.
+        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a
+            :class:`Compression`.
         ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
-        gamma: Consensus step size in (0, 1]. A stronger compression needs a smaller one. With ``identity`` and 1, a
-            call is the uncompressed average with the neighbors.
+        gamma: Consensus step size in (0, 1]. A stronger compression needs a smaller one. With
+            ``identity`` and 1, a call is the uncompressed average with the neighbors.
         seed: Seed of the generator of ``random_k``; the same on every worker.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or as in
-            :class:`DecentralizedAggregation`.
+        ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or an
+            argument is wrong for :class:`DecentralizedAggregation`.
 
     Example:
         >>> aggregation = ChocoAggregation(rank=0, neighbors=None, compression="sign", gamma=0.4)
@@ -274,13 +311,15 @@ class ChocoAggregation(DecentralizedAggregation):
         1.0
 
     References:
-        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
-        Communication. arXiv:1902.00340
-        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
-        arXiv:1907.09356
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip
+        Algorithms with Compressed Communication. arXiv:1902.00340
+
+        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary
+        Communication Compression. arXiv:1907.09356
     """
 
-    # Copies and sums are valid only for the worker that saved them. A worker without its own state starts from zero.
+    # Copies and sums are valid only for the worker that saved them. A worker without its own state
+    # starts from zero.
     _named_state = _own_state = ("copies", "sums")
 
     def __init__(
@@ -313,59 +352,76 @@ class ChocoAggregation(DecentralizedAggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
-        return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+        """Return the bytes of the tensors over those sent for them; 1 before any message."""
+        return ratio_of(self._raw_bytes, self._compressed_bytes)
 
-    # Weights change little from step to step, so a compressed difference brings the copies closer. Gradients change too
-    # much for that.
+    # Weights change little from step to step, so a compressed difference brings the copies closer.
+    # Gradients change too much for that.
     agg_grad = refuse_gradients
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
         """Move every tensor toward those of the neighbors, in place.
 
         Args:
-            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            tensors: Tensors by name; order, shapes and dtypes are the same on every worker.
             op: ``"avg_world"``.
             denom: Not used.
+            extra: Tensors to average over all workers.
 
         Raises:
-            UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31 numbers or more with
-                ``top_k``, or the workers' lists of neighbors do not fit together.
+            UnknownOperationError: ``op`` is not ``"avg_world"``.
+            ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31
+                numbers or more with ``top_k``, or the workers' lists of neighbors contradict
+                each other.
         """
         check_average(op)
-        compressed = {n: t for n, t in tensors.items() if not n.startswith(BOOKKEEPING) and t.numel()}
+        compressed, buffers = {}, {}
+        for name, tensor in tensors.items():
+            if is_buffer(name):
+                buffers[name] = tensor
+            elif tensor.numel():
+                compressed[name] = tensor
         if self.world_size > 1 and compressed:
             self._mix_compressed(compressed)
-        super().aggregate({n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING)}, op, denom)
+        # Buffers are only mixed; see is_buffer().
+        super().aggregate(buffers, op, denom, extra)
 
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:
             self._agree_on_state()
-        own = {}
+        own: dict[str, Compressed] = {}
+        parts: list[Tensor] = []
         for name, x_i in tensors.items():
             flat = x_i.reshape(-1)
             recall(self._sums, name, flat)
-            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
-            # every error of the compression.
-            own[name] = self.compression.compress_difference(flat, recall(self._copies, name, flat), self._kept)
-        # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
-        parts = [part for q_i in own.values() for part in q_i.sent]
-        # Parameters on several devices share the message too.
+            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. The next difference includes the rounding
+            # error, like every error of the compression.
+            x_hat = recall(self._copies, name, flat)
+            own[name] = self.compression.compress_difference(flat, x_hat, self._kept)
+            parts += own[name].sent
+        # All tensors travel in one message of bytes, because values, indices and bits have
+        # different dtypes. Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         arrive = self._start_exchange(message)
         self._calls += 1
-        self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
+        self._raw_bytes += nbytes_of(tensors.values())
         self._compressed_bytes += message.numel()
-        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored. The part
-        # with q_i is added while the messages travel.
+        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
+        # The part with q_i is added while the messages travel.
         for name, q_i in own.items():
             self.compression.add_to(self._copies[name], q_i, 1.0)
             self.compression.add_to(self._sums[name], q_i, -sum(self._weights))
         try:
-            received = [_unpack_like(own, theirs) for theirs in arrive()]
+            received = list(map(partial(_unpack_like, own), arrive()))
         except BaseException:
-            # The sums have this worker's part without that of the neighbors, so they must not be saved.
+            # The sums have this worker's part without that of the
+            # neighbors, so they must not be saved.
             self.load_state_dict({})
             raise
         for name, x_i in tensors.items():
@@ -375,7 +431,8 @@ class ChocoAggregation(DecentralizedAggregation):
             if x_i.dtype == s_i.dtype:
                 x_i.add_(s_i.view(x_i.shape), alpha=self.gamma)
             else:
-                # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
+                # s_i has at least float32, so a half-precision x_i is rounded only once, when the
+                # result is copied.
                 fill(x_i, partial(self._moved, x_i.reshape(-1), s_i))
 
     def _moved(self, x_i: Tensor, s_i: Tensor, start: int, stop: int) -> Tensor:
@@ -383,35 +440,40 @@ class ChocoAggregation(DecentralizedAggregation):
         return x_i[start:stop] + self.gamma * s_i[start:stop]
 
     def _agree_on_state(self) -> None:
-        """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
+        """Keep copies and sums if those of all workers belong together, or else start from zero."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
-        # Not Python's hash(), which differs between processes. repr() of these values is the same on every worker.
+        # Not Python's hash(), which differs between processes. repr() of these values is the same
+        # on every worker.
         values = repr((self._calls, self._edges_of_state, sizes)).encode()
         fits = self._compare_neighbors(hashlib.blake2b(values, digest_size=TAG_BYTES).digest())
         if not fits or self._edges_of_state not in (None, self._edges()):
             if self._copies:
                 _log.warning(
-                    "the restored public copies of ChocoSGD do not belong to these workers and their graph: "
-                    "all workers start them from zero"
+                    "the restored public copies of ChocoSGD do not belong to these workers and "
+                    "their graph: all workers start them from zero"
                 )
             self._copies.clear()
             self._sums.clear()
-            # random_k draws the same indices on all workers only if their generators have the same state.
+            # random_k draws the same indices on all workers only if their
+            # generators have the same state.
             self.compression.load_state_dict(self._first_compression)
             self._calls = 0
         self._edges_of_state = None
         self._must_agree = False
 
     def _edges(self) -> list[list[int]] | None:
-        """Return the edges of the graph as lists, which a checkpoint can hold; None before they are known."""
-        return None if self.topology is None else [list(edge) for edge in self.topology.edges]
+        """Return the edges of the graph as lists, for a checkpoint; None before they are known."""
+        if self.topology is None:
+            return None
+        return list(map(list, self.topology.edges))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
 
         Returns:
-            The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the compression's state
-            under ``"compression"``, and their worker, graph and number of calls under ``"origin"``.
+            The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the
+            compression's state under ``"compression"``, and their worker, graph and number of calls
+            under ``"origin"``.
         """
         return {
             "copies": dict(self._copies),
@@ -429,8 +491,9 @@ class ChocoAggregation(DecentralizedAggregation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
-        Every worker must load its own state. Copies and sums of another worker, or of another number of workers, are
-        dropped with a warning. All workers then start from zero, as the class describes.
+        Every worker must load its own state. Copies and sums of another worker, or of another
+        number of workers, are dropped with a warning. All workers then start from zero, as the
+        class describes.
 
         Raises:
             ValueError: ``state_dict`` is the state of another aggregation or another compression.
@@ -443,36 +506,45 @@ class ChocoAggregation(DecentralizedAggregation):
         if set(state["compression"]) != set(self._first_compression):
             raise ValueError(
                 f"the compression in the state must have {sorted(self._first_compression)} for "
-                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build the optimizer with the "
-                "compression of the checkpoint"
+                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build the "
+                "optimizer with the compression of the checkpoint"
             )
         origin = state["origin"]
-        if state["copies"] and (origin["rank"], origin["world_size"]) != (self.rank, self.world_size):
+        is_of_this_worker = origin["rank"] == self.rank and origin["world_size"] == self.world_size
+        if state["copies"] and not is_of_this_worker:
             _log.warning(
-                "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of %d: they start from zero",
+                "the public copies of ChocoSGD belong to worker %s of %s, not to "
+                "worker %d of %d: they start from zero",
                 origin["rank"],
                 origin["world_size"],
                 self.rank,
                 self.world_size,
             )
             state["copies"] = state["sums"] = {}
-        self._copies = {name: x_hat.detach().clone() for name, x_hat in by_plain_name(state["copies"]).items()}
-        self._sums = {name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()}
+        self._copies = copies_by_plain_name(state["copies"])
+        self._sums = copies_by_plain_name(state["sums"])
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
-        # Workers may load at different times, so they compare their states in the next call, which is a collective.
-        self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
+        # Workers may load at different times, so they compare their states in the next call, which
+        # is a collective.
+        self._edges_of_state = None
+        if self._copies:
+            self._edges_of_state = list(map(list, origin["edges"] or ()))
         self._must_agree = True
 
 
 def _without_views(q: Compressed, x: Tensor) -> Compressed:
-    """Copy the parts of a compressed tensor that share the memory of ``x``, which the next tensor overwrites."""
+    """Copy the parts that share the memory of ``x``, which the next tensor overwrites."""
     memory = x.untyped_storage().data_ptr()
-    return replace(q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent))
+    parts = []
+    for part in q.sent:
+        is_view = part.untyped_storage().data_ptr() == memory
+        parts.append(part.clone() if is_view else part)
+    return replace(q, sent=tuple(parts))
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
-    """Split a neighbor's message into tensors; they have the sizes and dtypes of this worker's own tensors."""
+    """Split a neighbor's message into tensors of the sizes and dtypes of this worker's own."""
     result, start = {}, 0
     for name, q_i in own.items():
         parts = []
@@ -487,17 +559,21 @@ def _make_compression(compression: str | Compression, ratio: float, seed: int) -
     if isinstance(compression, Compression):
         return compression
     makers: dict[str, Callable[[], Compression]] = {
-        "top_k": lambda: TopK(ratio),
-        "random_k": lambda: RandomK(ratio, seed),
+        "top_k": partial(TopK, ratio),
+        "random_k": partial(RandomK, ratio, seed),
         "sign": ScaledSign,
         "identity": Identity,
     }
     if compression not in makers:
-        raise ValueError(f"compression must be a Compression or one of {', '.join(makers)}, not {compression!r}")
+        raise ValueError(
+            f"compression must be a Compression or one of {', '.join(makers)}, not {compression!r}"
+        )
     return makers[compression]()
 
 
 def _check_ratio(ratio: float) -> float:
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}")
-    return float(ratio)  # an integer would be a number of entries
+        raise ValueError(
+            f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}"
+        )
+    return float(ratio)  # an integer would mean a number of entries

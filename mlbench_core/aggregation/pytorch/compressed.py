@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import (
-    BOOKKEEPING,
     Aggregation,
     AggregationFunction,
     Denominator,
     UnknownOperationError,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_bytes,
+    divide,
+    from_bytes,
+    nbytes_of,
+)
+from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
 
 
 class LossyAggregation(Aggregation):
-    r"""Base class of aggregations that send less than the whole gradients and may remember the rest.
+    r"""Base class of aggregations that send less than the whole gradients.
 
-    The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at least in float32. If
-    no worker has a gradient of a parameter, the parameter is skipped, and its memory stays. Only gradients (or steps)
-    can be sent in this way. Weights would lose the part that is not sent.
+    They may remember the rest.
+
+    The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at
+    least in float32. If no worker has a gradient of a parameter, the parameter is skipped, and its
+    memory stays. Only gradients (or steps) can be sent in this way. Weights would lose the part
+    that is not sent.
 
     Args:
-        uncompressed: Averages the tensors that are not compressed, such as bookkeeping, over the same workers.
+        uncompressed: Averages the tensors that are not compressed over the same workers.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
     """
 
@@ -45,14 +52,9 @@ class LossyAggregation(Aggregation):
         self._compressed_bytes = 0
 
     @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._uncompressed.world_size
-
-    @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the gradients over those sent for them, without bookkeeping; 1 before any message."""
-        return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+        """Return the bytes of the gradients over those sent for them; 1 before any message."""
+        return ratio_of(self._original_bytes, self._compressed_bytes)
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Raise an error, because compression would destroy weights.
@@ -61,12 +63,12 @@ class LossyAggregation(Aggregation):
             UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
         """
         raise UnknownOperationError(
-            f"{type(self).__name__} compresses gradients and would destroy weights: build the optimizer with "
-            "agg_grad=True, or average weights with AllReduceAggregation"
+            f"{type(self).__name__} compresses gradients and would destroy weights: build the "
+            "optimizer with agg_grad=True, or average weights with AllReduceAggregation"
         )
 
     def memory(self, name: str) -> Tensor | None:
-        """Return a tensor's error memory, the part that this worker has not sent yet; None without one.
+        """Return a tensor's error memory, the part not sent yet by this worker; None without one.
 
         Args:
             name: The tensor's name.
@@ -74,37 +76,29 @@ class LossyAggregation(Aggregation):
         return self._memory.get(name)
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
-        """Return all mappings from names to remembered values. The values of a skipped tensor must not change."""
+        """Return the error memories."""
         return [self._memory]
 
-    def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+    def _aggregate_alone(
+        self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None
+    ) -> None:
         """Aggregate the gradients of a single worker.
 
-        Missing gradients take part as they do with several workers, so that the random generator draws as often.
+        Missing gradients take part as they do with several workers, so that the random generator
+        draws as often.
         """
         if any(parameter.grad is None for parameter in parameters.values()):
             self._aggregate_some_gradients(parameters, op, denom)
         else:
             super()._aggregate_alone(parameters, op, denom)
 
-    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, then restore the memory of tensors for which no worker had a gradient."""
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
-        before = [
-            copy.deepcopy({name: remembered[name] for name in missing if name in remembered})
-            for remembered in self._remembered_by_name()
-        ]
-        super()._aggregate_some_gradients(parameters, op, denom)
-        skipped = [name for name in missing if parameters[name].grad is None]
-        for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
-            for name in skipped:
-                if name not in kept:
-                    remembered.pop(name, None)
-                elif isinstance(kept[name], Tensor):
-                    # In place, because a state_dict() that the caller holds shares the tensor.
-                    remembered[name].copy_(kept[name])
-                else:
-                    remembered[name] = kept[name]
+    def _average_uncompressed(self, tensors: Iterable[Tensor], divisor: Denominator) -> None:
+        """Replace tensors by their sum over the workers divided by a number, in place."""
+        before = self._uncompressed.bytes_sent
+        self._uncompressed.average(tensors, divisor)
+        sent_bytes = self._uncompressed.bytes_sent - before
+        self.bytes_sent += sent_bytes
+        self.last_bytes += sent_bytes
 
     def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
         """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""
@@ -117,14 +111,16 @@ class LossyAggregation(Aggregation):
 class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
-    It passes all tensors but bookkeeping to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is
-    one message. Bookkeeping travels uncompressed at the end of the first message of its device, because on a slow
-    network a message of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
+    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group
+    is one message. Extra tensors travel uncompressed at the end of the first message of their
+    device, because on a slow network a message of a few bytes costs as much time as a longer one.
+    An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -135,55 +131,79 @@ class CompressedAggregation(LossyAggregation):
     _named_state: ClassVar[tuple[str, ...]] = ("memory",)
     _own_state: ClassVar[tuple[str, ...]] = ("memory",)
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
-        uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+    def __init__(
+        self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None
+    ) -> None:
+        uncompressed = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group
+        )
         super().__init__(uncompressed, use_cuda)
-        # Bookkeeping that waits for the next message, and the divisor of its sum.
-        self._riders: dict[str, Tensor] = {}
-        self._riders_divisor: Denominator = 1
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
         """Replace every tensor by the workers' common result, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a tensor with one
-                element, the same on every worker.
+            denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a
+                tensor with one element, the same on every worker.
+            extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither.
-            ValueError: ``denom`` is missing or not positive, or a tensor does not fit its error memory.
+            ValueError: ``denom`` is missing or not positive, or a tensor does not fit its error
+                memory.
             TypeError: A tensor holds no real floating-point numbers.
         """
         divisor = self._divisor(op, denom)
         # A message holds tensors of one dtype and device.
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if not name.startswith(BOOKKEEPING) and tensor.numel() > 0:
+            if tensor.numel() > 0:
                 if not tensor.is_floating_point():
                     raise TypeError(
-                        f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
+                        f"{name!r} has dtype {tensor.dtype}; only real "
+                        "floating-point tensors can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
-        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
-        self._riders, self._riders_divisor = bookkeeping, divisor
+        waiting: dict[torch.device, list[Tensor]] = {}
+        for tensor in extra:
+            waiting.setdefault(tensor.device, []).append(tensor)
         before = self.bytes_sent
-        for kind in kinds.values():
-            self._aggregate_kind(kind, divisor)
-        original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-        left = self._take_riders()
-        ridden_bytes = sum(tensor.nbytes for name, tensor in bookkeeping.items() if name not in left)
-        self._count_compression(original, self.bytes_sent - before - ridden_bytes)
-        self._delegate(self._uncompressed, left, op, denom)
+        original_bytes = 0
+        for (_, device), kind in kinds.items():
+            original_bytes += nbytes_of(kind.values())
+            # One worker alone sends no message with which they could travel.
+            riders = waiting.pop(device, []) if self.world_size > 1 else []
+            self._aggregate_kind(kind, divisor, riders)
+        if waiting:
+            self._average_uncompressed(chain(*waiting.values()), divisor)
+        sent_bytes = self.bytes_sent - before - nbytes_of(extra)
+        self._count_compression(original_bytes, sent_bytes)
 
     @abstractmethod
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        """Aggregate tensors of one dtype and device, none of them empty, in place."""
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
+        """Aggregate tensors of one dtype and device, none of them empty, in place.
+
+        Args:
+            tensors: The tensors by name.
+            divisor: The divisor of sums over workers.
+            extra: Tensors on the same device to average as they are, for :meth:`_gather`.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the error memory by parameter name under ``"memory"``; an empty dictionary without one."""
-        return {"memory": dict(self._memory)} if self._memory else {}
+        """Return the error memory by parameter name under ``"memory"``; empty without one."""
+        if not self._memory:
+            return {}
+        return {"memory": dict(self._memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state clears the memory.
@@ -192,45 +212,49 @@ class CompressedAggregation(LossyAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, (), ("memory",))
-        memory = by_plain_name(state_dict.get("memory", {}))
-        self._memory = {name: error.clone() for name, error in memory.items()}
+        self._memory = copies_by_plain_name(state_dict.get("memory", {}))
 
-    def _take_riders(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Remove and return the bookkeeping that travels with the next message, by name.
+    def _gather(self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]) -> Tensor:
+        """Return every worker's message, shape (k, length), by rank; one worker sends nothing.
 
-        Args:
-            device: Take only tensors on this device, because a message is on one device; None for all.
+        Extra tensors travel at the end of the message. They are replaced by their sum over the
+        workers, divided by the divisor.
         """
-        riders = {name: rider for name, rider in self._riders.items() if device in (None, rider.device)}
-        self._riders = {name: rider for name, rider in self._riders.items() if name not in riders}
-        return riders
-
-    def _gather(self, message: Tensor) -> Tensor:
-        """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        riders = list(self._take_riders(message.device).values())
-        whole = as_bytes(message, *riders) if riders else message
-        is_gloo = process_groups.backend(self.group) == "gloo"
-        sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
-        # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
+        whole = as_bytes(message, *extra) if extra else message
+        # Gloo's all_gather needs tensors in the host's memory, NCCL's on the GPU.
+        if process_groups.backend(self.group) == "gloo":
+            sent = whole.cpu()
+        else:
+            sent = process_groups.get_backend_tensor(whole, self.group)
+        # The messages arrive in the rows of one tensor, so they need not
+        # be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count("all_gather", self.world_size, sent.nbytes)
         gathered = gathered.to(message.device)
         start = len(message)
-        for rider in riders:
-            theirs = [from_bytes(row, start, rider.numel(), rider.dtype) for row in gathered]
-            rider.copy_(divide(torch.stack(theirs).sum(dim=0), self._riders_divisor).view(rider.shape))
-            start += rider.nbytes
+        for tensor in extra:
+            theirs = [from_bytes(row, start, tensor.numel(), tensor.dtype) for row in gathered]
+            tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
+            start += tensor.nbytes
         return gathered[:, : len(message)]
+
+
+def ratio_of(original_bytes: int, sent_bytes: int) -> float:
+    """Return a compression ratio; 1 before anything was sent."""
+    if not sent_bytes:
+        return 1.0
+    return original_bytes / sent_bytes
 
 
 def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     """Return the tensor that a memory has under a name; create it with zeros at first.
 
     Args:
-        memory: The memory. The result is the tensor in it, so in-place changes of the result are remembered.
+        memory: The memory. The result is the tensor in it, so in-place changes of the result are
+            remembered.
         name: The name.
         like: A tensor with the shape and the device of the result.
 
@@ -246,9 +270,10 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
         remembered = torch.zeros(like.shape, dtype=dtype, device=like.device)
     elif remembered.shape != like.shape:
         raise ValueError(
-            f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient {tuple(like.shape)}: the state "
-            "was loaded from a run with another model"
+            f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient "
+            f"{tuple(like.shape)}: the state was loaded from a run with another model"
         )
-    # The model may have moved to another device or dtype since the last call or since the checkpoint.
+    # The model may have moved to another device or dtype since the last
+    # call or since the checkpoint.
     memory[name] = remembered = remembered.to(device=like.device, dtype=dtype)
     return remembered

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import parameters_of
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, uncounted
+from mlbench_core.aggregation.pytorch.transport.names import parameters_of
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, uncounted
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 from mlbench_core.distributed.pytorch.work_clock import work_s
@@ -31,13 +31,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: Any = None) -> float:
     r"""Measure how far the workers' weights are from their average.
 
-    .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k} \sum_{i=1}^{k} x_i.
+    .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k}
+      \sum_{i=1}^{k} x_i.
 
-    Every worker must call it. The weights do not change. It sends as many numbers as one average of the weights, in
-    float64.
+    Every worker must call it. The weights do not change. It sends as many numbers as one average of
+    the weights, in float64.
 
     Args:
-        model: The model, or a mapping from names to parameters. All parameters count, also frozen ones.
+        model: The model, or a mapping from names to parameters. All parameters count, also frozen
+            ones.
         process_group: The workers that take part; None for all.
 
     Returns:
@@ -47,43 +49,48 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
-    # In float64, because in float32 the rounding of an average of nearly equal weights may be as large as their
-    # difference.
-    weights = {
-        name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
-        for name, weight in parameters_of(model)
-    }
-    average = {name: weight.clone() for name, weight in weights.items()}
-    # Neither this nor the average below is a part of a training step, whose collectives the tracker counts.
+    # In float64, because in float32 the rounding of an average of nearly equal weights may be as
+    # large as their difference.
+    weights, average = {}, {}
+    for name, weight in parameters_of(model).items():
+        weights[name] = weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
+        average[name] = weights[name].clone()
+    # Neither this nor the average below is a part of a training step, whose
+    # collectives the tracker counts.
     with uncounted():
         AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
-    # Each worker knows only its own distance, so the mean of the squares needs one more number from every worker.
+    # Each worker knows only its own distance, so the mean of the squares needs one
+    # more number from every worker.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
 
 def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> None:
-    """Replace all weights and floating-point buffers of every worker by their average, for example to evaluate.
+    """Replace all weights and floating-point buffers of every worker by their average.
 
-    Frozen parameters are averaged too, because workers may have frozen them at different values. Every worker must call
-    it.
+    Use it to evaluate the average, for example.
+
+    Frozen parameters are averaged too, because workers may have frozen them at different values.
+    Every worker must call it.
 
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
-        tracker: A tracker, to whose training time the average is charged if the parameters of the workers differ; None
-            to charge nobody. See :func:`averaged_weights`.
+        tracker: A tracker, to whose training time the average is charged if the parameters of the
+            workers differ; None to charge nobody. See :func:`averaged_weights`.
 
     Example:
         >>> average_weights(nn.Linear(2, 1))
     """
-    tensors = {
-        name: tensor.detach()
-        for name, tensor in (*parameters_of(model), *model.named_buffers())
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
+    tensors = {}
+    for name, tensor in (*parameters_of(model).items(), *model.named_buffers()):
+        # Counters, such as BatchNorm's num_batches_tracked, are integers, of
+        # which an average makes no sense.
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensors[name] = tensor.detach()
     aggregation = AllReduceAggregation(None, process_group=process_group)
-    # All workers leave this comparison at the same time, so the clock below does not measure who came late.
+    # All workers leave this comparison at the same time, so the clock below
+    # does not measure who came late.
     is_charged = tracker is not None and _workers_differ(model, process_group)
     with torch.no_grad(), naming_lost_workers():
         if not is_charged:
@@ -94,8 +101,11 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         before_s, cpu_before_s = time.perf_counter(), work_s()
         aggregation.aggregate(tensors, AVG_WORLD)
         _wait_for_gpu(tensors)
-        cpu_s = None if any(t.is_cuda for t in tensors.values()) else work_s() - cpu_before_s
-    tracker.charge_validation_average(time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s)
+        # A GPU does the work there, and this thread only waits.
+        is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        cpu_s = None if is_on_gpu else work_s() - cpu_before_s
+    elapsed_s = time.perf_counter() - before_s
+    tracker.charge_validation_average(elapsed_s, aggregation.bytes_sent, cpu_s=cpu_s)
     # It passes on the collectives that were counted.
     CommunicationClock().report(tracker)
 
@@ -105,9 +115,10 @@ def _workers_differ(model: nn.Module, process_group: Any) -> bool:
     if process_groups.world_size(process_group) == 1:
         return False
     sums = []
-    for _, parameter in parameters_of(model):
+    for parameter in parameters_of(model).values():
         values = parameter.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.is_complex():
+            values = torch.view_as_real(values)
         # A sum of integers is exact in any order.
         bits = values.contiguous().view(_INTEGERS[values.element_size()])
         sums.append(int(bits.sum(dtype=torch.int64)) if bits.numel() else 0)
@@ -124,25 +135,30 @@ def _wait_for_gpu(tensors: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> Iterator[nn.Module]:
-    """Give every worker the average of all workers' weights and floating-point buffers during a validation.
+def averaged_weights(
+    model: nn.Module, process_group: Any = None, tracker: Any = None
+) -> Iterator[nn.Module]:
+    """Give every worker the average of all weights and floating-point buffers for a validation.
 
-    After the block, even if it raises an exception, each worker has its own values again, bit for bit: all parameters,
-    all buffers (persistent or not) and the values of ``get_extra_state``. So training continues as without the
-    validation. Every worker must enter the block.
+    After the block, even if it raises an exception, each worker has its own values again, bit for
+    bit: all parameters, all buffers (persistent or not) and the values of ``get_extra_state``. So
+    training continues as without the validation. Every worker must enter the block.
 
-    The average changes equal values only by rounding. If training averages gradients, the weights are equal on all
-    workers. The running statistics of BatchNorm are not, because each worker computes them from its own batches.
+    The average changes equal values only by rounding. If training averages gradients, the weights
+    are equal on all workers. The running statistics of BatchNorm are not, because each worker
+    computes them from its own batches.
 
-    With a tracker, an average that the validation needs is a part of training: if the parameters of the workers differ,
-    its time, its bytes and its collectives count as exposed communication. Otherwise, a method that exchanges nothing
-    would get the average of its workers for nothing. If the parameters have the same bits on all workers, nothing is
-    charged; averaging the buffers then belongs to the validation.
+    With a tracker, an average that the validation needs is a part of training: if the parameters of
+    the workers differ, its time, its bytes and its collectives count as exposed communication.
+    Otherwise, a method that exchanges nothing would get the average of its workers for nothing. If
+    the parameters have the same bits on all workers, nothing is charged; averaging the buffers then
+    belongs to the validation.
 
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
-        tracker: The tracker of this worker, or None to charge nobody. Either all workers give one, or none does.
+        tracker: The tracker of this worker, or None to charge nobody. Either all workers give one,
+            or none does.
 
     Yields:
         The model.
@@ -158,16 +174,15 @@ def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any =
         return
     # All values are saved, because a validation may also change values that are not averaged.
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())  # a registered buffer may be None
-        for module in model.modules()
-        for name, buffer in torch_private.buffers_of(module).items()
-    ]
-    extra = [
-        (module, copy.deepcopy(module.get_extra_state()))
-        for module in model.modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
+    buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = []
+    extra: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        for name, buffer in torch_private.buffers_of(module).items():
+            # A registered buffer may be None.
+            value = None if buffer is None else buffer.detach().clone()
+            buffers.append((module, name, buffer, value))
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            extra.append((module, copy.deepcopy(module.get_extra_state())))
     try:
         average_weights(model, process_group, tracker)
         yield model
@@ -178,6 +193,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any =
             for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-                torch_private.buffers_of(module)[name] = buffer  # a validation may have replaced the tensor
+                # A validation may have replaced the tensor.
+                torch_private.buffers_of(module)[name] = buffer
             for module, state in extra:
                 module.set_extra_state(state)

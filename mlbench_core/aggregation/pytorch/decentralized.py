@@ -9,15 +9,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
+from mlbench_core.aggregation.pytorch.aggregation import (
+    Aggregation,
+    Denominator,
+    UnknownOperationError,
+)
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, messages_of
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
-from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    KeptMemory,
+    by_dtype_and_device,
+    in_blocks,
+    pack,
+    unpack,
+)
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DecentralizedAggregation"]
-
-BUFFER = f"{BOOKKEEPING}buffer:"
 
 TAG_BYTES = 8  # size of a hash that is sent with a list of neighbors
 
@@ -29,22 +37,24 @@ class DecentralizedAggregation(Aggregation):
 
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
-    :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
-    doubly stochastic for every graph, so the average of all workers does not change (up to rounding). If all workers
-    have the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Values that are equal on all workers do
-    not change, bit for bit.
+    :math:`W` has Metropolis-Hastings weights, see
+    :class:`~mlbench_core.aggregation.pytorch.transport.topology.Topology`. It is doubly stochastic
+    for every graph, so the average of all workers does not change (up to rounding). If all workers
+    have the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Values that are equal
+    on all workers do not change, bit for bit.
 
-    Each worker knows only its own neighbors. In the first aggregation, the workers exchange their lists once. If only
-    one of two workers lists the other, it would wait for messages indefinitely, so all workers raise an error.
+    Each worker knows only its own neighbors. In the first aggregation, the workers exchange their
+    lists once. If only one of two workers lists the other, it would wait for messages indefinitely,
+    so all workers raise an error.
 
-    To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a copy, and the smaller
-    ones of the same dtype and device in one message. All travel in their own dtype: ``degree`` times the bytes of the
-    tensors. After an error in an aggregation, such as a lost worker, their values are undefined. Half-precision numbers
-    are mixed in float32. Buffers are mixed like weights; other bookkeeping, such as a loss, is averaged over all
-    workers. A single worker sends nothing.
+    To every neighbor, a call sends a tensor of at least 8 MiB in a separate message, without a
+    copy, and the smaller ones of the same dtype and device in one message. All travel in their own
+    dtype: ``degree`` times the bytes of the tensors. After an error in an aggregation, such as a
+    lost worker, their values are undefined. Half-precision numbers are mixed in float32. Buffers
+    are mixed like weights. A single worker sends nothing.
 
-    An infinity or nan of a worker reaches its neighbors in the same call, and every other worker after as many calls as
-    it is edges away.
+    An infinity or nan of a worker reaches its neighbors in the same call, and every other worker
+    after as many calls as it is edges away.
 
     Attributes:
         rank: This worker's number in the process group.
@@ -53,25 +63,27 @@ class DecentralizedAggregation(Aggregation):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks in the process group of this worker's neighbors; order and repetition do not matter. None
-            if ``topology`` is given or the worker is alone.
+        neighbors: Ranks in the process group of this worker's neighbors; order and repetition do
+            not matter. None if ``topology`` is given or the worker is alone.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``rank`` is not the rank of this process, ``neighbors`` is missing or names a rank that does not
-            exist, or ``topology`` is for another number of workers.
+        ValueError: ``rank`` is not the rank of this process, ``neighbors`` is missing or names a
+            rank that does not exist, or ``topology`` is for another number of workers.
 
     Example:
-        >>> from mlbench_core.aggregation.pytorch.topology import ring
+        >>> from mlbench_core.aggregation.pytorch.transport.topology import ring
         >>> aggregation = DecentralizedAggregation(rank=0, neighbors=None, topology=ring(1))
         >>> aggregation.topology.spectral_gap
         1.0
 
     References:
-        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms Outperform Centralized
-        Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
+        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms
+        Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic
+        Gradient Descent. arXiv:1705.09056
     """
 
     def __init__(
@@ -84,53 +96,65 @@ class DecentralizedAggregation(Aggregation):
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._all_reduce = AllReduceAggregation(None, use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(
+            None, use_cuda=use_cuda, process_group=process_group
+        )
         self._kept = KeptMemory()
         self.rank = process_groups.rank(self.group)
         if rank not in (None, self.rank):
             raise ValueError(
-                f"rank must be {self.rank}, the rank of this process among {self.world_size}, not {reprlib.repr(rank)}"
-                ": enter initialize_backends first and give the rank that it yields, or None"
+                f"rank must be {self.rank}, the rank of this process among "
+                f"{self.world_size}, not {reprlib.repr(rank)}: enter initialize_backends "
+                "first and give the rank that it yields, or None"
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())
-        # W_ij of each neighbor. It is empty only before the exchange of the lists, because every worker in a connected
-        # graph has a neighbor.
+        # W_ij of each neighbor. It is empty only before the exchange of the lists, because every
+        # worker in a connected graph has a neighbor.
         self._weights: tuple[float, ...] = ()
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers in the graph."""
-        return self._all_reduce.world_size
-
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
         """Replace every tensor by its average with the neighbors', in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``.
             denom: Not used.
+            extra: Tensors to average over all workers.
 
         Raises:
-            UnknownOperationError: ``op`` is another one. It is a ValueError and a NotImplementedError.
+            UnknownOperationError: ``op`` is another one. It is a ValueError and a
+                NotImplementedError.
             ValueError: The workers' lists of neighbors do not fit together.
         """
         check_average(op)
-        # Bookkeeping such as a flag or a loss must reach all workers in one call, so it is averaged over all of them.
-        shared = {n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING) and not n.startswith(BUFFER)}
         if self.world_size > 1:
-            mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
-            for kind in by_dtype_and_device(mixed):
+            # An empty tensor needs no message.
+            for kind in by_dtype_and_device(filter(torch.numel, tensors.values())):
                 self._mix(kind)
-        self._delegate(self._all_reduce, shared, op, denom)
+        with self._counting_bytes_of(self._all_reduce):
+            self._all_reduce.average(extra, self.world_size)
 
     def _mix(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype and device by their weighted average with the neighbors', in place."""
+        """Average tensors of one dtype and device with the neighbors', weighted and in place."""
         if not self._weights:
             self._compare_neighbors()
         groups = messages_of(tensors)
         # All messages are packed before one is changed, because two tensors may share memory.
-        messages = [self._pack(i, group) if own is None else own for i, (group, own) in enumerate(groups)]
+        messages = []
+        for i, (group, own) in enumerate(groups):
+            if own is None:
+                numel, first = sum(map(torch.numel, group)), group[0]
+                memory = self._kept.flat(("packed", i), numel, first.dtype, first.device)
+                messages.append(pack(group, out=memory))
+            else:
+                messages.append(own)
         # Two messages are in transit at a time: one is mixed while the other travels.
         arrivals = [self._start_exchange(message, i % 2) for i, message in enumerate(messages[:2])]
         for i, message in enumerate(messages):
@@ -141,19 +165,15 @@ class DecentralizedAggregation(Aggregation):
             if own is None:
                 unpack(message, group)
 
-    def _pack(self, number: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy tensors into a flat message, in memory that is kept for the message of this number."""
-        numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
-        return pack(tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device))
-
     def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
         """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
-        # At least in float32: in half precision each addition would be rounded, and not only the result.
+        # At least in float32: in half precision each addition would be
+        # rounded, and not only the result.
         dtype = torch.promote_types(x_i.dtype, torch.float32)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, received), strict=True):
             own = block.to(dtype)
-            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0. They take the place
-            # of the received values.
+            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
+            # They take the place of the received values.
             differences = [x_j.to(dtype).sub_(own) for x_j in others]
             for w_ij, difference in zip(self._weights, differences, strict=True):
                 own.add_(difference, alpha=w_ij)
@@ -163,11 +183,13 @@ class DecentralizedAggregation(Aggregation):
     def _start_exchange(self, message: Tensor, slot: int = 0) -> Callable[[], list[Tensor]]:
         """Begin to send a flat tensor to the neighbors and to receive theirs.
 
-        The tensors of all workers have the same length and dtype, and all workers exchange them in the same order.
+        The tensors of all workers have the same length and dtype, and all workers exchange them in
+        the same order.
 
         Args:
             message: The tensor; it must not be changed before the returned function was called.
-            slot: Number of the memory for the neighbors' tensors. The next exchange with this number overwrites them.
+            slot: Number of the memory for the neighbors' tensors. The next exchange with this
+                number overwrites them.
 
         Returns:
             A function that waits, and returns the neighbors' tensors in the order of ``neighbors``.
@@ -175,18 +197,21 @@ class DecentralizedAggregation(Aggregation):
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
-        received = [self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device) for rank in self.neighbors]
         dist = process_groups.dist
-        # torch's send and receive take ranks among all workers, also within a subgroup.
-        peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
-        transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
-        transfers += [
-            dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
-        ]
-        # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
-        works = dist.batch_isend_irecv(transfers)
+        received, sends, receives = [], [], []
+        for rank in self.neighbors:
+            # torch's send and receive take ranks among all workers, also within a subgroup.
+            peer = process_groups.global_rank(rank, self.group)
+            buffer = self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device)
+            received.append(buffer)
+            sends.append(dist.P2POp(dist.isend, sent, peer, self.group))
+            receives.append(dist.P2POp(dist.irecv, buffer, peer, self.group))
+        # Sends and receives start together. In a blocking order, two
+        # neighbors could wait for each other.
+        works = dist.batch_isend_irecv(sends + receives)
         # All neighbors at once: their messages share this worker's link but not their delays.
-        self._count("neighbors", len(peers) + 1, sent.nbytes * len(peers))
+        count = len(self.neighbors)
+        self._count("neighbors", count + 1, sent.nbytes * count)
 
         def arrive() -> list[Tensor]:
             for work in works:
@@ -199,15 +224,18 @@ class DecentralizedAggregation(Aggregation):
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.
 
         Args:
-            tag: TAG_BYTES bytes that are sent with the list, for example a hash of this worker's state.
+            tag: TAG_BYTES bytes that are sent with the list, for example a hash of this worker's
+                state.
 
         Returns:
             True if all workers gave the same tag. The result is the same on every worker.
 
         Raises:
-            ValueError: Only one of two workers lists the other, or the graph is not connected. All workers raise it.
+            ValueError: Only one of two workers lists the other, or the graph is not connected. All
+                workers raise it.
         """
         size = self.world_size
+        # A 1 for each neighbor among all ranks, then the tag.
         flags = [int(rank in self.neighbors) for rank in range(size)]
         row = torch.tensor([*flags, *tag], dtype=torch.uint8)
         sent = process_groups.get_backend_tensor(row, self.group)
@@ -226,7 +254,9 @@ class DecentralizedAggregation(Aggregation):
 
 
 def check_average(op: str) -> None:
-    """Raise an error for operations other than ``"avg_world"``: weights are divided only by the number of workers.
+    """Raise an error for operations other than ``"avg_world"``.
+
+    Averages of weights are divided only by the number of workers.
 
     Raises:
         UnknownOperationError: ``op`` is another one.
@@ -241,7 +271,10 @@ def refuse_gradients(aggregation: Aggregation, by_layer: bool = False) -> NoRetu
     Raises:
         ValueError: Always.
     """
-    raise ValueError(f"{type(aggregation).__name__} averages weights, not gradients: use agg_model, or agg_grad=False")
+    raise ValueError(
+        f"{type(aggregation).__name__} averages weights, not "
+        "gradients: use agg_model, or agg_grad=False"
+    )
 
 
 def _check_neighbors(
@@ -252,20 +285,23 @@ def _check_neighbors(
         raise ValueError("neighbors and topology are both given: give only one of them")
     if topology is not None:
         if topology.world_size != world_size:
-            raise ValueError(f"topology is for {topology.world_size} workers, but there are {world_size}")
+            raise ValueError(
+                f"topology is for {topology.world_size} workers, but there are {world_size}"
+            )
         return topology.neighbours(rank)
     if neighbors is None:
         if world_size == 1:
             return ()
         raise ValueError(
-            "neighbors is missing: give the ranks that this worker averages with, or topology=, for example "
-            f"mlbench_core.aggregation.pytorch.topology.ring({world_size})"
+            "neighbors is missing: give the ranks that this worker averages with, or topology=, "
+            f"for example mlbench_core.aggregation.pytorch.transport.topology.ring({world_size})"
         )
-    ranks = sorted({int(neighbor) for neighbor in neighbors})
+    ranks = sorted(set(map(int, neighbors)))
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
     if wrong:
         raise ValueError(
-            f"neighbors has {wrong}: rank {rank}'s neighbors must be other ranks from 0 to {world_size - 1}"
+            f"neighbors has {wrong}: rank {rank}'s neighbors must "
+            f"be other ranks from 0 to {world_size - 1}"
         )
     return tuple(ranks)
 
@@ -277,10 +313,10 @@ def _check_edges(adjacency: Tensor) -> list[tuple[int, int]]:
     """
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
-        listing, listed = one_sided[0]
+        (listing, listed), *others = one_sided
+        more = f"; so for {others}" if others else ""
         raise ValueError(
-            f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors exchange "
-            f"tensors, so both must list the edge ({listing}, {listed})"
-            + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
+            f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors "
+            f"exchange tensors, so both must list the edge ({listing}, {listed}){more}"
         )
     return [(i, j) for i, j in adjacency.nonzero().tolist()]

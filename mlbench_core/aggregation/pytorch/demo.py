@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,14 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.tensors import flush_tiny_
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_bytes,
+    divide,
+    from_bytes,
+    pack,
+)
+from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
+from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DeMoAggregation", "dct_matrix"]
@@ -23,10 +28,11 @@ __all__ = ["DeMoAggregation", "dct_matrix"]
 class DeMoAggregation(CompressedAggregation):
     r"""Add gradients to a momentum of each worker, and share its fast-moving components.
 
-    A tensor is viewed as a matrix with its first dimension as rows (a vector as one row), and the matrix is cut into
-    blocks. The sides of a block are the largest divisors of the sides of the matrix up to ``block_size``. For each
-    block of its momentum :math:`m_i`, worker :math:`i` of :math:`k` selects the largest coefficients of the orthonormal
-    cosine transform (DCT-II) along both sides, and takes them out:
+    A tensor is viewed as a matrix with its first dimension as rows (a vector as one row), and the
+    matrix is cut into blocks. The sides of a block are the largest divisors of the sides of the
+    matrix up to ``block_size``. For each block of its momentum :math:`m_i`, worker :math:`i` of
+    :math:`k` selects the largest coefficients of the orthonormal cosine transform (DCT-II) along
+    both sides, and takes them out:
 
     .. math::
 
@@ -34,33 +40,37 @@ class DeMoAggregation(CompressedAggregation):
         q_i &= \operatorname{top-k}(\operatorname{DCT}(m_i)) \\
         m_i &\leftarrow m_i - \operatorname{DCT}^{-1}(q_i)
 
-    Every worker's tensor becomes :math:`\operatorname{DCT}^{-1}(\frac{1}{k} \sum_i q_i)` (or with the sum over
-    ``denom``), summed in the order of ranks, so that all workers get the same bits. If a value is infinite or nan on
-    one worker, its block is not finite on all workers. Such values are not remembered.
+    Every worker's tensor becomes :math:`\operatorname{DCT}^{-1}(\frac{1}{k} \sum_i q_i)` (or with
+    the sum over ``denom``), summed in the order of ranks, so that all workers get the same bits. If
+    a value is infinite or nan on one worker, its block is not finite on all workers. Such values
+    are not remembered.
 
-    Implementations differ. The authors' code divides each coefficient by the number of workers that sent it, not by
-    :math:`k`; ``mean_of_senders`` does the same.
+    Implementations differ. The authors' code divides each coefficient by the number of workers that
+    sent it, not by :math:`k`; ``mean_of_senders`` does the same.
 
-    In each step, a worker sends for each coefficient 2 bytes of its position and 4 bytes of its value (8 for float64),
-    in one all-gather for the tensors of one dtype.
+    In each step, a worker sends for each coefficient 2 bytes of its position and 4 bytes of its
+    value (8 for float64), in one all-gather for the tensors of one dtype.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         decay: :math:`\beta`, below 1.
         top_k: Coefficients sent per block; a block with fewer is sent whole.
         block_size: Largest side of a block, at most 181, so that a position fits into 2 bytes.
-        mean_of_senders: Divide each coefficient by the number of workers that sent it, whatever the divisor of the
-            operation is.
+        mean_of_senders: Divide each coefficient by the number of workers that sent it, whatever the
+            divisor of the operation is.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``top_k`` or ``block_size`` is not an integer, or ``decay`` is not a number.
 
     Example:
         >>> aggregation, gradient = DeMoAggregation(top_k=1), torch.tensor([1.0, 2.0, 3.0])
-        >>> aggregation.aggregate({"weight": gradient}, "avg_world")  # sends the first coefficient, the mean
+        >>> # It sends the first coefficient, the mean.
+        >>> aggregation.aggregate({"weight": gradient}, "avg_world")
         >>> gradient.round(decimals=4), aggregation.memory("weight").round(decimals=4)
         (tensor([2., 2., 2.]), tensor([-1.,  0.,  1.]))
 
@@ -87,66 +97,90 @@ class DeMoAggregation(CompressedAggregation):
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         check_finite_at_least_0("decay", decay)
         if decay >= 1:
-            raise ValueError(f"decay must be below 1, not {decay}: the momentum would grow without end")
+            raise ValueError(
+                f"decay must be below 1, not {decay}: the momentum would grow without end"
+            )
         self.decay = decay
         self.mean_of_senders = mean_of_senders
         self.top_k = check_int("top_k", top_k)
         self.block_size = check_int("block_size", block_size)
         if self.block_size > 181:
-            raise ValueError(f"block_size must be at most 181, so that a position fits into 2 bytes, not {block_size}")
+            raise ValueError(
+                "block_size must be at most 181, so that a "
+                f"position fits into 2 bytes, not {block_size}"
+            )
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         values, positions, totals = [], [], []
         for name, tensor in tensors.items():
+            # m_i = beta m_i + g_i
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
-            picked = coefficients.abs().topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False).indices
+            count = min(self.top_k, coefficients.shape[1])
+            picked = coefficients.abs().topk(count, dim=1, sorted=False).indices
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
+            # m_i = m_i - DCT^-1(q_i)
             m -= self._invert(totals[-1].scatter(1, picked, values[-1]), m.shape)
             # Without this, an overflow would stay in the momentum and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
-        counts = [torch.zeros_like(total) if self.mean_of_senders else None for total in totals]
-        own = torch.cat([part.view(-1) for part in values])
-        own_positions = torch.cat([part.view(-1) for part in positions]).to(torch.int16)
+        # For each coefficient, the number of workers that sent it, if the mean is over these.
+        senders = list(map(torch.zeros_like, totals)) if self.mean_of_senders else []
+        # A block has at most 181 * 181 coefficients, so a position fits into an int16.
+        own, own_positions = pack(values), pack(positions).to(torch.int16)
+        sizes = list(map(torch.numel, values))
         # Added in the order of ranks, because sums in different orders differ in their last bits.
-        for message in self._gather(as_bytes(own, own_positions)):
-            sizes = [part.numel() for part in values]
+        for message in self._gather(as_bytes(own, own_positions), divisor, extra):
             theirs = from_bytes(message, 0, len(own), own.dtype).split(sizes)
-            places = from_bytes(message, own.nbytes, len(own), torch.int16).long().split(sizes)
-            for total, count, part, place, like in zip(totals, counts, theirs, places, values, strict=True):
-                total.scatter_add_(1, place.view_as(like), part.view_as(like))
-                if count is not None:
-                    count.scatter_add_(1, place.view_as(like), torch.ones_like(like))
-        for total, count, tensor in zip(totals, counts, tensors.values(), strict=True):
-            mean = divide(total, divisor) if count is None else total.div_(count.clamp_(min=1))
+            their_positions = from_bytes(message, own.nbytes, len(own), torch.int16).long()
+            parts = zip(values, theirs, their_positions.split(sizes), strict=True)
+            for i, (like, part, picked) in enumerate(parts):
+                picked = picked.view_as(like)
+                totals[i].scatter_add_(1, picked, part.view_as(like))
+                if senders:
+                    senders[i].scatter_add_(1, picked, torch.ones_like(like))
+        for i, tensor in enumerate(tensors.values()):
+            if senders:
+                mean = totals[i].div_(senders[i].clamp_(min=1))
+            else:
+                mean = divide(totals[i], divisor)
             tensor.copy_(self._invert(mean, tensor.shape))
 
     def _sides(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """Return the number of blocks and the side of a block, along the rows and along the columns of a matrix."""
+        """Return the number of blocks and the side of one, along a matrix's rows and columns."""
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // rows
-        a, b = (max(side for side in range(1, self.block_size + 1) if n % side == 0) for n in (rows, columns))
+        a, b = self._side(rows), self._side(columns)
         return rows // a, a, columns // b, b
+
+    def _side(self, n: int) -> int:
+        """Return the largest divisor of a number of rows or columns up to the block size."""
+        return max(side for side in range(1, self.block_size + 1) if n % side == 0)
 
     def _transform(self, tensor: Tensor) -> Tensor:
         """Return the coefficients of a tensor, one block per row."""
         rows, a, columns, b = self._sides(tensor.shape)
         blocks = tensor.reshape(rows, a, columns, b).transpose(1, 2)
-        dct_a, dct_b = (dct_matrix(side, tensor.dtype, tensor.device) for side in (a, b))
+        dct_a = dct_matrix(a, tensor.dtype, tensor.device)
+        dct_b = dct_matrix(b, tensor.dtype, tensor.device)
         return (dct_a @ blocks @ dct_b.t()).reshape(-1, a * b)
 
     def _invert(self, coefficients: Tensor, shape: torch.Size) -> Tensor:
         """Return the tensor that has coefficients."""
         rows, a, columns, b = self._sides(shape)
-        dct_a, dct_b = (dct_matrix(side, coefficients.dtype, coefficients.device) for side in (a, b))
+        dct_a = dct_matrix(a, coefficients.dtype, coefficients.device)
+        dct_b = dct_matrix(b, coefficients.dtype, coefficients.device)
         blocks = dct_a.t() @ coefficients.view(rows, columns, a, b) @ dct_b
         return blocks.transpose(1, 2).reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum by parameter name under ``"momentum"``; an empty dictionary without one."""
-        return {"momentum": dict(self._memory)} if self._memory else {}
+        """Return the momentum by parameter name under ``"momentum"``; empty without one."""
+        if not self._memory:
+            return {}
+        return {"momentum": dict(self._memory)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state clears the momentum.
@@ -155,11 +189,13 @@ class DeMoAggregation(CompressedAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, (), ("momentum",))
-        self._memory = {name: m.clone() for name, m in by_plain_name(state_dict.get("momentum", {})).items()}
+        self._memory = copies_by_plain_name(state_dict.get("momentum", {}))
 
 
 @functools.lru_cache(maxsize=64)
-def dct_matrix(size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def dct_matrix(
+    size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
     r"""Return the orthonormal DCT-II as a matrix, which is not to be changed.
 
     .. math:: D_{pn} = \sqrt{\frac{2 - [p = 0]}{N}} \cos \frac{\pi p (n + 1/2)}{N}

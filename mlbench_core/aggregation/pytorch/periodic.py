@@ -1,4 +1,4 @@
-"""Average weights periodically: workers train by themselves for H steps in between.
+"""Average weights periodically: workers train independently for H steps in between.
 
 :class:`PeriodicAggregation` wraps another aggregation A. It counts the calls t of each tensor::
 
@@ -11,13 +11,14 @@
 
 With a delay of tau steps, A is an average that does not block::
 
-    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---------> IN FLIGHT (tau more local steps)
-         ^                                                                    |
-         +--- add (average - copy) to x_i <--- t mod H = tau: wait -----------+
+    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---> IN FLIGHT (tau more steps)
+         ^                                                               |
+         +--- add (average - copy) to x_i <--- t mod H = tau: wait ------+
 
 A worker waits for a message only in the step that adds it, or when its state is saved or copied.
 
-:class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers share::
+:class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers
+share::
 
     NOT SHARED --- start(model): theta = weights of the model ------------+
         |                                                                 v
@@ -40,11 +41,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
-from mlbench_core.aggregation.pytorch.layout import Layout
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.layout import Layout
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    check_keys,
+    counts_by_plain_name,
+    is_buffer,
+)
 from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
@@ -55,7 +61,8 @@ class _Correction(Flight):
     """Averages on their way.
 
     Attributes:
-        values: By name: copies of this worker's tensors, and once the averages have arrived, average minus copy.
+        values: By name: copies of this worker's tensors, and once the averages have arrived,
+            average minus copy.
     """
 
     values: dict[str, Tensor]
@@ -64,27 +71,30 @@ class _Correction(Flight):
 class PeriodicAggregation(Aggregation):
     r"""Aggregate every H-th time only, and send nothing in between.
 
-    Let :math:`t = 1, 2, \ldots` count the steps, and let :math:`A` be the wrapped aggregation, for example the average
-    over all workers. Then
+    Let :math:`t = 1, 2, \ldots` count the steps, and let :math:`A` be the wrapped aggregation, for
+    example the average over all workers. Then
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no special case. A
-    tensor that comes into a call later counts from the counters of the others in it, so all are sent in the same step.
-    This holds for layers that are frozen or unfrozen, too. Parameters outside the model, which are aggregated in calls
-    of their own, count from their first step. Every H-th step sends the bytes of the wrapped aggregation, and the
-    others send nothing.
+    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no
+    special case. A tensor that comes into a call later counts from the counters of the others in
+    it, so all are sent in the same step. This holds for layers that are frozen or unfrozen, too.
+    Parameters outside the model, which are aggregated in separate calls, count from their first
+    step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
-    With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
-    they start to average copies of their tensors. They take :math:`\tau` more steps, and then
+    With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with
+    :math:`H \mid t`, they start to average copies of their tensors. They take :math:`\tau` more
+    steps, and then
 
-    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right).
+    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t)
+      \right).
 
-    So the progress since step :math:`t` is kept. The corrections of all workers add up to zero, so they do not change
-    the average of the workers. The workers' weights are never all equal: average them before you evaluate, with
-    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for floating-point buffers, too: a
-    running variance of one worker alone may even become negative. A copy and a message of all tensors need twice their
-    memory.
+    So the progress since step :math:`t` is kept. The corrections of all workers add up to zero, so
+    they do not change the average of the workers. The workers' weights are never all equal: average
+    them before you evaluate, with
+    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for
+    floating-point buffers, too: a running variance of one worker alone may even become negative. A
+    copy and a message of all tensors need twice their memory.
 
     Attributes:
         inside: The wrapped aggregation.
@@ -98,11 +108,12 @@ class PeriodicAggregation(Aggregation):
         delay: :math:`\tau`, the number of steps during which an average travels; less than H.
 
     Raises:
-        TypeError: ``period`` or ``delay`` is not an integer, or ``aggregation`` is not an aggregation. Or there is a
-            delay, and ``aggregation`` is not an ``AllReduceAggregation``.
-        ValueError: ``period`` is not positive, ``delay`` is negative or not less than ``period``, or the aggregation
-            overlaps with the backward pass or takes gradients only. Or there is a delay, and the aggregation sums
-            through shared memory.
+        TypeError: ``period`` or ``delay`` is not an integer, or ``aggregation`` is not an
+            aggregation. Or there is a delay, and ``aggregation`` is not an
+            ``AllReduceAggregation``.
+        ValueError: ``period`` is not positive, ``delay`` is negative or not less than ``period``,
+            or the aggregation overlaps with the backward pass or takes gradients only. Or there is
+            a delay, and the aggregation sums through shared memory.
 
     Example:
         >>> aggregation = PeriodicAggregation(AllReduceAggregation(world_size=1), period=8)
@@ -111,8 +122,8 @@ class PeriodicAggregation(Aggregation):
         {'counts': {'weight': 1, 'bias': 1}}
 
     References:
-        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
-        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767 Q. Zhou et al.:
+        DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
         Averaging. arXiv:2006.00441
     """
 
@@ -125,12 +136,14 @@ class PeriodicAggregation(Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         if aggregation.overlap:
             raise ValueError(
-                "overlap must be False for a periodic aggregation, which averages weights after the step instead of "
-                f"gradients: leave it out of {type(aggregation).__name__}(...)"
+                "overlap must be False for a periodic aggregation, which averages weights after "
+                f"the step instead of gradients: leave it out of {type(aggregation).__name__}(...)"
             )
-        # Raises an error for aggregations that compress gradients, because they would destroy weights.
+        # Raises an error for aggregations that compress gradients,
+        # because they would destroy weights.
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
+        self.world_size = aggregation.world_size
         self.inside = aggregation
         self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
@@ -141,21 +154,18 @@ class PeriodicAggregation(Aggregation):
         self._flights: list[_Correction] = []
 
     @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self.inside.world_size
-
-    @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the compression ratio of the wrapped aggregation; steps that send nothing do not count."""
+        """Return the wrapped aggregation's ratio; steps that send nothing do not count."""
         return self.inside.compression_ratio
 
     # The other workers would never receive the gradients of a step that sends nothing.
     agg_grad = refuse_gradients
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Count a step of every tensor. Aggregate the tensors whose count is a multiple of H, in place.
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
+        """Count a step of every tensor, and aggregate those whose count is a multiple of H.
 
         With a delay, start to average these tensors, and correct those whose average is due.
 
@@ -170,10 +180,16 @@ class PeriodicAggregation(Aggregation):
         if self.delay:
             check_average(op)
         count_step(self._counts, tensors)
-        phases = {name: self._counts[name] % self.period for name in tensors}
-        # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
-        self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
-        due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
+        due, to_correct = {}, {}
+        for name, tensor in tensors.items():
+            phase = self._counts[name] % self.period
+            if phase == 0:
+                due[name] = tensor
+            # A state may come from a run with a longer delay. Its corrections
+            # are added as soon as possible.
+            if phase == 0 or phase >= self.delay:
+                to_correct[name] = tensor
+        self._add_corrections(to_correct)
         if not due:
             return
         pending: list[Callable[[], None]] = []
@@ -184,15 +200,21 @@ class PeriodicAggregation(Aggregation):
             self._delegate(self.inside, due, op, denom)
 
     def _send(self, due: Mapping[str, Tensor], pending: list[Callable[[], None]]) -> None:
-        """Start to average copies of tensors, and also wait for what is pending. A worker alone is its own average."""
+        """Start to average copies of tensors, and also wait for the pending messages.
+
+        A worker alone is its own average.
+        """
         if due and self.world_size > 1:
             assert isinstance(self.inside, AllReduceAggregation)
+            # Training changes the tensors while the averages travel.
             copies = {name: tensor.clone() for name, tensor in due.items()}
             with self._counting_bytes_of(self.inside):
-                pending += self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
+                pending += self.inside.start_averages(
+                    copies.values(), _subtract_from, overlapped=True
+                )
             self._flights.append(_Correction(copies, pending=pending))
 
-    def _land(self, tensors: Mapping[str, Tensor]) -> None:
+    def _add_corrections(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the corrections of tensors, if there are any, after their arrival."""
         for flight in self._flights:
             for name in [name for name in flight.values if name in tensors]:
@@ -201,10 +223,12 @@ class PeriodicAggregation(Aggregation):
         self._flights = [flight for flight in self._flights if flight.values]
 
     def _corrections(self) -> dict[str, Tensor]:
-        """Wait for the averages on their way, and return the corrections, which are added at their time."""
+        """Wait for averages on their way, and return the corrections not added yet."""
+        corrections: dict[str, Tensor] = {}
         for flight in self._flights:
             flight.arrive()
-        return {name: value for flight in self._flights for name, value in flight.values.items()}
+            corrections.update(flight.values)
+        return corrections
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages on their way, which belong to this process."""
@@ -214,11 +238,16 @@ class PeriodicAggregation(Aggregation):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters by name, and the state of the wrapped aggregation if it has one.
 
-        With a delay, return also the corrections by name that are not added yet, after their arrival. They differ
-        between workers.
+        With a delay, return also the corrections by name that are not added yet, after their
+        arrival. They differ between workers.
         """
-        own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
-        return {"counts": self._without_frozen(self._counts), **{key: value for key, value in own.items() if value}}
+        corrections, inside = self._corrections(), self.inside.state_dict()
+        state: dict[str, Any] = {"counts": self._without_frozen(self._counts)}
+        if corrections:
+            state["corrections"] = corrections
+        if inside:
+            state["inside"] = inside
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -228,49 +257,60 @@ class PeriodicAggregation(Aggregation):
         """
         check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
-        self._corrections()  # the other workers count on this worker's part of every message
-        self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        # The other workers count on this worker's part of every message.
+        self._corrections()
+        self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
         self._flights = [_Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries that differ between workers. The counters are the same on all workers."""
-        inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
-        return {**super().shared_state(state_dict), **inside}
+        """Return a state without the entries that differ between workers.
+
+        The counters are the same on all workers.
+        """
+        state = super().shared_state(state_dict)
+        if "inside" in state_dict:
+            state["inside"] = self.inside.shared_state(state_dict["inside"])
+        return state
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
         """Return the names of the parameters that have an entry in a state."""
-        return super().remembered_names(state_dict) | self.inside.remembered_names(state_dict.get("inside", {}))
+        inside = self.inside.remembered_names(state_dict.get("inside", {}))
+        return super().remembered_names(state_dict) | inside
 
 
 class DiLoCoAggregation(Aggregation):
     r"""Update weights that all workers share by the average of the workers' changes.
 
-    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker :math:`i` of :math:`k`, a
-    call computes the outer gradient
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker
+    :math:`i` of :math:`k`, a call computes the outer gradient
 
-    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i).
+    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta -
+      \theta_i).
 
-    The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is set to
-    :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the result is the average of the
-    :math:`\theta_i`.
+    The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is
+    set to :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the
+    result is the average of the :math:`\theta_i`.
 
-    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer step.
+    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer
+    step.
 
-    The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
-    float32. Buffers and other bookkeeping are only averaged. A single worker takes outer steps too, and sends nothing.
-    A call sends the bytes of the tensors.
+    The differences are averaged in the dtype of the tensors. For half-precision weights,
+    :math:`\theta` is kept in float32. Buffers are only averaged. A single worker takes outer steps
+    too, and sends nothing. A call sends the bytes of the tensors.
 
     Attributes:
-        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next call.
+        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
+            call.
 
     Args:
-        outer_optimizer: A function that creates a torch optimizer from an iterable of parameters. The default is SGD
-            with learning rate 0.7 and Nesterov momentum 0.9.
+        outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
+            The default is SGD with learning rate 0.7 and Nesterov momentum 0.9.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         TypeError: ``outer_optimizer`` does not create a torch optimizer.
@@ -287,7 +327,8 @@ class DiLoCoAggregation(Aggregation):
         0.5
 
     References:
-        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
+        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models.
+        arXiv:2311.08105
     """
 
     _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state")
@@ -301,23 +342,24 @@ class DiLoCoAggregation(Aggregation):
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group
+        )
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._all_reduce.world_size
-
-    # Only weights can move the shared weights, so aggregating gradients would leave them as they are.
+    # Only weights can move the shared weights, so aggregating gradients
+    # would leave them as they are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Use the weights of a model, which are equal on all workers, as shared weights. A second call does nothing.
+        """Use a model's weights, which are equal on all workers, as shared weights.
 
-        Parameters that are added later are averaged without an outer step at their first aggregation, and take outer
-        steps from then on. Without this call, this holds for all parameters.
+        A second call does nothing.
+
+        Parameters that are added later are averaged without an outer step at their first
+        aggregation, and take outer steps from then on. Without this call, this holds for all
+        parameters.
 
         Args:
             model: The model before its first step, or a mapping from names to parameters.
@@ -327,7 +369,9 @@ class DiLoCoAggregation(Aggregation):
                 self._share(name, parameter)
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Take an outer step and replace every tensor by the shared weights, in place.
 
         Args:
@@ -340,26 +384,31 @@ class DiLoCoAggregation(Aggregation):
             ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
-        steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
-        outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
-        averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
+        outer_gradients, averages = {}, {}
+        for name, tensor in tensors.items():
+            if name in self._shared:
+                outer_gradients[name] = self._difference(name, tensor)
+            else:
+                averages[name] = tensor
         self._average(outer_gradients, averages)
         self._take_outer_step(outer_gradients)
-        for name, theta_i in steps.items():
-            theta_i.copy_(self._shared[name])
+        for name in outer_gradients:
+            tensors[name].copy_(self._shared[name])
         # These tensors were averaged for the first time. From now on they take outer steps.
         for name, average in averages.items():
-            if not name.startswith(BOOKKEEPING):
-                self._share(name, average)
+            self._share(name, average)
 
-    def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
-        """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
+    def _average(
+        self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
+    ) -> None:
+        """Average the outer gradients, and tensors that are only averaged, in one message."""
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
         """Update the shared weights that a worker has moved."""
         for name, gradient in outer_gradients.items():
-            # The outer momentum would go on moving a layer that all workers have frozen. On meta there are no values.
+            # The outer momentum would go on moving a layer that all workers have frozen. On meta
+            # there are no values.
             if gradient.is_meta or gradient.any():
                 self._shared[name].grad = gradient.to(self._shared[name])
         self.outer_optimizer.step()
@@ -370,48 +419,57 @@ class DiLoCoAggregation(Aggregation):
         theta = self._shared[name]
         if theta.shape != theta_i.shape:
             raise ValueError(
-                f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
-                "load a state of this model"
+                f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not "
+                f"{tuple(theta_i.shape)}: load a state of this model"
             )
         return (self._moved(name, theta_i) - theta_i).to(theta_i.dtype)
 
     def _moved(self, name: str, theta_i: Tensor) -> nn.Parameter:
         """Return shared weights on the device of a tensor, and at least in its dtype.
 
-        The model may have moved since the last call or since the checkpoint. The outer optimizer's state moves, too.
+        The model may have moved since the last call or since the checkpoint. The outer optimizer's
+        state moves, too.
         """
         theta, dtype = self._shared[name], torch.promote_types(theta_i.dtype, torch.float32)
         if (theta.device, theta.dtype) == (theta_i.device, dtype):
             return theta
         moved = self._shared[name] = nn.Parameter(theta.detach().to(theta_i.device, dtype))
         params, state = self.outer_optimizer.param_groups[0]["params"], self.outer_optimizer.state
-        params[next(i for i, parameter in enumerate(params) if parameter is theta)] = moved
+        # Not params.index(theta), which would compare the values of tensors.
+        position = next(i for i, parameter in enumerate(params) if parameter is theta)
+        params[position] = moved
         if theta in state:
-            state[moved] = {
+            values = state.pop(theta)
+            for key, value in values.items():
                 # As torch does it: its optimizers keep the number of steps on the CPU.
-                key: value if key == "step" or not isinstance(value, Tensor) else value.to(moved.device, dtype)
-                for key, value in state.pop(theta).items()
-            }
+                if key != "step" and isinstance(value, Tensor):
+                    values[key] = value.to(moved.device, dtype)
+            state[moved] = values
         return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
-        """Store a copy of weights as shared weights, and let the outer optimizer update it."""
-        theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
+        """Store a copy of weights as shared weights for the outer optimizer; leave out buffers."""
+        if is_buffer(name):
+            return
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        theta = nn.Parameter(weights.detach().to(dtype, copy=True))
         self._shared[name] = theta
-        # All weights are in one group, so that its options, such as the learning rate, hold for all of them.
+        # All weights are in one group, so that its options, such as the
+        # learning rate, hold for all of them.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shared weights and the outer optimizer's state, by parameter name, and its options."""
+        """Return shared weights and outer optimizer state by parameter name, and its options."""
         if not self._shared:
             return {}
-        # The group's parameters are the shared weights, which have a key of their own.
-        options = {key: value for key, value in self.outer_optimizer.param_groups[0].items() if key != "params"}
-        return {
-            "shared": {name: theta.detach() for name, theta in self._shared.items()},
-            "outer_state": {name: dict(self.outer_optimizer.state.get(p, {})) for name, p in self._shared.items()},
-            "outer_options": options,
-        }
+        shared, outer_state = {}, {}
+        for name, theta in self._shared.items():
+            shared[name] = theta.detach()
+            outer_state[name] = dict(self.outer_optimizer.state.get(theta, {}))
+        options = dict(self.outer_optimizer.param_groups[0])
+        # The group's parameters are the shared weights, which have their own key.
+        del options["params"]
+        return {"shared": shared, "outer_state": outer_state, "outer_options": options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -421,7 +479,8 @@ class DiLoCoAggregation(Aggregation):
         """
         if state_dict:
             check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
-        # The outer optimizer stays the same object, so that references to it and its schedulers remain valid.
+        # The outer optimizer stays the same object, so that references to it and
+        # its schedulers remain valid.
         self._shared.clear()
         self.outer_optimizer.state.clear()
         self.outer_optimizer.param_groups[0]["params"].clear()
@@ -429,13 +488,13 @@ class DiLoCoAggregation(Aggregation):
         outer_state = by_plain_name(state_dict.get("outer_state", {}))
         for name, theta in by_plain_name(state_dict.get("shared", {})).items():
             self._share(name, theta)
-            # A copy, because the outer optimizer changes its state in place and the caller may still use the
-            # checkpoint.
+            # A copy, because the outer optimizer changes its state in place and the caller may
+            # still use the checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
 
 
 def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
-    """Count a step of the tensors of a call, in place. A new one counts from the others in the call.
+    """Count a step of the tensors of a call; a new one starts from the count of the others.
 
     Args:
         counts: Numbers of steps by name.
@@ -467,7 +526,8 @@ def check_delay(delay: int, period: int) -> int:
     delay = check_int("delay", delay, least=0)
     if delay >= period:
         raise ValueError(
-            f"delay must be less than period, {period}, not {delay}: a message must arrive before the next one is sent"
+            f"delay must be less than period, {period}, not {delay}: a message "
+            "must arrive before the next one is sent"
         )
     return delay
 
@@ -477,13 +537,14 @@ def _check_travels(aggregation: Aggregation) -> None:
     # A subclass may aggregate in another way than by an average.
     if type(aggregation) is not AllReduceAggregation:
         raise TypeError(
-            f"aggregation must be an AllReduceAggregation if there is a delay, not {type(aggregation).__name__}: leave "
+            "aggregation must be an AllReduceAggregation if there is a delay, not "
+            f"{type(aggregation).__name__}: leave "
             "out delay, or for DiLoCo, use StreamingDiLoCoAggregation(delay=...)"
         )
     if aggregation.shared_memory:
         raise ValueError(
-            "shared_memory must be False if there is a delay, not True, because no message moves through it during "
-            "a step: leave it out"
+            "shared_memory must be False if there is a delay, not True, because no message "
+            "moves through it during a step: leave it out"
         )
 
 
@@ -498,6 +559,8 @@ def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimiz
     # torch refuses an empty list of parameters, so this one is removed below.
     outer = make([nn.Parameter(torch.zeros(()))])
     if not isinstance(outer, Optimizer):
-        raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
+        raise TypeError(
+            f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}"
+        )
     outer.param_groups[0]["params"].clear()
     return outer

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
-from mlbench_core.aggregation.pytorch.tensors import flush_tiny_, orthonormal_rows
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS, nbytes_of
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    check_keys,
+    check_names,
+    copies_by_plain_name,
+)
+from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]
 
 COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")  # names that an optimizer gives to parameters outside the model
+# Names that an optimizer gives to parameters outside the model.
+_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
 
 
 class PowerAggregation(LossyAggregation):
-    r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
+    r"""Average gradients over all workers by a low-rank approximation (PowerSGD).
 
-    A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n` rows (its first
-    dimension) and :math:`m` columns (all others). It is sent as two factors of rank
-    :math:`r = \min(n, m, \text{rank})`. With the error memory :math:`e_i` and a matrix
-    :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers,
+    One step of power iteration computes it.
+
+    A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n`
+    rows (its first dimension) and :math:`m` columns (all others). It is sent as two factors of rank
+    :math:`r = \min(n, m, \text{rank})`. With the error memory :math:`e_i` and a matrix :math:`Q \in
+    \mathbb{R}^{m \times r}`, the same on all workers,
 
     .. math::
         \Delta_i &= g_i + e_i \\
@@ -41,40 +49,46 @@ class PowerAggregation(LossyAggregation):
         g_i &\leftarrow P Q^\top \\
         e_i &\leftarrow \Delta_i - P Q^\top.
 
-    Up to rounding, nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every
-    step. If the average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
+    Up to rounding, nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k}
+    \sum_i e_i` after every step. If the average of the :math:`\Delta_i` has rank :math:`r` or less,
+    :math:`P Q^\top` is that average.
 
-    A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors, numbers, small
-    matrices) are averaged as they are. A call sends two messages for any number of tensors: all :math:`P` together
-    with the uncompressed tensors, then all :math:`Q`. Each is split if tensors differ in dtype or device.
+    A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors,
+    numbers, small matrices) are averaged as they are. A call sends two messages for any number of
+    tensors: all :math:`P` together with the uncompressed tensors, then all :math:`Q`. Each is split
+    if tensors differ in dtype or device.
 
-    The factors are computed at least in float32, also for models in half precision. In each call, a worker sends the
-    bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
+    The factors are computed at least in float32, also for models in half precision. In each call, a
+    worker sends the bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of
+    ``comm_dtype`` per matrix.
 
-    If ``denom`` changes from step to step, the error of one step is divided by the denominator of a later step. Then
-    only the sum of all :math:`g_i + e_i` has a meaning, not their average.
+    If ``denom`` changes from step to step, the error of one step is divided by the denominator of a
+    later step. Then only the sum of all :math:`g_i + e_i` has a meaning, not their average.
 
-    If a gradient is infinite or nan on one worker, the result is nan on all workers, so every worker sees the overflow.
-    The error memory of that matrix starts again from zero.
+    If a gradient is infinite or nan on one worker, the result is nan on all workers, so every
+    worker sees the overflow. The error memory of that matrix starts again from zero.
 
     Attributes:
         model: As given.
         rank: As given.
-        compression_ratio: Bytes of the gradients over bytes sent for them so far; 1 before anything was sent.
+        compression_ratio: Bytes of the gradients over bytes sent for them so far; 1 before anything
+            was sent.
 
     Args:
         model: The model whose gradients will be aggregated.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start). With False, every step
-            draws a new one from a normal distribution.
+        reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start).
+            With False, every step draws a new one from a normal distribution.
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
         error_feedback: True to keep :math:`e_i`. With False, the error of the compression is lost.
-        comm_dtype: Type in which :math:`P` and :math:`Q` are sent, for example ``torch.bfloat16``. None is the type in
-            which they are computed: float32, or float64 for gradients in float64.
+        comm_dtype: Type in which :math:`P` and :math:`Q` are sent, for example ``torch.bfloat16``.
+            None is the type in which they are computed: float32, or float64 for gradients in
+            float64.
         start_after_steps: Number of first steps in which every tensor is averaged uncompressed.
         seed: Seed of the random generator of this object; the same on all workers.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: An argument is out of range, or ``world_size`` is not that of the process group.
@@ -89,12 +103,13 @@ class PowerAggregation(LossyAggregation):
         True
 
     References:
-        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
-        arXiv:1905.13727
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization. arXiv:1905.13727
     """
 
     _named_state = ("errors", "queries", "uncompressed_steps")
-    # Warm starts and the generator determine Q, which must be the same on all workers. Only the errors differ.
+    # Warm starts and the generator determine Q, which must be the same on all
+    # workers. Only the errors differ.
     _own_state = ("errors",)
 
     def __init__(
@@ -116,7 +131,9 @@ class PowerAggregation(LossyAggregation):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if comm_dtype not in COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}")
+            raise ValueError(
+                f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}"
+            )
         # In half precision the sum over many workers may overflow, but their average does not.
         divides_before = comm_dtype is not None
         uncompressed = AllReduceAggregation(
@@ -133,51 +150,70 @@ class PowerAggregation(LossyAggregation):
         self._queries: dict[str, Tensor] = {}
         self._uncompressed_steps: dict[str, int] = {}
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
         """Replace every tensor by the approximate average over workers, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
-            op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom`` instead of by k.
-            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+            op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom``
+                instead of by k.
+            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on
+                every worker.
+            extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
-            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
+            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a
+                tensor.
         """
         divisor = self._divisor(op, denom)
-        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it becomes float64.
-        scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
+        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it
+        # becomes float64.
+        wide_divisor = divisor.double() if isinstance(divisor, Tensor) else divisor
+        scale = self.world_size / wide_divisor
         bytes_before = self.bytes_sent
-        matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
+        matrices = []
+        for name, tensor in tensors.items():
+            if self._compresses(name, tensor):
+                matrices.append(self._matrix(name, tensor))
 
-        # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed tensors and may be
-        # divided like them.
-        left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
-        self._delegate(self._uncompressed, {**tensors, **left}, op, denom)
+        # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed
+        # tensors, in the place of its own tensor, and may be divided like them.
+        left = {}
+        for matrix in matrices:
+            left[matrix.name] = self._to_send(matrix.accumulate(self._query(matrix)))
+        self._average_uncompressed([*{**tensors, **left}.values(), *extra], divisor)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
-        right = {matrix.name: self._to_send(matrix.project(p)) for matrix, p in zip(matrices, bases, strict=True)}
-        # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
-        self._delegate(self._uncompressed, right, AVG_WORLD)
-
-        # Every worker computes the same P Q^T, because it has the same averages as the others.
+        right = {}
         for matrix, p in zip(matrices, bases, strict=True):
-            q = flush_tiny_(right[matrix.name].to(matrix.delta.dtype))
+            right[matrix.name] = self._to_send(matrix.project(p))
+        # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
+        self._average_uncompressed(right.values(), self.world_size)
+
+        factors = [flush_tiny_(right[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
+        # Every worker computes the same P Q^T, because it has the same averages as the others.
+        for matrix, p, q in zip(matrices, bases, factors, strict=True):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        # Bookkeeping is sent with the uncompressed tensors, but it is not part of the gradients.
-        bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
-        original = sum(tensor.nbytes for tensor in tensors.values())
-        self._count_compression(original - bookkeeping, self.bytes_sent - bytes_before - bookkeeping)
+        # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
+        sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
+        self._count_compression(nbytes_of(tensors.values()), sent_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.
 
         Returns:
-            By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last :math:`Q^\top`, shape
-            (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the state of the random generator.
+            By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last
+            :math:`Q^\top`, shape (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the
+            state of the random generator.
         """
         return {
             "errors": dict(self._memory),
@@ -190,22 +226,24 @@ class PowerAggregation(LossyAggregation):
         """Restore the result of :meth:`state_dict`; an empty dictionary leaves everything as it is.
 
         Raises:
-            ValueError: ``state_dict`` belongs to another aggregation, another model, or another rank of the
-                approximation.
+            ValueError: ``state_dict`` belongs to another aggregation, another model, or another
+                rank of the approximation.
         """
         if not state_dict:
             return
         check_keys(self, state_dict, ("errors", "queries", "uncompressed_steps", "generator"))
-        parameters = {plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
-        errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
-        # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
-        outside = {name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)}
-        check_names(self.remembered_names(state_dict) - outside, parameters)
+        parameters = by_plain_name(dict(self.model.named_parameters(remove_duplicate=False)))
+        errors = copies_by_plain_name(state_dict["errors"])
+        queries = copies_by_plain_name(state_dict["queries"])
+        # An optimizer's parameters outside the model have names such as group0.1, which only the
+        # optimizer can check.
+        names = self.remembered_names(state_dict)
+        outside = set(filter(_OUTSIDE_MODEL.fullmatch, names))
+        check_names(names - outside, parameters)
         for kind, tensors in (("errors", errors), ("queries", queries)):
             for name in tensors.keys() & parameters.keys():
                 self._check_shape(kind, name, tensors[name], parameters[name])
-        self._memory = {name: error.clone() for name, error in errors.items()}
-        self._queries = {name: query.clone() for name, query in queries.items()}
+        self._memory, self._queries = errors, queries
         self._uncompressed_steps = by_plain_name(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
 
@@ -214,8 +252,8 @@ class PowerAggregation(LossyAggregation):
         return [self._memory, self._queries, self._uncompressed_steps]
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is compressed in this step; count its first, uncompressed steps."""
-        if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
+        """Return True if a tensor is compressed now; count its first, uncompressed steps."""
+        if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
         if min(rows, columns, self.rank) * (rows + columns) >= rows * columns:
@@ -229,23 +267,25 @@ class PowerAggregation(LossyAggregation):
     def _matrix(self, name: str, tensor: Tensor) -> _Matrix:
         """View a tensor as a matrix, with its error memory (zeros at first)."""
         gradient = tensor.contiguous().view(len(tensor), -1)
-        if not self.error_feedback:
-            wide = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
-            return _Matrix(name, tensor, gradient, wide, has_memory=False)
-        return _Matrix(name, tensor, gradient, recall(self._memory, name, gradient), has_memory=True)
+        if self.error_feedback:
+            delta = recall(self._memory, name, gradient)
+        else:
+            delta = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
+        return _Matrix(name, tensor, gradient, delta, has_memory=self.error_feedback)
 
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        Rows that became zero or nan are drawn again. A warm start would otherwise lose these directions permanently.
-        Every step uses the generator, even if the draw is not needed, so that its state stays the same on all workers.
+        Rows that became zero or nan are drawn again. A warm start would otherwise lose these
+        directions permanently. Every step uses the generator, even if the draw is not needed, so
+        that its state stays the same on all workers.
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
-        # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most about as large as the
-        # norm of a row of the gradient.
-        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(columns)
-        drawn = drawn.to(matrix.delta.device)
+        # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most
+        # about as large as the norm of a row of the gradient.
+        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype)
+        drawn = (drawn / math.sqrt(columns)).to(matrix.delta.device)
         remembered = self._queries.get(matrix.name) if self.reuse_query else None
         if remembered is None:
             return drawn
@@ -255,7 +295,9 @@ class PowerAggregation(LossyAggregation):
         return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
 
     def _to_send(self, factor: Tensor) -> Tensor:
-        return factor if self.comm_dtype is None else factor.to(self.comm_dtype)
+        if self.comm_dtype is None:
+            return factor
+        return factor.to(self.comm_dtype)
 
     def _check_shape(self, kind: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
         """Raise an error for a restored error memory or query of another model or rank."""
@@ -263,9 +305,10 @@ class PowerAggregation(LossyAggregation):
         rows = len(tensor) if kind == "errors" else min(len(tensor), columns, self.rank)
         if remembered.shape != (rows, columns):
             raise ValueError(
-                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for rank {self.rank} and a gradient "
-                f"of shape {tuple(tensor.shape)}, not {tuple(remembered.shape)}: build the model and the aggregation "
-                "as they were when the checkpoint was written"
+                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for "
+                f"rank {self.rank} and a gradient of shape {tuple(tensor.shape)}, not "
+                f"{tuple(remembered.shape)}: build the model and the aggregation as "
+                "they were when the checkpoint was written"
             )
 
 
@@ -273,15 +316,16 @@ class PowerAggregation(LossyAggregation):
 class _Matrix:
     r"""A gradient as a matrix, with its error memory.
 
-    The factors are kept transposed, P as (r, n) and Q as (r, m), because products with matrices of few columns are
-    several times slower than with matrices of few rows.
+    The factors are kept transposed, P as (r, n) and Q as (r, m), because products with matrices of
+    few columns are several times slower than with matrices of few rows.
 
     Attributes:
         name: The tensor's name.
         tensor: The tensor, of any shape and strides.
-        gradient: The tensor as a matrix, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
-        delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
-            holds the error memory. Without an error memory it is the gradient.
+        gradient: The tensor as a matrix, shape (n, m): a view of ``tensor`` if that is contiguous,
+            else a copy.
+        delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after
+            :meth:`replace` it holds the error memory. Without an error memory it is the gradient.
         has_memory: True if there is an error memory.
     """
 
@@ -292,7 +336,7 @@ class _Matrix:
     has_memory: bool
 
     def accumulate(self, query: Tensor) -> Tensor:
-        r"""Compute :math:`\Delta = g + e` in place of :math:`e`, and return the rows of :math:`(\Delta Q)^\top`."""
+        r"""Compute :math:`\Delta = g + e` in place of :math:`e`; return :math:`(\Delta Q)^\top`."""
         if not self.has_memory:
             return query @ self.delta.t()
         left = query.new_empty(len(query), len(self.delta))
@@ -302,7 +346,7 @@ class _Matrix:
         return left
 
     def project(self, left: Tensor) -> Tensor:
-        r"""Return the rows of :math:`(P^\top \Delta)`, shape (r, m), for those of :math:`P^\top`."""
+        r"""Return :math:`P^\top \Delta`, shape (r, m), for the rows of :math:`P^\top`."""
         right = left.new_zeros(len(left), self.delta.shape[1])
         # Each block adds to all of the result, which must stay in the cache as well.
         if right.numel() > BLOCK_ELEMENTS:
@@ -313,7 +357,9 @@ class _Matrix:
         return right
 
     def replace(self, left: Tensor, right: Tensor, scale: Denominator | None = None) -> None:
-        r"""Compute :math:`g = P Q^\top` in place of :math:`g`, and :math:`e = \Delta - P Q^\top` in place of Delta.
+        r"""Compute :math:`g = P Q^\top` and the error :math:`e = \Delta - P Q^\top`.
+
+        :math:`g` takes the place of the gradient, and :math:`e` that of :math:`\Delta`.
 
         ``scale`` multiplies :math:`g` alone.
         """
@@ -329,25 +375,30 @@ class _Matrix:
             # On a GPU reading the flag would make the host wait, so there masked_fill_ always runs.
             if right.is_cuda or not is_finite:
                 self.delta.masked_fill_(~is_finite, 0)
+        if isinstance(scale, Tensor):
+            scale = scale.to(right.device)
         if scale is not None:
-            self.gradient.mul_(scale.to(right.device) if isinstance(scale, Tensor) else scale)
+            self.gradient.mul_(scale)
         if self.gradient.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Split gradient and delta into blocks of rows, and ``left`` into the columns that belong to these rows."""
+        """Split gradient and delta into blocks of rows, and ``left`` into their columns."""
         rows, columns = self.delta.shape
-        # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in fewer launches.
+        # On a CPU a block stays in the cache between the operations. A GPU gets whole
+        # matrices, in fewer launches.
         if self.delta.device.type == "cpu":
             rows = max(1, BLOCK_ELEMENTS // columns)
-        return zip(self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True)
+        return zip(
+            self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True
+        )
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the product of the transpose of ``left``, shape (r, n), and ``right``, shape (r, m), into ``out``."""
-    # A product of a column and a row is fast on every CPU, and has the same bits for any number of threads. On an AMD
-    # EPYC, the sum of two or four of them takes less than half as long as MKL's product of matrices (2048 rows and
-    # columns).
+    """Write ``left`` transposed, of shape (r, n), times ``right``, shape (r, m), into ``out``."""
+    # A product of a column and a row is fast on every CPU, and has the same bits for any number of
+    # threads. On an AMD EPYC, the sum of two or four of them takes less than half as long as MKL's
+    # product of matrices (2048 rows and columns).
     if len(left) > 4 or out.device.type != "cpu":
         torch.mm(left.t(), right, out=out)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,19 @@ __all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"
 # Not int64: those are token ids, which a float32 would round above 2^24.
 _INTEGERS_OF_IMAGES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 class UnknownDtypeError(ValueError, NotImplementedError):
-    """The name of a floating-point type is unknown. Also a ``NotImplementedError``, as in version 3.0."""
+    """The name of a floating-point type is unknown.
+
+    It is also a ``NotImplementedError``, as in version 3.0.
+    """
 
 
 _TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
@@ -62,7 +71,8 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
         The converted tensor, or the module itself.
 
     Raises:
-        UnknownDtypeError: ``dtype`` has another value. It is a ``ValueError`` and a ``NotImplementedError``.
+        UnknownDtypeError: ``dtype`` has another value. It is a ``ValueError`` and a
+            ``NotImplementedError``.
 
     Example:
         >>> convert_dtype("fp64", torch.tensor([1, 2]))
@@ -75,7 +85,9 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
 
 def _torch_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
-        raise UnknownDtypeError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}")
+        raise UnknownDtypeError(
+            f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}"
+        )
     return DTYPES[dtype]
 
 
@@ -88,15 +100,17 @@ def prepare_batch(
 ) -> tuple[Any, Any]:
     """Convert a batch to the type of the model and move it to its device.
 
-    Floating-point data is converted, and so are 8-, 16- and 32-bit integers such as images of bytes. 64-bit integers
-    are not converted, because they are token ids, and float32 is exact only below :math:`2^{24}`. Booleans and all
-    integers in a list, tuple or dict (lengths) are not converted either.
+    Floating-point data is converted, and so are 8-, 16- and 32-bit integers such as images of
+    bytes. 64-bit integers are not converted, because they are token ids, and float32 is exact only
+    below :math:`2^{24}`. Booleans and all integers in a list, tuple or dict (lengths) are not
+    converted either.
 
     Args:
         data: A tensor, or lists, tuples and dicts of tensors. Other values are passed through.
         target: The same kinds of values.
         dtype: Type for the data, as in :func:`convert_dtype`.
-        transform_target_dtype: True to convert the target too, integers included; losses on probabilities need it.
+        transform_target_dtype: True to convert the target too, integers included; losses on
+            probabilities need it.
         use_cuda: True to move both to the current GPU.
 
     Returns:
@@ -106,7 +120,8 @@ def prepare_batch(
         UnknownDtypeError: ``dtype`` is unknown.
 
     Example:
-        >>> data, target = prepare_batch(torch.ones(1, dtype=torch.float64), torch.tensor([1]), "fp32")
+        >>> values = torch.ones(1, dtype=torch.float64)
+        >>> data, target = prepare_batch(values, torch.tensor([1]), "fp32")
         >>> data.dtype, target.dtype
         (torch.float32, torch.int64)
         >>> images, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -115,23 +130,26 @@ def prepare_batch(
     """
 
     def prepare_data(tensor: Tensor) -> Tensor:
-        is_converted = tensor.is_floating_point() or (tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES)
-        return convert_dtype(dtype, tensor) if is_converted else tensor
-
-    def prepare_target(tensor: Tensor) -> Tensor:
-        return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
+        # Integers in a list or a dictionary are lengths, not an image.
+        is_image = tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES
+        if tensor.is_floating_point() or is_image:
+            return convert_dtype(dtype, tensor)
+        return tensor
 
     # An unknown name raises here, even if the batch has nothing to convert.
     if dtype is not None:
         _torch_dtype(dtype)
-    # Data is moved before it is converted, because bytes travel faster than the floats made from them.
+    # Data is moved before it is converted, because bytes travel faster than the floats made from
+    # them.
     if use_cuda:
         data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
+    prepare_target = partial(convert_dtype, dtype if transform_target_dtype else None)
     return _map_tensors(prepare_data, data), _map_tensors(prepare_target, target)
 
 
 def _to_gpu(tensor: Tensor) -> Tensor:
-    # From pinned memory the host does not wait for the copy; from other memory the argument has no effect.
+    # From pinned memory the host does not wait for the copy; from other memory the argument has no
+    # effect.
     return tensor.cuda(non_blocking=True)
 
 
@@ -141,11 +159,12 @@ def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _map_tensors(function, value) for key, value in batch.items()}
-    # A named tuple takes its fields as separate arguments.
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(function, value) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_map_tensors(function, value) for value in batch)
+        values = [_map_tensors(function, value) for value in batch]
+        # A named tuple takes its fields as separate arguments.
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     return batch
 
 
@@ -190,6 +209,7 @@ def batch_size(data: Any, output: Any) -> int:
         if hasattr(candidate, "__len__"):
             return len(candidate)
     raise TypeError(
-        f"neither the model's output ({type(output).__name__}) nor the data ({type(data).__name__}) has a length, so "
-        "the size of the batch is unknown; give tensors whose first dimension is the batch, or lists"
+        f"neither the model's output ({type(output).__name__}) nor the data "
+        f"({type(data).__name__}) has a length, so the size of the batch is unknown; "
+        "give tensors whose first dimension is the batch, or lists"
     )

@@ -1,8 +1,9 @@
 """Save and load checkpoints that survive a kill at any moment and hold no code.
 
-A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then renamed. So the file
-under the name of a checkpoint is always complete. It holds tensors and plain Python values only:
-``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on reading (torch itself does not).
+A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then
+renamed. So the file under the name of a checkpoint is always complete. It holds tensors and plain
+Python values only: ``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on
+reading (torch itself does not).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _Path = str | os.PathLike[str]
 
 
 class CheckpointFreq(enum.IntEnum):
-    """The epochs that a :class:`Checkpointer` keeps. ``CheckpointFreq("best")`` is ``CheckpointFreq.BEST``."""
+    """The epochs that a :class:`Checkpointer` keeps.
+
+    ``CheckpointFreq("best")`` is ``CheckpointFreq.BEST``.
+    """
 
     ALL = 1
     """Every epoch, and a copy of the best one."""
@@ -45,7 +49,10 @@ class CheckpointFreq(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> CheckpointFreq | None:
-        return next((freq for freq in cls if freq.name.lower() == value), None)
+        for freq in cls:
+            if freq.name.lower() == value:
+                return freq
+        return None
 
 
 def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
@@ -53,12 +60,19 @@ def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(save)
     def wrapper(
-        self: Checkpointer, tracker: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+        self: Checkpointer,
+        tracker: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
+        first, second = (*args, None, None)[:2]
         # True is an Integral too, but it is never an epoch.
-        is_epoch = bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
-        # The second argument of the current order is a sampler, which is none of these.
-        is_flag = len(args) > 1 and isinstance(args[1], (bool, int, np.bool_, np.integer, torch.Tensor))
+        is_epoch = isinstance(first, numbers.Integral) and not isinstance(first, bool)
+        # The second argument of the current order is a sampler, which has none of these types.
+        is_flag = isinstance(second, (bool, int, np.bool_, np.integer, torch.Tensor))
         if is_epoch and ("is_best" in kwargs or is_flag):
             kwargs["epoch"], *args = args  # type: ignore[assignment]
         save(self, tracker, model, optimizer, scheduler, *args, **kwargs)
@@ -73,20 +87,24 @@ class Checkpointer:
     ``model_best.pth.tar``.
 
     With ``CheckpointFreq.BEST``, rank 0 writes ``model_best.pth.tar``. Each other worker writes
-    ``model_best.{id}.{rank}of{k}.pth.tar`` with the part of its state that differs from rank 0. The part has its random
-    generators, its tracker, BatchNorm statistics and the memory of its optimizer's aggregation, such as an error
-    memory. If an optimizer averages weights instead of gradients, the part is the whole state. All workers need the
-    same folder. The state of an optimizer from outside this library counts as equal on all workers.
+    ``model_best.{id}.{rank}of{k}.pth.tar`` with the part of its state that differs from rank 0. The
+    part has its random generators, its tracker, BatchNorm statistics and the memory of its
+    optimizer's aggregation, such as an error memory. If an optimizer averages weights instead of
+    gradients, the part is the whole state. All workers need the same folder. The state of an
+    optimizer from outside this library counts as equal on all workers.
 
-    A checkpoint has the states of model, optimizer, scheduler and tracker, and of other objects that are given to it.
-    It also has the global random generators of torch (CPU, and the current GPU if one is used), NumPy and ``random``.
-    On a CPU, a run that continues from it gives bit by bit the results of an uninterrupted run.
+    A checkpoint has the states of model, optimizer, scheduler and tracker, and of other objects
+    that are given to it. It also has the global random generators of torch (CPU, and the current
+    GPU if one is used), NumPy and ``random``. On a CPU, a run that continues from it gives bit by
+    bit the results of an uninterrupted run.
 
-    A run that was killed while it saved continues from the previous save. Each worker takes its own file, or rank 0's
-    if it has none, in two cases: parts are missing without a previous save, or the number of workers differs.
-    The memory of its optimizer's aggregation is then reset, with one warning.
+    A run that was killed while it saved continues from the previous save. Each worker takes its own
+    file, or rank 0's if it has none, in two cases: parts are missing without a previous save, or
+    the number of workers differs. The memory of its optimizer's aggregation is then reset, with one
+    warning.
 
-    With ``save_stats``, each worker also writes the records of its tracker to ``{epoch}_{rank}.json`` at every save.
+    With ``save_stats``, each worker also writes the records of its tracker to
+    ``{epoch}_{rank}.json`` at every save.
 
     Args:
         ckpt_run_dir: Folder of the checkpoints; created at the first save.
@@ -103,8 +121,9 @@ class Checkpointer:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpointer = Checkpointer(folder, rank=0, freq=CheckpointFreq.ALL, save_stats=False)
-        ...     checkpointer.save(SimpleNamespace(current_epoch=3), model, optimizer, None, is_best=True)
+        ...     checkpointer = Checkpointer(folder, 0, CheckpointFreq.ALL, save_stats=False)
+        ...     tracker = SimpleNamespace(current_epoch=3)
+        ...     checkpointer.save(tracker, model, optimizer, None, is_best=True)
         ...     sorted(os.listdir(folder))
         ['3_0.pth.tar', 'model_best.pth.tar']
     """
@@ -122,11 +141,11 @@ class Checkpointer:
         try:
             self.freq = CheckpointFreq(freq)
         except ValueError:
-            known = ", ".join(f"CheckpointFreq.{freq.name}" for freq in CheckpointFreq)
-            raise ValueError(f"freq must be one of {known}, not {freq!r}") from None
+            allowed = ", ".join(f"CheckpointFreq.{name}" for name in CheckpointFreq.__members__)
+            raise ValueError(f"freq must be one of {allowed}, not {freq!r}") from None
         self.save_stats = save_stats
         self._run: str | None = None
-        # An epoch that is validated in parts is saved several times; each save needs an id of its own.
+        # An epoch that is validated in parts is saved several times; each save needs its own id.
         self._last_epoch: int | None = None
         self._saves_of_epoch = 0
 
@@ -142,22 +161,28 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Save the state at the end of an epoch. Every worker must call it; no worker waits for another.
+        """Save the state at the end of an epoch.
+
+        Every worker must call it; no worker waits for another.
 
         With ``CheckpointFreq.ALL``, every worker writes its file of the epoch. Rank 0 also writes
-        ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``: rank 0 writes
-        ``model_best.pth.tar``, and the others write their parts. With ``NONE``, nothing is written.
+        ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``:
+        rank 0 writes ``model_best.pth.tar``, and the others write their parts. With ``NONE``,
+        nothing is written.
 
-        As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works too.
+        As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works
+        too.
 
         Args:
-            tracker: Has ``current_epoch``; its ``state_dict()`` is saved if it has one and ``save_stats`` is set.
+            tracker: Has ``current_epoch``; its ``state_dict()`` is saved if it has one and
+                ``save_stats`` is set.
             model: The model.
             optimizer: Anything with ``state_dict()``, or None.
             scheduler: Anything with ``state_dict()``, or None.
             is_best: True if this is the best epoch so far; the same on every worker.
-            sampler: Source of the order of the samples: an object with ``state_dict()``, a ``torch.Generator``, or
-                a sampler with ``set_epoch``. Not needed if the order comes from torch's global generator.
+            sampler: Source of the order of the samples: an object with ``state_dict()``, a
+                ``torch.Generator``, or a sampler with ``set_epoch``. Not needed if the order comes
+                from torch's global generator.
             extra: More such objects by name, for example a gradient scaler.
             epoch: The epoch; None takes ``tracker.current_epoch``.
 
@@ -170,9 +195,13 @@ class Checkpointer:
         epoch = int(tracker.current_epoch if epoch is None else epoch)
         folder, world_size = Path(self.dirname), process_groups.world_size()
         keeps_best = self.freq is CheckpointFreq.BEST
-        # With Horovod torch does not know the other workers, so nobody could find the part of a higher rank.
+        # With Horovod torch does not know the other workers, so the part of a higher rank could not
+        # be found.
         is_unknown = keeps_best and self.rank >= world_size
         if (is_best or not keeps_best) and not is_unknown:
+            extra_states = {}
+            for name, target in (extra or {}).items():
+                extra_states[name] = states.capture(name, target)
             state = {
                 "format": files.FORMAT,
                 # The id and the number of workers show on loading if all files of this save exist.
@@ -183,11 +212,11 @@ class Checkpointer:
                 "freq": self.freq.name.lower(),
                 "save_stats": bool(self.save_stats),
                 "model": states.capture("model", model),
-                "optimizer": None if optimizer is None else states.capture("optimizer", optimizer),
-                "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
+                "optimizer": states.capture_optional("optimizer", optimizer),
+                "scheduler": states.capture_optional("scheduler", scheduler),
                 "tracker": states.capture_tracker(tracker) if self.save_stats else None,
-                "sampler": None if sampler is None else states.capture("sampler", sampler),
-                "extra": {name: states.capture(name, value) for name, value in (extra or {}).items()},
+                "sampler": states.capture_optional("sampler", sampler),
+                "extra": extra_states,
                 "rng": states.rng_state(),
             }
             if not keeps_best:
@@ -203,8 +232,9 @@ class Checkpointer:
 
     def _name_save(self, epoch: int) -> str:
         """Return the id of this save, the same on every worker."""
-        self._saves_of_epoch = self._saves_of_epoch + 1 if epoch == self._last_epoch else 0
-        self._last_epoch = epoch
+        self._saves_of_epoch += 1
+        if epoch != self._last_epoch:
+            self._last_epoch, self._saves_of_epoch = epoch, 0
         if self._run is None:
             self._run = files.name_run()
         return f"{epoch}-{self._run}-{self._saves_of_epoch}"
@@ -214,18 +244,18 @@ class Checkpointer:
         records = getattr(tracker, "records", None)
         if not isinstance(records, Mapping) or not records:
             return
-        # JSON has no infinities and no nan, so they become null.
-        plain = {
-            str(name): {str(e): float(v) if math.isfinite(v) else None for e, v in values.items()}
-            for name, values in records.items()
-        }
+        plain: dict[str, dict[str, float | None]] = {}
+        for name, by_epoch in records.items():
+            numbers_by_epoch: dict[str, float | None] = {}
+            plain[str(name)] = numbers_by_epoch
+            for epoch_of_value, value in by_epoch.items():
+                # JSON has no infinities and no nan, so they become null.
+                number = float(value) if math.isfinite(value) else None
+                numbers_by_epoch[str(epoch_of_value)] = number
         run_id = getattr(tracker, "run_id", None)
-        content = {
-            "run_id": None if run_id is None else str(run_id),
-            "rank": self.rank,
-            "epoch": epoch,
-            "records": plain,
-        }
+        if run_id is not None:
+            run_id = str(run_id)
+        content = {"run_id": run_id, "rank": self.rank, "epoch": epoch, "records": plain}
         path = Path(self.dirname, names.statistics_name(epoch, self.rank))
         files.write(path, json.dumps(content, allow_nan=False).encode(), self.rank)
 
@@ -243,9 +273,10 @@ class Checkpointer:
     ) -> tuple[Checkpointer, torch.nn.Module, Any, Any, Any]:
         """Restore the state of the newest epoch that was saved. Every worker must call it.
 
-        If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a warning.
-        ``model_best.pth.tar`` is loaded last, or if it is the only file. The random generators are restored only if the
-        file comes from this rank. The class describes the parts that each worker has of its own.
+        If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a
+        warning. ``model_best.pth.tar`` is loaded last, or if it is the only file. The random
+        generators are restored only if the file comes from this rank. The class describes the parts
+        that differ by worker.
 
         Args:
             ckpt_run_dir: Folder of the checkpoints.
@@ -255,18 +286,20 @@ class Checkpointer:
             scheduler: Receives the saved state; None to leave it out.
             sampler: As in :meth:`save`; receives the saved state.
             extra: As in :meth:`save`; each object receives its saved state.
-            tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and goal. By default a
-                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state. It has the names of
-                its metrics, and its goal if that is one of :mod:`mlbench_core.evaluation.goals`.
+            tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and
+                goal. By default a new :class:`~mlbench_core.tracking.tracker.Tracker` is made from
+                the saved state. It has the names of its metrics, and its goal if that is one of
+                :mod:`mlbench_core.evaluation.goals`.
             epoch: Load only this epoch; None for the newest.
 
         Returns:
-            ``(checkpointer, model, optimizer, scheduler, tracker)``: a checkpointer with the frequency of the saved
-            one, the objects given, and the tracker. If no tracker was saved, it is the given ``tracker`` with its
-            ``current_epoch`` set.
+            ``(checkpointer, model, optimizer, scheduler, tracker)``: a checkpointer with the
+            frequency of the saved one, the objects given, and the tracker. If no tracker was saved,
+            it is the given ``tracker`` with its ``current_epoch`` set.
 
         Raises:
-            CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a
+                FileNotFoundError.
             CheckpointError: No checkpoint can be read, or it does not fit the objects given.
         """
         save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
@@ -284,16 +317,22 @@ class Checkpointer:
             # Random states of another rank would make two workers draw the same numbers.
             if state["rank"] == rank:
                 states.set_rng_state(state["rng"])
-            checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
+            checkpointer = Checkpointer(
+                ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"]
+            )
         except MLBenchError:
             raise
-        # The checksums are right, but an entry is missing or has another type than any version writes.
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
-            raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
+        # The checksums are right, but an entry is missing or has a type that no version writes.
+        except states.MISFIT_ERRORS as error:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {type(error).__name__}: {error}"
+            ) from error
         return checkpointer, model, optimizer, scheduler, tracker
 
     @staticmethod
-    def load_model_by_epoch(ckpt_run_dir: _Path, rank: int, epoch: int, model: torch.nn.Module) -> torch.nn.Module:
+    def load_model_by_epoch(
+        ckpt_run_dir: _Path, rank: int, epoch: int, model: torch.nn.Module
+    ) -> torch.nn.Module:
         """Load only the weights of one epoch.
 
         Args:
@@ -306,7 +345,8 @@ class Checkpointer:
             ``model``.
 
         Raises:
-            CheckpointNotFoundError: The file does not exist. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The file does not exist. It is a CheckpointError and a
+                FileNotFoundError.
             CheckpointError: The file is damaged, or it does not fit the model.
         """
         path = Path(ckpt_run_dir, names.epoch_name(epoch, rank))
@@ -314,7 +354,8 @@ class Checkpointer:
             state = files.read(path)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
-                f"there is no checkpoint of epoch {epoch} of rank {rank} in {ckpt_run_dir}; looked for {path.name}"
+                f"there is no checkpoint of epoch {epoch} of rank {rank} in {ckpt_run_dir}; "
+                f"looked for {path.name}"
             ) from None
         states.restore_model(path, model, state["model"])
         return model
@@ -330,20 +371,26 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
 
     Args:
         rank: The worker's rank.
-        checkpoint_root: Folder of the checkpoints, or a folder that has a folder ``run_id`` with them.
+        checkpoint_root: Folder of the checkpoints, or a folder that has a folder ``run_id`` with
+            them.
         run_id: The run's id.
 
     Returns:
-        The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has none or only a part.
+        The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has
+        none or only a part.
 
     Raises:
-        CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
+        CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a
+            FileNotFoundError.
     """
     folder = Path(checkpoint_root, str(run_id))
-    folder = folder if folder.is_dir() else Path(checkpoint_root)
+    if not folder.is_dir():
+        folder = Path(checkpoint_root)
     for candidate in files.find(folder, rank):
+        path = candidate.path
         # A part alone cannot be loaded, so the path is then that of rank 0's whole file.
-        path = candidate.first if candidate.first is not None and names.is_part(candidate.path.name) else candidate.path
+        if candidate.first is not None and names.is_part(path.name):
+            path = candidate.first
         if path.is_file():
             return os.fspath(path)
     raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} in {folder}")

@@ -1,27 +1,32 @@
 """Write and read the files of checkpoints, and find the files that belong together.
 
-A *save* consists of the files that all k workers wrote at the same point of training. Its files have one id, so that
-files of different saves are never mixed:
+A *save* consists of the files that all k workers wrote at the same point of training. Its files
+have one id, so that files of different saves are never mixed:
 
-=======================================  ==================================================================
-``{epoch}_{rank}.pth.tar``               the state of worker ``rank`` after an epoch; the id is inside
-``model_best.pth.tar``                   the state of rank 0 after the best epoch; the id is inside
-``model_best.{id}.{rank}of{k}.pth.tar``  the part of worker ``rank`` of the best epoch. The part of rank 0 is
-                                         ``model_best.pth.tar`` itself under a second name (a hard link).
-=======================================  ==================================================================
+=======================================  =========================================================
+``{epoch}_{rank}.pth.tar``               state of worker ``rank`` after an epoch; the id is inside
+``model_best.pth.tar``                   state of rank 0 after the best epoch; the id is inside
+``model_best.{id}.{rank}of{k}.pth.tar``  part of worker ``rank`` of the best epoch
+=======================================  =========================================================
 
-The workers do not wait for one another while they save. So a save of the best epoch passes through these states:
+The part of rank 0 is ``model_best.pth.tar`` itself under a second name (a hard link).
 
-1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already be the new one. The
-   previous save still exists, under the names that have its id.
-2. *whole*: all workers have written their file. The worker that finds all files deletes those of previous saves.
+The workers do not wait for one another while they save. So a save of the best epoch passes through
+these states:
+
+1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already
+   be the new one. The previous save still exists, under the names that have its id.
+2. *whole*: all workers have written their file. The worker that finds all files deletes those of
+   previous saves.
 
 If a run is killed, the last save may be partial, but the one before it is whole.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -40,15 +45,7 @@ from mlbench_core import files
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = [
-    "FORMAT",
-    "find",
-    "name_run",
-    "read",
-    "read_newest",
-    "write",
-    "write_part",
-]
+__all__ = ["FORMAT", "find", "name_run", "read", "read_newest", "write", "write_part"]
 
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
@@ -60,7 +57,7 @@ _KINDS: dict[str, Any] = {
     "freq": str | None,
     **dict.fromkeys(("optimizer", "tracker", "extra", "rng"), Mapping | None),
 }
-"""Types of entries of a state, whole or partial; None also stands for an entry that is missing."""
+"""Types of entries of a state, whole or partial; None also marks an entry that is missing."""
 
 PARTIAL = "partial"
 """Key of a state that holds only its differences from the state of rank 0."""
@@ -71,14 +68,15 @@ def name_run() -> str:
 
     It uses the store instead of a collective, because a script may save on some workers only.
     """
-    mine = secrets.token_hex(8)
+    own_id = secrets.token_hex(8)
     if process_groups.world_size() == 1:
-        return mine
+        return own_id
     # The first worker to get here sets the value; the others receive it.
     try:
-        shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
+        shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", own_id)
     except RuntimeError:
-        # The MPI of torch itself has no store, so all runs have this id: saves of different runs look alike.
+        # torch's own MPI has no store, so all runs have this id: saves of different runs look
+        # alike.
         return "0"
     return shared.decode()
 
@@ -98,33 +96,38 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
         CheckpointError: Writing failed. The old file is unchanged.
     """
     try:
-        with files.replacing(path, _temporary(path, rank)) as temporary, temporary.open("wb") as file:
+        with (
+            files.replacing(path, _temporary(path, rank)) as temporary,
+            temporary.open("wb") as file,
+        ):
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        # torch raises an error of its own when a write fails; the operating system's error says why it failed.
+        # torch raises its own error when a write fails. The operating system's error has the cause.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
         raise CheckpointError(
-            f"the checkpoint {path} could not be written ({cause or error}): free space or choose another folder with "
-            f"--root-checkpoint; checkpoints written earlier are intact"
+            f"the checkpoint {path} could not be written ({cause or error}): free space or "
+            "choose another folder with --root-checkpoint; checkpoints written earlier are intact"
         ) from error
 
 
-def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
-    """Write this worker's file of a save of the best epoch, and delete files that are no longer needed.
+def write_part(
+    folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int
+) -> None:
+    """Write this worker's file of a save of the best epoch, and delete files of earlier ones.
 
-    If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its own files except those
-    of this save and of the last whole save.
+    If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its
+    own files except those of this save and of the last whole save.
 
     Args:
         folder: The folder.
         save: Id of the save.
-        part: The part of this worker's state that differs from the state of rank 0. None on rank 0, whose
-            ``model_best.pth.tar`` is written already and gets its second name.
+        part: The part of this worker's state that differs from the state of rank 0. None on rank 0,
+            whose ``model_best.pth.tar`` is written already and gets its second name.
         rank: This worker's rank.
         world_size: Number of workers.
     """
@@ -135,31 +138,34 @@ def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: in
         with files.replacing(path, _temporary(path, rank)) as temporary:
             try:
                 os.link(folder / names.BEST_NAME, temporary)
-            except OSError:  # a file system without hard links
+            except OSError:
+                # The file system has no hard links.
                 shutil.copy2(folder / names.BEST_NAME, temporary)
     # Listed after the write above, so that the last worker to write finds the files of all.
     saves = _best_saves(folder)
-    mine = saves.pop(save, _Save())
-    if world_size == 1:
-        _delete(path for other in saves.values() for path in other.files.values())
-    elif mine.is_whole:
-        start = min(_written_ns(path) for path in mine.files.values())
+    this_save = saves.pop(save, _Save())
+    others = list(saves.values())
+    if world_size == 1 or this_save.is_whole:
         # Newer files belong to a save that other workers have begun in the meantime.
-        _delete(path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
-    else:
-        # A kill may come before this save is whole, so the newest whole one must stay.
-        kept = max([s for s in saves.values() if s.is_whole] or saves.values(), key=_Save.written_ns, default=None)
-        _delete(other.files[rank] for other in saves.values() if other is not kept and rank in other.files)
+        limit = math.inf
+        if world_size > 1:
+            limit = min(map(_written_ns, this_save.files.values()))
+        for other in others:
+            for path in other.files.values():
+                if _written_ns(path) < limit:
+                    path.unlink(missing_ok=True)
+        return
+    # A kill may come before this save is whole, so the newest whole one must stay.
+    whole = [other for other in others if other.is_whole]
+    kept = max(whole or others, key=_Save.written_ns, default=None)
+    for other in others:
+        if other is not kept and rank in other.files:
+            other.files[rank].unlink(missing_ok=True)
 
 
 def _temporary(path: Path, rank: int) -> Path:
     # One name per rank: the next save overwrites a file that a kill has left.
     return path.with_name(f".saving_{rank}.tmp")
-
-
-def _delete(paths: Iterator[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _written_ns(path: Path) -> int:
@@ -186,18 +192,22 @@ def read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             # torch does not compress. A compressed entry could be far larger than the file.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise CheckpointError(f"the checkpoint {path} has compressed entries, which torch does not write")
+                raise CheckpointError(
+                    f"the checkpoint {path} has compressed entries, which torch does not write"
+                )
             damaged = archive.testzip()
         if damaged is not None:
-            raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong"
+            )
         # By default tensors go to the GPU that they were saved from, which may be another worker's.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, CheckpointError):
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files of version 3.0 do): "
-            f"{str(error).splitlines()[0]}"
+            f"the checkpoint {path} is damaged or holds pickled code, which is not run "
+            f"(files of version 3.0 do): {str(error).splitlines()[0]}"
         ) from error
     # A damaged pickle may raise an exception of nearly any type.
     except Exception as error:
@@ -206,12 +216,15 @@ def read(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}")
+        saved_format = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(
+            f"the checkpoint {path} has format {saved_format!r}; this version reads format {FORMAT}"
+        )
     for name, kind in _KINDS.items():
         if not isinstance(state.get(name), kind):
             raise CheckpointError(
-                f"the checkpoint {path} is damaged: its entry {name!r} is a {type(state.get(name)).__name__}"
+                f"the checkpoint {path} is damaged: its entry {name!r} is a "
+                f"{type(state.get(name)).__name__}"
             )
     return state
 
@@ -219,7 +232,9 @@ def read(path: Path) -> dict[str, Any]:
 def _check_regular(path: Path) -> None:
     """Refuse a folder, a pipe or a device; opening a pipe would wait for its writer."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"the checkpoint {path} must be a regular file, not a folder, a pipe or a device")
+        raise CheckpointError(
+            f"the checkpoint {path} is a folder, a pipe or a device, not a regular file"
+        )
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:
@@ -233,7 +248,8 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
         epoch: The epoch; None for the newest save.
 
     Returns:
-        The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has none of this worker.
+        The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has
+        none of this worker.
 
     Raises:
         CheckpointError: No save exists, or none can be read.
@@ -244,16 +260,20 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
             if failures:
                 _log.warning("%s; trying the one before it", failures[-1])
             return candidate, candidate.read()
-        except FileNotFoundError:  # rank 0 has no file, or a worker deleted one in the meantime
+        except FileNotFoundError:
+            # Rank 0 has no file, or a worker deleted one in the meantime.
             continue
         except CheckpointError as error:
             # The save before this one is tried next; if there is none, all failures are reported.
             failures.append(str(error))
     if failures:
         raise CheckpointError("; ".join(failures))
-    wanted = f"of epoch {epoch} " if epoch is not None else ""
-    looked_for = names.epoch_name(epoch, rank) if epoch is not None else f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
-    raise CheckpointNotFoundError(f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}")
+    wanted, looked_for = "", f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
+    if epoch is not None:
+        wanted, looked_for = f"of epoch {epoch} ", names.epoch_name(epoch, rank)
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}"
+    )
 
 
 @dataclass(frozen=True)
@@ -261,7 +281,8 @@ class Candidate:
     """The files of a save that one worker may read.
 
     Attributes:
-        first: Rank 0's file; None if this folder has only files of other workers because it is not shared.
+        first: Rank 0's file; None if this folder has only files of other workers because it is not
+            shared.
         own: This worker's file; None if it is missing or is rank 0's.
         lacks_parts: True for a save of the best epoch that lacks parts of some workers.
     """
@@ -278,7 +299,10 @@ class Candidate:
         return path
 
     def read(self) -> dict[str, Any]:
-        """Read the state. A save is readable if rank 0's file is, so that all workers choose the same save."""
+        """Read the state.
+
+        A save is readable if rank 0's file is, so that all workers choose the same save.
+        """
         if self.first is None or self.own is None:
             return read(self.path)
         first = read(self.first)
@@ -297,8 +321,9 @@ class Candidate:
 def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidate]:
     """Find the saves that a worker may continue from, the best choice first.
 
-    The epochs come first, from the newest to the oldest, and then the best epoch. A save that is not whole comes after
-    all others of its kind. So a run that was killed while it saved continues from the previous save.
+    The epochs come first, from the newest to the oldest, and then the best epoch. A save that is
+    not whole comes after all others of its kind. So a run that was killed while it saved continues
+    from the previous save.
 
     Args:
         folder: The folder.
@@ -334,21 +359,26 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     """Return the save of one epoch, and True if it is whole."""
     if 0 not in files:
         return Candidate(None, files[rank]), False
-    alone = _header(files[rank]) if rank in files else None
-    # With Horovod torch knows one worker only, so each worker's file is a whole save.
-    if rank > 0 and alone is not None and alone.world_size == 1:
-        return Candidate(None, files[rank]), True
-    headers = {0: _header(files[0])}
-    world_size = headers[0].world_size if headers[0] is not None else None
+    if rank > 0 and rank in files:
+        # With Horovod torch knows one worker only, so each worker's file is a whole save.
+        header = _header(files[rank])
+        if header is not None and header.world_size == 1:
+            return Candidate(None, files[rank]), True
+    first = _header(files[0])
 
+    @functools.cache
     def belongs(other: int) -> bool:
-        if other in files and other not in headers:
-            headers[other] = _header(files[other])
         # A damaged file has no header; it counts here, because reading it reports the damage.
-        return other in files and headers[other] in (None, headers[0])
+        return other in files and _header(files[other]) in (None, first)
 
     own = files[rank] if rank != 0 and belongs(rank) else None
-    return Candidate(files[0], own), world_size is None or all(belongs(other) for other in range(world_size))
+    # Versions that did not save the number of workers count as whole.
+    is_whole = (
+        first is None
+        or first.world_size is None
+        or all(belongs(other) for other in range(1, first.world_size))
+    )
+    return Candidate(files[0], own), is_whole
 
 
 def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
@@ -356,16 +386,20 @@ def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
     saves = _best_saves(folder)
     path = folder / names.BEST_NAME
     header = _header(path)
-    parts = saves.pop(header.save, _Save()) if header is not None and header.save is not None else _Save()
-    is_whole = header is None or all(other in parts.files for other in range(1, header.world_size or 1))
-    best = Candidate(path, parts.files.get(rank) if rank else None, lacks_parts=not is_whole)
+    best_save = _Save()
+    is_whole = True
+    if header is not None:
+        if header.save is not None:
+            best_save = saves.pop(header.save, best_save)
+        is_whole = all(other in best_save.files for other in range(1, header.world_size or 1))
+    best = Candidate(path, best_save.part_of(rank), lacks_parts=not is_whole)
     if is_whole:
         yield best
     for save in sorted(saves.values(), key=_Save.written_ns, reverse=True):
         if save.is_whole:
             if not is_whole:
                 _warn_of_partial([names.BEST_NAME])
-            yield Candidate(save.files[0], save.files.get(rank) if rank else None)
+            yield Candidate(save.files[0], save.part_of(rank))
     if not is_whole:
         yield best
 
@@ -381,6 +415,10 @@ class _Save:
     def is_whole(self) -> bool:
         return all(rank in self.files for rank in range(self.world_size))
 
+    def part_of(self, rank: int) -> Path | None:
+        """Return the file of a worker; None for rank 0, whose file has the whole state."""
+        return self.files.get(rank) if rank > 0 else None
+
     def written_ns(self) -> int:
         return max(map(_written_ns, self.files.values()), default=0)
 
@@ -395,7 +433,7 @@ def _best_saves(folder: Path) -> dict[str, _Save]:
 
 @dataclass(frozen=True)
 class _Header:
-    """The id and the world size of the save that a file belongs to; None in files of versions without them."""
+    """The id and the world size of the save of a file; None in files of versions without them."""
 
     save: str | None
     world_size: int | None
@@ -403,7 +441,8 @@ class _Header:
 
 def _header(path: Path) -> _Header | None:
     """Return the header of a checkpoint without reading its tensors; None if it cannot be read."""
-    # Every worker looks into the files of all workers, so reading whole files would take k times the time.
+    # Every worker looks into the files of all workers, so reading whole files would take k times
+    # the time.
     try:
         _check_regular(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -422,5 +461,7 @@ def _names(folder: Path) -> list[str]:
 def _warn_of_partial(names: Sequence[str]) -> None:
     for name in names:
         _log.warning(
-            "other workers' files of the same save as %s are missing, as after a kill: taking the save before", name
+            "other workers' files of the same save as %s are missing, as after a kill: "
+            "taking the save before",
+            name,
         )

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlbench_core.aggregation.pytorch.names import plain_name
+from mlbench_core.aggregation.pytorch.transport.names import plain_name
 from mlbench_core.checkpoint_names import BEST_NAME
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 
 __all__ = [
+    "MISFIT_ERRORS",
     "capture",
+    "capture_optional",
     "capture_tracker",
     "own_part",
     "restore",
@@ -33,6 +35,9 @@ __all__ = [
 
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
+MISFIT_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+"""Exceptions of objects that receive a state with other entries than their own."""
+
 
 def capture(name: str, target: Any) -> Any:
     """Return the state of an object as plain values."""
@@ -43,15 +48,22 @@ def capture(name: str, target: Any) -> Any:
     if hasattr(target, "set_epoch") and hasattr(target, "epoch"):
         return {"epoch": int(target.epoch)}
     raise TypeError(
-        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() and load_state_dict(), "
-        f"torch.Generator, and samplers with epoch and set_epoch()"
+        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() "
+        "and load_state_dict(), torch.Generator, and samplers with epoch and set_epoch()"
     )
 
 
+def capture_optional(name: str, target: Any) -> Any:
+    """Return the state of an object, or None for None."""
+    return None if target is None else capture(name, target)
+
+
 def restore(path: Path, name: str, target: Any, state: Any) -> None:
-    """Give an object the state that :func:`capture` took."""
+    """Restore an object from the state that :func:`capture` returned."""
     if state is None:
-        raise CheckpointError(f"the checkpoint {path} has no state of {name}; it was saved without one")
+        raise CheckpointError(
+            f"the checkpoint {path} has no state of {name}; it was saved without one"
+        )
     try:
         if isinstance(target, torch.Generator):
             target.set_state(state["generator"])
@@ -60,46 +72,51 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
             target.load_state_dict(state)
         else:
             target.set_epoch(state["epoch"])
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+    except MISFIT_ERRORS as error:
         # A KeyError has only the name of the entry as its text.
         reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
-            f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the class "
-            f"{type(target).__name__}: {reason}"
+            f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the "
+            f"class {type(target).__name__}: {reason}"
         ) from error
 
 
 def _check_settings(target: Any, state: Any) -> None:
-    """Refuse the state of another kind of optimizer, which torch takes, and fails in the first step.
+    """Refuse the state of another kind of optimizer.
 
-    A newer torch may have settings that an older state lacks. So only those count that each side has alone.
+    torch would accept it, and fail in the first step. A newer torch may have settings that an older
+    state lacks, so a state is refused only if each side has settings that the other lacks.
 
     Raises:
         ValueError: Both have settings that the other one lacks.
     """
-    groups = getattr(target, "param_groups", None)
-    saved = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping):
+        return
+    groups, saved = getattr(target, "param_groups", None), state.get("param_groups")
     if not (isinstance(groups, list) and isinstance(saved, list) and groups and saved):
         return
     if not (isinstance(groups[0], Mapping) and isinstance(saved[0], Mapping)):
         return
-    missing, unknown = sorted(groups[0].keys() - saved[0].keys()), sorted(saved[0].keys() - groups[0].keys())
+    missing = sorted(groups[0].keys() - saved[0].keys())
+    unknown = sorted(saved[0].keys() - groups[0].keys())
     if missing and unknown:
         raise ValueError(
-            f"it is the state of another optimizer, with the settings {', '.join(map(str, unknown))} and without "
-            f"{', '.join(missing)}"
+            "it is the state of another optimizer, with the settings "
+            f"{', '.join(map(str, unknown))} and without {', '.join(missing)}"
         )
 
 
 def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     """Return the part of a worker's state that differs from the state of rank 0.
 
-    If gradients are averaged, the part has the buffers of the model (such as BatchNorm's statistics) and the entries
-    that the optimizer lists as its ``own_state``. If weights are averaged, with neighbors or periodically, or the
-    workers train in subgroups, the part is the whole state.
+    If gradients are averaged, the part has the buffers of the model (such as BatchNorm's
+    statistics) and the entries that the optimizer lists as its ``own_state``. If weights are
+    averaged, with neighbors or periodically, or the workers train in subgroups, the part is the
+    whole state.
     """
     world_size = process_groups.world_size()
-    if getattr(optimizer, "agg_grad", True) is False or getattr(optimizer, "world_size", world_size) != world_size:
+    averages_weights = getattr(optimizer, "agg_grad", True) is False
+    if averages_weights or getattr(optimizer, "world_size", world_size) != world_size:
         return dict(state)
     # Weights are equal on all workers here, so storing them once, with rank 0, is enough.
     part = {**state, "partial": True, "model": {}, "optimizer": None}
@@ -107,39 +124,49 @@ def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         part["model"] = {name: value for name, value in state["model"].items() if name in buffers}
     if state["optimizer"] is not None:
-        part["optimizer"] = {key: state["optimizer"].get(key, {}) for key in getattr(optimizer, "own_state", ())}
+        own_keys = getattr(optimizer, "own_state", ())
+        part["optimizer"] = {key: state["optimizer"].get(key, {}) for key in own_keys}
     return part
 
 
 def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
-    """Give a model the state that :func:`capture` took; either of them may be compiled."""
+    """Restore a model from a state of :func:`capture`; either of them may be compiled."""
     # torch.compile adds a prefix to the names of parameters, so names are compared without it.
-    names = {plain_name(name): name for name in model.state_dict()} if isinstance(model, torch.nn.Module) else {}
-    restore(path, "model", model, {names.get(plain_name(name), name): value for name, value in state.items()})
+    names: dict[str, str] = {}
+    if isinstance(model, torch.nn.Module):
+        names = {plain_name(name): name for name in model.state_dict()}
+    renamed = {names.get(plain_name(name), name): value for name, value in state.items()}
+    restore(path, "model", model, renamed)
 
 
-def restore_optimizer(path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool) -> None:
-    """Give an optimizer its state, without aggregation memory of another worker or of another number of workers.
+def restore_optimizer(
+    path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool
+) -> None:
+    """Restore an optimizer, without the aggregation memory of another worker.
 
-    If the parts of other workers are missing, no worker restores its own aggregation memory.
+    The memory also does not fit if the number of workers differs. If the parts of other workers are
+    missing, no worker restores its own aggregation memory.
     """
-    of = state["optimizer"]
+    saved = state["optimizer"]
     here = process_groups.world_size()
     # Versions that did not save the number of workers saved only rank 0's file of the best epoch.
     then = state.get("world_size", 1 if path.name == BEST_NAME else here)
     is_own = state["rank"] == rank and then == here and not lacks_parts
-    if of is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
-        # An error memory belongs to one worker's gradients; with those of another it would correct the wrong error.
-        shared = optimizer.shared_state_dict(of)
-        if _count_tensors(shared) < _count_tensors(of):
+    if saved is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
+        # An error memory belongs to one worker's gradients; with those of another it would correct
+        # the wrong error.
+        shared = optimizer.shared_state_dict(saved)
+        if _count_tensors(shared) < _count_tensors(saved):
+            origin = f"worker {state['rank']} of {state.get('world_size', 'an unknown number')}"
+            if lacks_parts:
+                origin += ", without the parts of other workers"
             _log.warning(
-                "the memory of the aggregation of %s is reset: the checkpoint %s is of worker %d of %s%s, and this is "
-                "worker %d of %d",
-                type(optimizer).__name__, path, state["rank"], state.get("world_size", "an unknown number"),
-                ", without the parts of other workers" if lacks_parts else "", rank, here,
+                "the memory of the aggregation of %s is reset: the checkpoint %s is of %s, and "
+                "this is worker %d of %d",
+                type(optimizer).__name__, path, origin, rank, here,
             )  # fmt: skip
-        of = shared
-    restore(path, "optimizer", optimizer, of)
+        saved = shared
+    restore(path, "optimizer", optimizer, saved)
 
 
 def _count_tensors(value: Any) -> int:
@@ -154,19 +181,22 @@ _GOALS: dict[str, Any] = {kind.__name__: kind for kind in (AccuracyAfterTime, Ti
 
 def capture_tracker(tracker: Any) -> dict[str, Any]:
     """Return the state of a tracker, its goal and the id of its run."""
-    state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
+    state = None
+    if hasattr(tracker, "state_dict"):
+        state = _plain(tracker.state_dict(), "tracker")
     goal: Any = getattr(tracker, "goal", None)
-    kept: dict[str, Any] | None = None
+    goal_state: dict[str, Any] | None = None
     if type(goal) in _GOALS.values():
-        kept = {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")}
+        goal_state = {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")}
     elif goal is not None:
         # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
-        kept = {"kind": "code"}
-    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state, "goal": kept}
+        goal_state = {"kind": "code"}
+    run_id = _plain(getattr(tracker, "run_id", None), "tracker.run_id")
+    return {"run_id": run_id, "state": state, "goal": goal_state}
 
 
 def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
-    """Return a tracker with the state that :func:`capture_tracker` took: the one given, or a new one."""
+    """Return the tracker, or a new one, with the state that :func:`capture_tracker` took."""
     saved = state["tracker"]
     if saved is None or saved["state"] is None:
         if tracker is not None:
@@ -181,26 +211,36 @@ def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: An
 
 
 def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
-    """Return the goal that :func:`capture_tracker` took, or None if it was a function of the script."""
+    """Return the goal of :func:`capture_tracker`, or None if it was a function of the script."""
     if saved is None:
         return None
     if saved["kind"] in _GOALS:
         return _GOALS[saved["kind"]](**saved["fields"])
-    _log.warning("the tracker of the checkpoint %s has no goal now, because code is not saved: set tracker.goal", path)
+    _log.warning(
+        "the tracker of the checkpoint %s has no goal now, because code is not saved: "
+        "set tracker.goal",
+        path,
+    )
     return None
 
 
-_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN = (
+    torch.Tensor, torch.dtype, torch.device, torch.Size,
+    str, bytes, bool, int, float, complex, type(None),
+)  # fmt: skip
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a copy of ``value`` that ``torch.load(weights_only=True)`` reads, with subclasses made plain types."""
+    """Return a copy that ``torch.load(weights_only=True)`` reads; subclasses become plain types."""
     if type(value) in _PLAIN or type(value) is torch.nn.Parameter:
         return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        copy = {_plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        copy = {
+            _plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]")
+            for key, item in value.items()
+        }
         if isinstance(value, OrderedDict):
             return OrderedDict(copy)
         return Counter(copy) if isinstance(value, Counter) else copy
@@ -211,27 +251,38 @@ def _plain(value: Any, name: str) -> Any:
         return value.as_subclass(torch.Tensor)
     if isinstance(value, str):
         return str.__str__(value)
-    # A subclass of a number, such as a member of an enumeration, would need its class when it is read.
+    # A subclass of a number, such as a member of an enumeration, would need its class when it is
+    # read.
     for scalar in (int, float):
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain Python "
-        f"values only, so that reading one never runs code: let state_dict() return only these"
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds "
+        "tensors and plain Python values only, so that reading one never runs code: let "
+        "state_dict() return only these"
     )
 
 
 def rng_state() -> dict[str, Any]:
     """Return the states of the global random generators."""
-    numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what data sets and scripts draw from
+    # Data sets and scripts draw from the global generator.
+    numpy_state = np.random.get_state()  # noqa: NPY002
     _, keys, position, has_gauss, cached = numpy_state
+    cuda_state = None
+    # Reading the state of an unused GPU would initialize CUDA and take memory there.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        cuda_state = torch.cuda.get_rng_state()
     return {
         "torch": torch.get_rng_state(),
-        # Reading the state of an unused GPU would initialize CUDA and take memory there.
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": cuda_state,
         "python": random.getstate(),
         # A tensor, because torch.load(weights_only=True) rejects NumPy arrays.
-        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
 
 
@@ -243,4 +294,5 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    numpy_state = ("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    np.random.set_state(numpy_state)  # noqa: NPY002

@@ -18,9 +18,9 @@ __all__ = ["CheckpointsEvaluationControlFlow"]
 class CheckpointsEvaluationControlFlow:
     """An evaluation of the models that a run saved after each of its epochs.
 
-    Every worker loads its own checkpoint of an epoch. The weights are averaged over the workers, and the averaged model
-    is evaluated on the data of all workers. Run it with the number of workers that trained. The run must have saved
-    :attr:`CheckpointFreq.ALL` checkpoints.
+    Every worker loads its own checkpoint of an epoch. The weights are averaged over the workers,
+    and the averaged model is evaluated on the data of all workers. Run it with the number of
+    workers that trained. The run must have saved :attr:`CheckpointFreq.ALL` checkpoints.
 
     Args:
         ckpt_dir: Folder of the checkpoints.
@@ -32,7 +32,8 @@ class CheckpointsEvaluationControlFlow:
         loss_function: Called ``(output, target)``; returns the mean loss of a batch.
         metrics: The metrics.
         use_cuda: True to move batches to the current GPU.
-        dtype: Type of floating-point data, as in :func:`~mlbench_core.controlflow.pytorch.validation_round`.
+        dtype: Type of floating-point data, as in
+            :func:`~mlbench_core.controlflow.pytorch.validation_round`.
         max_batch_per_epoch: Largest number of batches for each evaluation; None for all.
     """
 
@@ -70,7 +71,8 @@ class CheckpointsEvaluationControlFlow:
             dataloader: This worker's pairs (data, target).
 
         Returns:
-            One dict per epoch, in order: ``"epoch"``, ``"loss"`` and each metric by its name, over all workers.
+            One dict per epoch, in order: ``"epoch"``, ``"loss"`` and each metric by its name, over
+            all workers.
 
         Raises:
             CheckpointError: A checkpoint is missing, damaged or does not fit the model.
@@ -78,7 +80,9 @@ class CheckpointsEvaluationControlFlow:
         return [self._evaluate(epoch, dataloader) for epoch in self.epochs]
 
     def _evaluate(self, epoch: int, dataloader: Iterable[Any]) -> dict[str, float]:
-        self.model = self.checkpointer.load_model_by_epoch(self.ckpt_dir, self.rank, epoch, self.model)
+        self.model = self.checkpointer.load_model_by_epoch(
+            self.ckpt_dir, self.rank, epoch, self.model
+        )
         # Workers may have different weights: in decentralized training, or between two averages.
         AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         values, loss = validation_round(
@@ -90,4 +94,7 @@ class CheckpointsEvaluationControlFlow:
             use_cuda=self.use_cuda,
             max_batches=self.max_batch_per_epoch,
         )
-        return {"epoch": epoch, "loss": loss, **{metric.name: value for metric, value in values.items()}}
+        entry: dict[str, float] = {"epoch": epoch, "loss": loss}
+        for metric, value in values.items():
+            entry[metric.name] = value
+        return entry

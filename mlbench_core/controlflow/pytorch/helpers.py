@@ -5,4 +5,5 @@ import sys
 from mlbench_core.controlflow.pytorch import batches
 from mlbench_core.controlflow.pytorch.batches import *  # noqa: F403
 
-sys.modules[__name__] = batches  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = batches

@@ -41,8 +41,9 @@ Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
 class Run:
     """The arguments of a task on one worker, and the work around epochs that all tasks share.
 
-    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
-    one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
+    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and
+    its goal, and trains one epoch in the body of ``for epoch in run.epochs(...)``. Start it with
+    :func:`run_task`.
 
     Use it as a context manager: the tracker is closed at the end, also after an exception.
 
@@ -59,14 +60,17 @@ class Run:
         tracker: The tracker that :meth:`track` made.
 
     Args:
-        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which every command line
-            of a task has, and the arguments of :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
+        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which
+            every command line of a task has, and the arguments of
+            :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
         rank: As above.
         world_size: As above.
         dataset_dir: As above.
         ckpt_run_dir: As above.
-        open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
-        output_dir: The result folder, to which a run that only validates writes its statistics; None for no file.
+        open_results: Return the result folder of a run with the given goal; None for a run that
+            leaves none.
+        output_dir: The result folder, to which a run that only validates writes its statistics;
+            None for no file.
 
     Example:
         >>> import tempfile
@@ -79,15 +83,18 @@ class Run:
         >>> from mlbench_core.optim.pytorch import CentralizedSGD
         >>> def train(run):
         ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
-        ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+        ...     model, loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
+        ...     metrics = [TopKAccuracy(topk=1)]
         ...     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=1.0)
         ...     tracker = run.track(metrics)
         ...
         ...     def validate():
-        ...         return validation_round(batches, model, loss_function, metrics, "fp32", tracker=tracker)
+        ...         return validation_round(batches, model, loss, metrics, "fp32", tracker=tracker)
         ...
         ...     for epoch in run.epochs(model, optimizer, None, validate):
-        ...         train_round(batches, model, optimizer, loss_function, metrics, None, "fp32", tracker=tracker)
+        ...         train_round(
+        ...             batches, model, optimizer, loss, metrics, None, "fp32", tracker=tracker
+        ...         )
         ...     print(tracker.current_epoch, tracker.best_metric_value)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
@@ -129,26 +136,33 @@ class Run:
         self._open.__exit__(*error)
 
     def track(
-        self, metrics: Iterable[MLBenchMetric], goal: Goal | Callable[[], Goal] | None = None, **options: Any
+        self,
+        metrics: Iterable[MLBenchMetric],
+        goal: Goal | Callable[[], Goal] | None = None,
+        **options: Any,
     ) -> Tracker:
-        """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
+        """Make the run's tracker and its result folder.
 
-        Rank 0 also writes to the sinks of ``--sink``, see :func:`~mlbench_core.tracking.sinks.make_sink`.
+        Every worker calls it once, before :meth:`epochs`. Rank 0 also writes to the sinks of
+        ``--sink``, see :func:`~mlbench_core.tracking.sinks.make_sink`.
 
         Args:
-            metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
-            goal: The goal that ends the run; None for a run that trains all epochs. With ``--goal-after``, the goal is
-                the best value of its metric after that time, and all workers stop after the same validation.
-            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``sinks`` and
-                ``minimize``. For a goal on the primary metric, ``minimize`` is by default that of the goal.
+            metrics: The run's metrics; the first is the primary one, which decides about the best
+                checkpoint.
+            goal: The goal that ends the run; None for a run that trains all epochs. With
+                ``--goal-after``, the goal is the best value of its metric after that time, and all
+                workers stop after the same validation.
+            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as
+                ``sinks`` and ``minimize``. For a goal on the primary metric, ``minimize`` is by
+                default that of the goal.
 
         Returns:
             The tracker, which is ``run.tracker`` from now on.
 
         Raises:
             ConfigurationError: ``--goal-after`` is given, and ``goal`` is not a
-                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or ``minimize`` contradicts a goal on the primary
-                metric.
+                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or ``minimize`` contradicts a
+                goal on the primary metric.
         """
         sinks, metrics, goal = list(options.pop("sinks", ())), list(metrics), as_goal(goal)
         primary = f"val_global_{metrics[0].name}" if metrics else None
@@ -156,7 +170,8 @@ class Run:
             minimize = options.setdefault("minimize", goal.minimize)
             if minimize != goal.minimize:
                 raise ConfigurationError(
-                    f"minimize must be {goal.minimize}, as in the goal on {goal.metric}, not {minimize}: leave it out"
+                    f"minimize must be {goal.minimize}, as in the goal on {goal.metric}, "
+                    f"not {minimize}: leave it out"
                 )
         if self.args.goal_after is not None:
             goal = _after_time(goal, self.args.goal_after)
@@ -164,7 +179,8 @@ class Run:
             continues = self.args.resume or self.validation_only
             sinks += [make_sink(text, self.run_id, continues) for text in self.args.sink]
         if self._open_results is not None and not self.validation_only:
-            # Entered before the tracker, so that it ends after the tracker has written its last numbers.
+            # Entered before the tracker, so that it ends after the tracker has written its last
+            # numbers.
             results = self._open.enter_context(self._open_results(goal))
             sinks.append(results.sink)
         self.tracker = Tracker(metrics, self.run_id, self.rank, goal, sinks=sinks, **options)
@@ -182,42 +198,55 @@ class Run:
     ) -> Iterator[int]:
         """Yield the numbers of the epochs to train; validate and save a checkpoint after each.
 
-        The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent. Every worker must
-        iterate over them. The command line decides about the rest:
+        The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent.
+        Every worker must iterate over them. The command line decides about the rest:
 
-        * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one after every epoch
-          instead of the best only.
-        * ``--validation_only`` loads every checkpoint of the run, validates it, and yields no epoch. Rank 0 writes
-          ``val_stats.json`` and ``train_stats.json`` to the result folder. Both are lists with an entry for each
-          checkpoint: ``epoch`` (the number of finished epochs), ``loss`` and each metric by its name. The first has the
-          results of the validation. The second has the means of rank 0's training batches in the last epoch, as they
-          were recorded in training.
+        * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one
+          after every epoch instead of the best only.
+        * ``--validation_only`` loads every checkpoint of the run, validates it, and yields no
+          epoch. Rank 0 writes ``val_stats.json`` and ``train_stats.json`` to the result folder.
+          Both are lists with an entry for each checkpoint: ``epoch`` (the number of finished
+          epochs), ``loss`` and each metric by its name. The first has the results of the
+          validation. The second has the means of rank 0's training batches in the last epoch, as
+          they were recorded in training.
 
-        A scheduler that waits for a plateau steps with the loss of each validation. Other schedulers step if the task
-        steps them. At the end rank 0 sends the summary of the run to the master.
+        A scheduler that waits for a plateau steps with the loss of each validation. Other
+        schedulers step if the task steps them. At the end rank 0 sends the summary of the run to
+        the master.
 
         Args:
             model: The model.
             optimizer: Its optimizer.
             scheduler: Its learning rate schedule; None for a constant rate.
-            validate: Return the metrics' values and the loss of the validation data of all workers. The result is
-                recorded here.
+            validate: Return the metrics' values and the loss of the validation data of all workers.
+                The result is recorded here.
             extra: More objects with a state to save and restore, by name.
             budget: Largest number of epochs; None for ``--epochs``.
 
         Yields:
-            The epoch's number, from 0. A resumed run continues after the last epoch of its checkpoint.
+            The epoch's number, from 0. A resumed run continues after the last epoch of its
+            checkpoint.
 
         Raises:
-            CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint exists.
-            CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
-            ConfigurationError: Nothing has recorded the statistic of the goal until the end of the first validation.
+            CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint
+                exists.
+            CheckpointError: A checkpoint cannot be read or written, or does not fit the objects
+                given.
+            ConfigurationError: Nothing has recorded the statistic of the goal until the end of the
+                first validation.
         """
         args, tracker = self.args, self.tracker
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
         checkpointer = Checkpointer(self.ckpt_run_dir, self.rank, frequency)
         load = partial(
-            Checkpointer.load, self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
+            Checkpointer.load,
+            self.ckpt_run_dir,
+            self.rank,
+            model,
+            optimizer,
+            scheduler,
+            tracker=tracker,
+            extra=extra,
         )
         if args.resume and not self.validation_only:
             checkpointer, *_ = self._load_together(load)
@@ -233,9 +262,10 @@ class Run:
             is_best = validate_and_record()
             needed = getattr(tracker.goal, "metric", None)
             if isinstance(needed, str) and needed not in tracker.records:
+                recorded = ", ".join(sorted(tracker.records))
                 raise ConfigurationError(
-                    f"metric of the goal must be a statistic that this run records, not {needed!r}: use one of "
-                    f"{', '.join(sorted(tracker.records))}"
+                    "metric of the goal must be a statistic that this run records, not "
+                    f"{needed!r}: use one of {recorded}"
                 )
             return is_best
 
@@ -244,18 +274,22 @@ class Run:
             return
         # The wall clock starts after the data, the model and a checkpoint are loaded.
         tracker.start()
-        # Within an epoch only the best model is saved, also with --checkpoint: its files are those of whole epochs.
+        # Within an epoch only the best model is saved, also with --checkpoint: its files are those
+        # of whole epochs.
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
-        self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
+        self._save_part = partial(
+            within_epochs.save, tracker, model, optimizer, scheduler, extra=extra
+        )
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
             # parts() has already validated after the last part.
-            is_best = validate_in_training() if self._is_best is None else self._is_best
+            if self._is_best is None:
+                self._is_best = validate_in_training()
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
+            checkpointer.save(tracker, model, optimizer, scheduler, self._is_best, extra=extra)
             if self._limit.ends(tracker):
                 break
         tracker.publish_summary(self.world_size)
@@ -265,9 +299,9 @@ class Run:
     ) -> Iterator[EpochPart]:
         """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
 
-        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch, and so does
-        the limit of the training time that a sweep sets.
-        The arguments are those of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
+        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the
+        epoch, and so does the limit of the training time that a sweep sets. The arguments are those
+        of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
 
         Yields:
             The parts. Read each of them before you ask for the next one.
@@ -280,7 +314,7 @@ class Run:
             if part.is_last or is_reached or self._limit.is_over(self.tracker):
                 return
             self._save_part(self._is_best)
-            # Each part has means of its own.
+            # Each part has its own means.
             self.tracker.reset_epoch_stats()
 
     def _load_together(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -291,28 +325,42 @@ class Run:
         except CheckpointError as error:
             refused = error
         if not smallest(int(refused is None)):
-            raise refused or CheckpointError("another worker cannot continue from its checkpoint: see its error")
+            raise refused or CheckpointError(
+                "another worker cannot continue from its checkpoint: see its error"
+            )
         return loaded
 
-    def _validate_checkpoints(self, load: Callable[..., object], validate: Callable[[], object]) -> None:
-        """Load and validate every checkpoint of an epoch, or else the best one; rank 0 writes the statistics."""
+    def _validate_checkpoints(
+        self, load: Callable[..., object], validate: Callable[[], object]
+    ) -> None:
+        """Load and validate every checkpoint of an epoch, or else the best one.
+
+        Rank 0 writes the statistics.
+        """
         tracker = self.tracker
         names = ["loss", *(metric.name for metric in tracker.metrics)]
         stats: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
-        # Workers may have folders of their own, in which a kill left different files. All must load the same epochs.
-        found = saved_epochs(self.ckpt_run_dir, self.rank)
-        newest = smallest(max(found, default=-1))
-        kept: list[int | None] = [epoch for epoch in range(newest + 1) if smallest(int(epoch in found))]
-        for epoch in kept or [None]:
+        # Workers may have different folders, in which a kill left different files. All must load
+        # the same epochs.
+        own_epochs = saved_epochs(self.ckpt_run_dir, self.rank)
+        newest = smallest(max(own_epochs, default=-1))
+        # smallest() is a message of all workers, so each of them asks for the same numbers.
+        epochs: list[int | None] = []
+        for number in range(newest + 1):
+            if smallest(int(number in own_epochs)):
+                epochs.append(number)
+        for epoch in epochs or [None]:
             load(epoch=epoch)
             # A checkpoint from within an epoch has the means of its last validation.
             tracker.reset_epoch_stats()
             validate()
             for part, prefix in (("train", "train_"), ("val", "val_global_")):
-                series = {name: tracker.records.get(prefix + name) for name in names}
-                latest = {name: next(reversed(by_epoch.values())) for name, by_epoch in series.items() if by_epoch}
-                numbers = {name: finite(value) for name, value in latest.items()}
-                stats[part].append({"epoch": tracker.current_epoch, **numbers})
+                entry: dict[str, Any] = {"epoch": tracker.current_epoch}
+                for name in names:
+                    by_epoch = tracker.records.get(prefix + name)
+                    if by_epoch:
+                        entry[name] = finite(next(reversed(by_epoch.values())))
+                stats[part].append(entry)
         if self.rank == 0 and self._output_dir is not None:
             for part, entries in stats.items():
                 with replacing(Path(self._output_dir, f"{part}_stats.json")) as temporary:
@@ -320,10 +368,10 @@ class Run:
 
 
 class _AgreedAfterTime(AccuracyAfterTime):
-    """The goal of ``--goal-after``, for several workers with clocks of their own."""
+    """The goal of ``--goal-after``, for several workers whose clocks differ."""
 
     def is_over(self, train_time_s: float) -> bool:
-        """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""
+        """Return True on all workers as soon as the time of one is over."""
         return any_is_over(train_time_s, self.budget_s)
 
 
@@ -331,9 +379,12 @@ def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:
     """Return the goal of the best value of the same metric after a training time."""
     if not isinstance(goal, TimeToGoal):
         raise ConfigurationError(
-            f"--goal-after needs a task whose goal is a value of a metric (TimeToGoal), not {goal!r}: leave it out"
+            "--goal-after needs a task whose goal is a value of a metric (TimeToGoal), "
+            f"not {goal!r}: leave it out"
         )
-    return _AgreedAfterTime(seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}"))
+    return _AgreedAfterTime(
+        seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}")
+    )
 
 
 def run_task(
@@ -346,9 +397,10 @@ def run_task(
 ) -> None:
     """Read a task's command line, connect the workers and train.
 
-    The global random generators are seeded with ``--seed``, the same on every worker. The run leaves a result folder,
-    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none.
-    After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
+    The global random generators are seeded with ``--seed``, the same on every worker. The run
+    leaves a result folder, ``<root-output>/<uid>/<run_id>``, see
+    :mod:`mlbench_core.results.folder`. A run that only validates leaves none. After the training,
+    rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     Args:
@@ -366,7 +418,9 @@ def run_task(
     ) -> None:  # fmt: skip
         # Before the workers meet: a wrong argument then ends each of them at once.
         if args.goal_after is not None and args.light_target:
-            raise ConfigurationError("--goal-after gives the run another goal: it does not go with --light")
+            raise ConfigurationError(
+                "--goal-after gives the run another goal: it does not go with --light"
+            )
         if prepare is not None:
             prepare(args)
         with initialize_backends(
@@ -379,11 +433,20 @@ def run_task(
             timeout_s=args.timeout,
         ) as (rank, world_size, _):
             open_results = partial(
-                task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
+                task_results,
+                args,
+                uid,
+                rank,
+                world_size,
+                backend,
+                output_dir=output_dir,
+                dataset_dir=dataset_dir,
             )
-            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results, output_dir) as run:
+            with Run(
+                args, rank, world_size, dataset_dir, ckpt_run_dir, open_results, output_dir
+            ) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
-                logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
+                logger.info("goal reached" if run.tracker.goal_reached else "goal not reached")
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)

@@ -31,7 +31,7 @@ class _ProcessGroup(run_results.Workers):
     def sum(self, numbers: Sequence[int]) -> list[int]:
         total = get_backend_tensor(torch.tensor(numbers, dtype=torch.int64))
         dist.all_reduce(total)
-        return [int(number) for number in total.tolist()]
+        return list(map(int, total.tolist()))
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
         is_sender = process_groups.rank() == sender
@@ -42,7 +42,9 @@ class _ProcessGroup(run_results.Workers):
             length = min(_CHUNK_BYTES, size - start)
             chunk = torch.zeros(length, dtype=torch.uint8)
             if is_sender:
-                chunk = torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.uint8)
+                chunk = torch.frombuffer(
+                    bytearray(content[start : start + length]), dtype=torch.uint8
+                )
             chunk = get_backend_tensor(chunk)
             dist.broadcast(chunk, src=sender)
             received += chunk.cpu().numpy().tobytes()
@@ -50,28 +52,34 @@ class _ProcessGroup(run_results.Workers):
 
 
 class RunResults(run_results.RunFolder):
-    """The result folder of a run; every worker makes one at the same time, after the process group exists.
+    """The result folder of a run.
 
-    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
-    also after an exception. The tasks do this through :class:`~mlbench_core.controlflow.pytorch.run.Run`.
+    Every worker makes one at the same time, after the process group exists. Pass :attr:`sink` to
+    the tracker. Use it as a context manager around the tracker: at its end the
+    result is written, also after an exception. The tasks do this through
+    :class:`~mlbench_core.controlflow.pytorch.run.Run`.
 
     Args:
-        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so
+            on.
         configuration: The program of the run and its settings.
         run_id: Id of the run.
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
+        resume: True to continue the run in this folder. Its files stay as they are until the
+            training starts.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
-            run has other settings than its first part.
-        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written
+            to. Or a resumed run has other settings than its first part.
+        MLBenchError: At the end of the block, the training has finished, but its result could not
+            be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.
-        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other
+            ranks.
 
     Example:
         >>> import pathlib, tempfile
@@ -97,7 +105,13 @@ class RunResults(run_results.RunFolder):
         resume: bool = False,
     ) -> None:
         super().__init__(
-            folder, configuration, run_id, rank, environment=environment, resume=resume, workers=_ProcessGroup()
+            folder,
+            configuration,
+            run_id,
+            rank,
+            environment=environment,
+            resume=resume,
+            workers=_ProcessGroup(),
         )
 
 
@@ -112,10 +126,13 @@ def task_results(
     output_dir: str,
     dataset_dir: str,
 ) -> RunResults:
-    """Open the result folder of a task from its command line; every worker calls it at the same time.
+    """Open the result folder of a task from its command line.
+
+    Every worker calls it at the same time.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         uid: The task's name in paths, such as ``"task1a"``.
         rank: Rank of this worker.
         world_size: Number of workers.

@@ -34,26 +34,33 @@ class TrainLimit:
         try:
             self.seconds = float(text)
         except ValueError:
+            # Fails the comparison below.
             self.seconds = math.nan
         if not 0 < self.seconds < math.inf:
-            raise ConfigurationError(f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out")
+            raise ConfigurationError(
+                f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out"
+            )
 
     def is_over(self, tracker: Tracker) -> bool:
-        """Return True on all workers if one has trained for the limit, and the goal is not reached."""
+        """Return True on all workers if one has trained for the limit without the goal."""
         if self.seconds is None or tracker.goal_reached:
             return False
         return any_is_over(tracker.get_total_train_time(), self.seconds)
 
     def ends(self, tracker: Tracker) -> bool:
-        """Return what :meth:`is_over` does, and log that the training ends."""
+        """Return the result of :meth:`is_over`, and log that the training ends."""
         is_over = self.is_over(tracker)
         if is_over:
-            logger.info("the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT)
+            logger.info(
+                "the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT
+            )
         return is_over
 
 
 def any_is_over(train_time_s: float, limit_s: float) -> bool:
-    """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's.
+    """Return True on all workers as soon as the time of one is over.
+
+    The time of a run is that of its slowest worker.
 
     Args:
         train_time_s: Seconds of training of this worker. Every worker calls the function.

@@ -1,4 +1,4 @@
-"""Train and validate translation models with batches of N tokens, in which every token has the same weight.
+"""Train and validate translation models, in which every token has the same weight.
 
 Batches are dictionaries as the ``collater`` of
 :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset` makes them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,15 @@ def epoch_parts(
 ) -> Iterator[EpochPart]:
     """Split the batches of an epoch into parts, to validate after each part.
 
-    Every worker must call it, because all workers use the same parts: those of the worker with the fewest batches.
+    Every worker must call it, because all workers use the same parts: those of the worker with the
+    fewest batches.
 
     Args:
         batches: Batches of this worker, with a length.
-        share: Share of the epoch in one part, above 0 and at most 1. The last part has the remaining batches.
-        update_freq: Number of batches of each worker before an update. Every part except the last ends with an update.
+        share: Share of the epoch in one part, above 0 and at most 1. The last part has the
+            remaining batches.
+        update_freq: Number of batches of each worker before an update. Every part except the last
+            ends with an update.
         most: Largest number of batches in the epoch; None for all.
 
     Yields:
@@ -76,11 +80,16 @@ def epoch_parts(
         [(['a', 'b'], False), (['c', 'd'], False), (['e', 'f'], False), (['g', 'h'], True)]
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part")
+        raise ValueError(
+            f"share must be above 0 and at most 1, not {share}: "
+            "give the share of an epoch in one part"
+        )
     # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))
-    total = total if most is None else min(total, most)
+    if most is not None:
+        total = min(total, most)
     updates = -(-total // update_freq)
+    # A part has whole updates, so no validation finds gradients that were not applied yet.
     length = max(1, round(share * updates)) * update_freq
     # All parts share one iterator, so that no part draws batches of another.
     iterator = iter(batches)
@@ -100,26 +109,32 @@ def train_round_by_tokens(
     use_cuda: bool = False,
     tracker: Tracker | None = None,
 ) -> float:
-    r"""Train for one epoch with updates along the mean gradient of all tokens that all workers read for them.
+    r"""Train for one epoch with updates along the mean gradient of the tokens of all workers.
 
-    With k workers, u = ``update_freq`` batches of each before an update, the summed loss :math:`L_{ij}` of worker i's
-    j-th batch and :math:`n_{ij}` tokens in it, an update follows
+    With k workers, u = ``update_freq`` batches of each before an update, the summed loss
+    :math:`L_{ij}` of worker i's j-th batch and :math:`n_{ij}` tokens in it, an update follows
 
-    .. math:: g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}{\sum_{i=1}^{k} \sum_{j=1}^{u} n_{ij}},
+    .. math::
+        g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}
+                 {\sum_{i=1}^{k} \sum_{j=1}^{u} n_{ij}},
 
-    the gradient of one batch of all these tokens, however they are distributed. It costs a message of 8 bytes for the
-    denominator n. An optimizer with a loss scale divides by k u in half precision, which keeps the sum in range, and
-    by n / (k u) in float32. The last update of an epoch may have fewer batches than u.
+    the gradient of one batch of all these tokens, however they are distributed. It costs a message
+    of 8 bytes for the denominator n. An optimizer with a loss scale divides by k u in half
+    precision, which keeps the sum in range, and by n / (k u) in float32. The last update of an
+    epoch may have fewer batches than u.
 
     All workers train on the same number of batches, that of the worker with the fewest.
 
     Args:
-        dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's arguments by name,
-            ``target`` and ``ntokens``, the number of tokens of the target that the loss counts.
-        model: The model. It returns scores, or a tuple that begins with them, and is set to training mode.
-        optimizer: An optimizer that divides by the ``denom`` of its ``step`` (``average_custom=True``): a
-            :class:`~mlbench_core.optim.pytorch.presets.CustomCentralizedOptimizer` or a
-            :class:`~mlbench_core.optim.pytorch.half_precision.FP16Optimizer`.
+        dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's
+            arguments by name, ``target`` and ``ntokens``, the number of tokens of the target that
+            the loss counts.
+        model: The model. It returns scores, or a tuple that begins with them, and is set to
+            training mode.
+        optimizer: An optimizer that divides by the ``denom`` of its ``step``
+            (``average_custom=True``): a
+            :class:`~mlbench_core.optim.pytorch.all_reduce.CustomCentralizedOptimizer` or a
+            :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
         loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
         scheduler: Steps after each update; None for a constant rate.
         update_freq: Number of batches of each worker before an update.
@@ -137,11 +152,13 @@ def train_round_by_tokens(
         >>> from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
         >>> from mlbench_core.optim.pytorch import CustomCentralizedOptimizer
         >>> model = nn.Embedding(4, 4)  # scores of the next word, from this one alone
-        >>> batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
+        >>> words, next_words = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
+        >>> batch = {"net_input": {"input": words}, "target": next_words, "ntokens": 2}
         >>> sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> optimizer = CustomCentralizedOptimizer(model, None, sgd, average_custom=True)
-        >>> losses = [train_round_by_tokens([batch], model, optimizer, LabelSmoothing(0)) for _ in range(2)]
-        >>> losses[1] < losses[0]
+        >>> loss_function = LabelSmoothing(0)
+        >>> first = train_round_by_tokens([batch], model, optimizer, loss_function)
+        >>> train_round_by_tokens([batch], model, optimizer, loss_function) < first
         True
 
     References:
@@ -158,10 +175,8 @@ def train_round_by_tokens(
             return _scores(model(**batch["net_input"]))
 
     records = BatchRecords(tracker, total)
-    updates = Updates(
-        scores, optimizer, loss_function, records, update_freq,
-        lambda batches: _divisor(optimizer, batches, update_freq),
-    )  # fmt: skip
+    divisor = partial(_divisor, optimizer, update_freq=update_freq)
+    updates = Updates(scores, optimizer, loss_function, records, update_freq, divisor)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     tokens_seen = 0
@@ -182,13 +197,15 @@ def train_round_by_tokens(
 
 
 def _scores(output: Any) -> Tensor:
-    """Return the scores of an output. They are the first item of a tuple, as in ``TransformerModel``."""
+    """Return the scores of an output: the first item of a tuple, as in ``TransformerModel``."""
     scores: Tensor = output[0] if isinstance(output, tuple) else output
     return scores
 
 
-def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int) -> dict[str, Any]:
-    """Return the divisor of the sum of all workers' gradients, which is the number of tokens of all workers.
+def _divisor(
+    optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int
+) -> dict[str, Any]:
+    """Return the divisor of the sum of all workers' gradients: the tokens of all workers.
 
     Args:
         optimizer: The optimizer. With a loss scale it receives the divisor in two parts.
@@ -199,7 +216,8 @@ def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_fre
     tokens = process_groups.sum_over_workers(process_groups.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
         return {"denom": tokens}
-    # Half precision overflows above 65,504. So it is divided by k u only; the rest of the division is in float32.
+    # Half precision overflows above 65,504. So it is divided by k u only; the rest of the division
+    # is in float32.
     batches_of_all = process_groups.world_size() * update_freq
     return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 
@@ -216,16 +234,21 @@ def translation_round(
 ) -> tuple[dict[MLBenchMetric, float], float]:
     """Compute the loss of all workers' validation data, translate it, and score the translations.
 
-    Metrics may score the same translations as different text, for example raw tokens and detokenized sentences.
+    Metrics may score the same translations as different text, for example raw tokens and
+    detokenized sentences.
 
-    Every worker must call it with its share. A share may have fewer batches than another, or empty ones. The score of
-    all shares comes from statistics that are summed over the workers, not from the scores of the shares.
+    Every worker must call it with its share. A share may have fewer batches than another, or empty
+    ones. The score of all shares comes from statistics that are summed over the workers, not from
+    the scores of the shares.
 
     Args:
-        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary is skipped.
-        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode during the round.
+        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary
+            is skipped.
+        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode during the
+            round.
         loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
-        translate: Function of a batch; returns a pair of translations and references for each metric, as text.
+        translate: Function of a batch; returns a pair of translations and references for each
+            metric, as text.
         metrics: Metrics of these texts, in the same order, such as
             :class:`~mlbench_core.evaluation.pytorch.metrics.BLEUScore`; they are reset first.
         use_cuda: True to move batches to the current GPU.

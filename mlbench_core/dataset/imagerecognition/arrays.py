@@ -1,10 +1,12 @@
-"""Batches of small images as NumPy arrays, for a framework that has no loader of its own here.
+"""Batches of small images as NumPy arrays, for a framework that has no loader here.
 
-Images, parts of the workers, augmentation and normalization are those of the ``pytorch`` package. Only the random
-numbers of order and augmentation come from another generator. This module imports no framework.
+Images, parts of the workers, augmentation and normalization are those of the ``pytorch`` package.
+Only the random numbers of order and augmentation come from another generator. This module imports
+no framework.
 
 References:
-    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section
+    4.2.
 """
 
 from __future__ import annotations
@@ -60,18 +62,21 @@ class ImageArrays:
         # Other levels than those of bytes would be scaled by 1 / 255 all the same.
         if self.images.dtype != np.uint8 or self.images.ndim != 4:
             raise ValueError(
-                f"images must be uint8 (N, H, W, C), not {self.images.dtype} of shape {self.images.shape}: convert them"
+                f"images must be uint8 (N, H, W, C), not {self.images.dtype} of shape "
+                f"{self.images.shape}: convert them"
             )
         if self.labels.dtype.kind not in "iu" or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"labels must be integers of shape ({len(self.images)},), not {self.labels.dtype} of shape "
-                f"{self.labels.shape}"
+                f"labels must be integers of shape ({len(self.images)},), not "
+                f"{self.labels.dtype} of shape {self.labels.shape}"
             )
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, positions: np.ndarray, generator: np.random.Generator | None = None) -> np.ndarray:
+    def batch(
+        self, positions: np.ndarray, generator: np.random.Generator | None = None
+    ) -> np.ndarray:
         """Make the normalized images of a batch: (x/255 - mean) / std for each channel.
 
         Args:
@@ -86,7 +91,8 @@ class ImageArrays:
             images = self._augment(images, generator)
         # The two constants are computed in float64 and rounded to float32 once.
         std = np.asarray(self.std)
-        scale, shift = (1 / (255 * std)).astype(np.float32), (-np.asarray(self.mean) / std).astype(np.float32)
+        scale = (1 / (255 * std)).astype(np.float32)
+        shift = (-np.asarray(self.mean) / std).astype(np.float32)
         return images.astype(np.float32) * scale + shift
 
     def _augment(self, images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -94,8 +100,11 @@ class ImageArrays:
         count, height, width, _ = images.shape
         margin = (self.padding, self.padding)
         padded = np.pad(images, ((0, 0), margin, margin, (0, 0)))
-        # windows[n, i, j] is the crop of image n whose first pixel is (i, j), with the channels first. It is a view.
-        windows: np.ndarray = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
+        # windows[n, i, j] is the crop of image n whose first pixel is (i, j), with the channels
+        # first. It is a view.
+        windows: np.ndarray = np.lib.stride_tricks.sliding_window_view(
+            padded, (height, width), axis=(1, 2)
+        )
         tops, lefts = generator.integers(0, 2 * self.padding + 1, (2, count))
         crops = windows[np.arange(count), tops, lefts].transpose(0, 2, 3, 1)
         if not self.flip:
@@ -106,10 +115,11 @@ class ImageArrays:
 class ArrayBatches:
     """The batches of one worker.
 
-    Training batches are augmented. Their order depends only on (seed, rank, epoch), and their augmentation on (seed,
-    rank, epoch, batch). A worker keeps its part of the images for the whole run: for training a part that is drawn at
-    random, the same for every seed, and otherwise a contiguous part. Every worker has the same number of batches, so
-    no collective waits indefinitely.
+    Training batches are augmented. Their order depends only on (seed, rank, epoch), and their
+    augmentation on (seed, rank, epoch, batch). A worker keeps its part of the images for the whole
+    run: for training a part that is drawn at random, the same for every seed, and otherwise a
+    contiguous part. Every worker has the same number of batches, so no collective waits
+    indefinitely.
 
     Args:
         arrays: The whole data set.
@@ -124,13 +134,21 @@ class ArrayBatches:
 
     Example:
         >>> images = np.zeros((10, 8, 8, 3), dtype=np.uint8)
-        >>> arrays = ImageArrays(images, np.arange(10), (0.5,) * 3, (0.5,) * 3, padding=1, flip=True)
+        >>> mean, std = (0.5,) * 3, (0.5,) * 3
+        >>> arrays = ImageArrays(images, np.arange(10), mean, std, padding=1, flip=True)
         >>> [x.shape for x, y in ArrayBatches(arrays, 4, train=True).epoch(0)]
         [(4, 8, 8, 3), (4, 8, 8, 3), (2, 8, 8, 3)]
     """
 
     def __init__(
-        self, arrays: ImageArrays, batch_size: int, *, train: bool, rank: int = 0, world_size: int = 1, seed: int = 0
+        self,
+        arrays: ImageArrays,
+        batch_size: int,
+        *,
+        train: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
     ) -> None:
         check_int("batch_size", batch_size)
         check_int("seed", seed, 0)
@@ -151,14 +169,17 @@ class ArrayBatches:
             number: Number of the epoch, from 0.
 
         Yields:
-            Images, float32 of shape (batch, height, width, channels), and their classes, int64 of shape (batch,).
+            Images, float32 of shape (batch, height, width, channels), and their classes, int64 of
+            shape (batch,).
         """
         order = self.positions
         if self.train:
             order = self._generator(_ORDER, number).permutation(order)
         for index in range(len(self)):
             chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
-            generator = self._generator(_AUGMENTATION, number, index) if self.train else None
+            generator = None
+            if self.train:
+                generator = self._generator(_AUGMENTATION, number, index)
             yield self.arrays.batch(chosen, generator), self.arrays.labels[chosen]
 
     def _generator(self, *purpose: int) -> np.random.Generator:
@@ -180,10 +201,10 @@ def mnist_arrays(root: str | os.PathLike[str], train: bool, download: bool = Fal
     The arguments and errors are those of :func:`~.published.read_mnist`.
     """
     gray, labels = read_mnist(root, train, download)
-    images = np.repeat(np.pad(gray, ((0, 0), (2, 2), (2, 2)))[..., None], 3, axis=3)
-    return ImageArrays(
-        images, labels.astype(np.int64), (MNIST_MEAN,) * 3, (MNIST_STD,) * 3, padding=4, flip=False
-    )  # fmt: skip
+    images = _three_channels(np.pad(gray, ((0, 0), (2, 2), (2, 2))))
+    mean, std = (MNIST_MEAN,) * 3, (MNIST_STD,) * 3
+    # A mirrored digit is not a digit.
+    return ImageArrays(images, labels.astype(np.int64), mean, std, padding=4, flip=False)
 
 
 def digits_arrays(train: bool, size: int = 32, extra: str = "vision") -> ImageArrays:
@@ -207,19 +228,22 @@ def digits_arrays(train: bool, size: int = 32, extra: str = "vision") -> ImageAr
     training, validation = stratified_split(labels)
     # From the training images alone: validation images must not influence the inputs.
     reference = images[training] / 255
-    mean, std = float(reference.mean()), float(reference.std(ddof=1))
+    mean, std = (float(reference.mean()),) * 3, (float(reference.std(ddof=1)),) * 3
     chosen = training if train else validation
-    return ImageArrays(
-        np.repeat(images[chosen][..., None], 3, axis=3), labels[chosen].astype(np.int64), (mean,) * 3, (std,) * 3,
-        padding=2, flip=False,
-    )  # fmt: skip
+    digits, classes = _three_channels(images[chosen]), labels[chosen].astype(np.int64)
+    return ImageArrays(digits, classes, mean, std, padding=2, flip=False)
+
+
+def _three_channels(gray: np.ndarray) -> np.ndarray:
+    return np.repeat(gray[..., None], 3, axis=3)
 
 
 def _enlarge(images: np.ndarray, size: int) -> np.ndarray:
-    """Enlarge square images of shape (N, n, n) bilinearly; pixels are squares, and points outside take the edge."""
+    """Enlarge square images of shape (N, n, n) bilinearly."""
     count = images.shape[-1]
-    place = np.maximum((np.arange(size) + 0.5) * count / size - 0.5, 0)
-    low = place.astype(int)
-    high, weight = np.minimum(low + 1, count - 1), place - low
+    # Pixels are squares, so a position is that of a center. Positions outside take the edge.
+    position = np.maximum((np.arange(size) + 0.5) * count / size - 0.5, 0)
+    low = position.astype(int)
+    high, weight = np.minimum(low + 1, count - 1), position - low
     rows = images[:, low] * (1 - weight)[:, None] + images[:, high] * weight[:, None]
     return rows[:, :, low] * (1 - weight) + rows[:, :, high] * weight

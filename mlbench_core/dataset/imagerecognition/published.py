@@ -1,6 +1,7 @@
 """Read the published image data sets from their files, as arrays of bytes.
 
-The ``pytorch`` and the ``tensorflow`` package make their data sets of these arrays. This module imports no framework.
+The ``pytorch`` and the ``tensorflow`` package make their data sets of these arrays. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["read_cifar10", "read_digits", "read_mnist"]
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)  # of the 50,000 training images
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 _CIFAR10_RECORDS = 10_000
@@ -48,7 +60,8 @@ def read_cifar10(
         root: Folder with the files.
         train: If True, the 50,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (162 MB) into ``root``.
-        partial: If True, accept some of the files, and for the test set a file of its first 1,000 records.
+        partial: If True, accept some of the files, and for the test set a file of its first 1,000
+            records.
 
     Returns:
         Images, uint8 of shape (N, 3, 32, 32), and classes, int64 of shape (N,).
@@ -61,11 +74,12 @@ def read_cifar10(
     folder = Path(root)
     names = CIFAR10_BATCHES[:-1] if train else CIFAR10_BATCHES[-1:]
     # Do not use the network if all files exist.
-    if download and any(_find_cifar_batch(folder, name, False) is None for name in names):
+    if download and not all(_find_cifar_batch(folder, name, False) for name in names):
         archive = CIFAR10_URL.rsplit("/", 1)[1]
         maybe_download_and_extract_tar_gz(folder, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
-    parts = [_read_cifar_batch(path) for path in _cifar_files(folder, names, partial)]
-    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+    paths = _cifar_files(folder, names, partial)
+    images, labels = zip(*map(_read_cifar_batch, paths), strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
@@ -81,15 +95,23 @@ def _cifar_files(root: Path, names: Sequence[str], partial: bool) -> list[Path]:
     advice = f"pass download=True, or unpack {CIFAR10_URL} there"
     if not root.is_dir():
         raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {advice}")
-    found = {name: _find_cifar_batch(root, name, partial) for name in names}
-    paths = [path for path in found.values() if path is not None]
-    missing = ", ".join(name for name, path in found.items() if path is None)
+    paths: list[Path] = []
+    missing: list[str] = []
+    for name in names:
+        if path := _find_cifar_batch(root, name, partial):
+            paths.append(path)
+        else:
+            missing.append(name)
     if not paths:
         raise DatasetNotFoundError(
-            f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {advice}"
+            f"no CIFAR-10 in {root}: missing {', '.join(missing)} (also as .bin, .bin.xz, "
+            f".bin.gz); {advice}"
         )
     if missing and not partial:
-        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or pass partial=True")
+        raise DatasetError(
+            f"CIFAR-10 in {root} is not complete: missing {', '.join(missing)}; {advice}, or pass "
+            "partial=True"
+        )
     return paths
 
 
@@ -97,16 +119,20 @@ def _read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read and check one file."""
     name = path.name.removesuffix(".xz").removesuffix(".gz")
     content = readers.read_bytes(path, CIFAR10_MD5.get(name))
-    parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
-    images, labels = parse(path, content)
+    if name.endswith(".bin"):
+        images, labels = readers.parse_cifar_binary(path, content)
+    else:
+        images, labels = readers.parse_cifar_python(path, content)
     # The number of records also detects truncation of a file without a published checksum.
     expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
     if len(images) != expected:
-        raise DatasetError(f"{path} is damaged: it must have {expected} images, not {len(images)}")
+        raise DatasetError(f"{path} is damaged: it has {len(images)} images, not {expected}")
     return images, labels
 
 
-def read_mnist(root: str | os.PathLike[str], train: bool, download: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def read_mnist(
+    root: str | os.PathLike[str], train: bool, download: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Read the images of MNIST and their classes.
 
     Args:
@@ -129,25 +155,30 @@ def read_mnist(root: str | os.PathLike[str], train: bool, download: bool = False
 
 def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> np.ndarray:
     """Read one of MNIST's files; download it if requested."""
-    folders = [root / folder for folder in MNIST_FOLDERS]
-    path = find_file(folders, [name])
+    url = f"{MNIST_URL}{name}.gz"
+    path = find_file([root / folder for folder in MNIST_FOLDERS], [name])
     if path is None and download:
-        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name])
+        path = progress_download(url, root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name])
     if path is None:
         raise DatasetNotFoundError(
-            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"
+            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it "
+            f"from {url}"
         )
     return readers.parse_idx(path, readers.read_bytes(path, MNIST_MD5[name]), dimensions)
 
 
 def read_digits(extra: str = "vision") -> tuple[np.ndarray, np.ndarray]:
-    """Return scikit-learn's digits and their classes, if possible without its import, which takes a second.
+    """Return scikit-learn's digits and their classes.
+
+    The file is read without an import of scikit-learn, which takes a second, if it is at its usual
+    path.
 
     Args:
         extra: The extra that installs scikit-learn, for the error message.
 
     Returns:
-        1,797 images of 8x8 pixels with gray levels from 0 to 16, float64, and classes, int64 of shape (1797,).
+        1,797 images of 8x8 pixels with gray levels from 0 to 16, float64, and classes, int64 of
+        shape (1797,).
 
     Raises:
         MissingDependencyError: scikit-learn is not installed.

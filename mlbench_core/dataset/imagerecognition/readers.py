@@ -36,12 +36,17 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     with open_file(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise DatasetError(f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has")
-    # The checksum is that of the content, so that it is valid for any compression.
-    found = files.digest(content, "md5") if md5 else None
-    if found != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content must be {md5}, not {found}; delete it and get it again"
+            f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has"
+        )
+    if md5 is None:
+        return content
+    # The checksum is that of the content, so that it is valid for any compression.
+    digest = files.digest(content, "md5")
+    if digest != md5:
+        raise DatasetError(
+            f"{path} is damaged: the md5 of its content is {digest}, not {md5}; delete it and "
+            "get it again"
         )
     return content
 
@@ -61,7 +66,8 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
     """
     if not content or len(content) % _CIFAR_RECORD_BYTES:
         raise DatasetError(
-            f"{path} is damaged: {len(content)} bytes are not a whole number of records of {_CIFAR_RECORD_BYTES} bytes"
+            f"{path} is damaged: {len(content)} bytes are not a whole number of records of "
+            f"{_CIFAR_RECORD_BYTES} bytes"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD_BYTES)
     return _images(path, records[:, 1:], records[:, 0])
@@ -70,7 +76,7 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
 def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
-    An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays. It refuses every
+    The unpickler allows only plain containers, numbers, text and numpy arrays. It refuses every
     other class or function before it looks it up, so no code of the file runs.
 
     Args:
@@ -86,15 +92,26 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         # The keys are bytes in a pickle of Python 2, and text in one of Python 3.
-        named = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
-        rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
+        if b"data" in entries:
+            rows, labels = np.asarray(entries[b"data"]), np.asarray(entries[b"labels"])
+        else:
+            rows, labels = np.asarray(entries["data"]), np.asarray(entries["labels"])
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from error
     # A damaged pickle may raise an exception of nearly any type.
     except Exception as error:
-        raise DatasetError(f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again") from error
-    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1):
-        raise DatasetError(f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels")
+        raise DatasetError(
+            f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again"
+        ) from error
+    if (
+        rows.dtype != np.uint8
+        or rows.ndim != 2
+        or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1)
+    ):
+        raise DatasetError(
+            f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} "
+            "labels"
+        )
     return _images(path, rows, labels)
 
 
@@ -103,17 +120,18 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
     if not len(labels):
         raise DatasetError(f"{path} is damaged: it has no images")
     if labels.dtype.kind not in "iu":
-        raise DatasetError(f"{path} is damaged: its labels must be integers, not {labels.dtype}")
+        raise DatasetError(f"{path} is damaged: its labels are {labels.dtype}, not integers")
     if labels.min() < 0 or labels.max() > 9:
         wrong = labels[(labels < 0) | (labels > 9)][0]
         raise DatasetError(f"{path} is damaged: a label is {wrong}, but classes go from 0 to 9")
-    # Copy the rows, because a framework must not write to memory that belongs to an immutable bytes object.
+    # Copy the rows, because a framework must not write to memory that belongs to an immutable bytes
+    # object.
     images = np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy()
     return images, labels.astype(np.int64)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Encode text as latin-1, which pickles of Python 2 need for bytes; refuse every other encoding."""
+    """Encode text as latin-1, which pickles of Python 2 need for bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise DatasetError(f"the pickle requests the encoding {encoding!r}, which no array needs")
     return text.encode("latin-1")
@@ -125,12 +143,19 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            # Return this numpy's function that rebuilds arrays, because its module depends on the version.
+            # Return this numpy's function that rebuilds arrays, because its module depends on the
+            # version.
             return np.zeros(1).__reduce__()[0]  # type: ignore[index]
         # These names rebuild arrays and can run nothing else.
-        allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
+        allowed = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("_codecs", "encode"): _encode,
+        }
         if (module, name) not in allowed:
-            raise DatasetError(f"the pickle requests {module}.{name}, which no array needs; it was not loaded")
+            raise DatasetError(
+                f"the pickle requests {module}.{name}, which no array needs; it was not loaded"
+            )
         return allowed[module, name]
 
 
@@ -150,8 +175,10 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> np.ndarray:
     """
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise DatasetError(f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions")
-    shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
+        raise DatasetError(
+            f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions"
+        )
+    shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4).tolist()
     # A truncated download has a correct header but too few bytes.
     if len(content) - start != int(np.prod(shape)):
         raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")

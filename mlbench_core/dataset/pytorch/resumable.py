@@ -13,12 +13,12 @@ __all__ = ["ResumablePasses"]
 class ResumablePasses(ABC):
     """The base class of loaders and samplers whose batches depend only on a seed and the epoch.
 
-    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
-    A run that stops in the middle of a pass and saves :meth:`state_dict` resumes with exactly the same remaining
-    batches.
+    Each pass is its own epoch: a second pass continues with the next epoch, unless
+    :meth:`set_epoch` sets another one. A run that stops in the middle of a pass and saves
+    :meth:`state_dict` resumes with exactly the same remaining batches.
 
-    A subclass starts each pass with :meth:`_begin` and calls :meth:`_mark_yielded` before it yields a batch. Its
-    :meth:`_settings` returns the values that determine its batches.
+    A subclass starts each pass with :meth:`_begin` and calls :meth:`_mark_yielded` before it yields
+    a batch. Its :meth:`_settings` returns the values that determine its batches.
     """
 
     # These are class attributes, so that subclasses need not call a constructor.
@@ -42,7 +42,8 @@ class ResumablePasses(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass.
 
-        If the epoch is the one that :meth:`load_state_dict` has just loaded, the position in it is kept.
+        If the epoch is the one that :meth:`load_state_dict` has just loaded, the position in it is
+        kept.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -51,28 +52,29 @@ class ResumablePasses(ABC):
             ValueError: The number is negative.
         """
         check_int("epoch", epoch, 0)
-        # A training loop also sets the epoch that it has just loaded, and must then continue at the loaded position.
+        # A training loop also sets the epoch that it has just loaded, and must then continue at the
+        # loaded position.
         if self._started or epoch != self._epoch:
             self._next_batch = 0
         self._epoch = epoch
         self._started = False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the iteration, which a checkpoint needs to resume at the next batch.
+        """Return the position of the iteration, so that a run can resume at the next batch.
 
-        A ``DataLoader`` with worker processes requests batches from a sampler ahead of time. Without worker processes,
-        the next batch is the one after the last that was yielded.
+        A ``DataLoader`` with worker processes requests batches from a sampler ahead of time.
+        Without worker processes, the next batch is the one after the last that was yielded.
 
         Returns:
-            Integers: the number of the ``epoch`` and of the next ``batch``, and the values that determine the batches.
+            Integers: the number of the ``epoch`` and of the next ``batch``, and the values that
+            determine the batches.
         """
-        # After the last batch, the position is the start of the next epoch: a resumed run must not repeat this one.
-        finished = self._started and self._next_batch >= len(self)
-        return {
-            "epoch": self._epoch + 1 if finished else self._epoch,
-            "batch": 0 if finished else self._next_batch,
-            **self._settings(),
-        }
+        # After the last batch, the position is the start of the next epoch: a resumed run must not
+        # repeat this one.
+        epoch, batch = self._epoch, self._next_batch
+        if self._started and batch >= len(self):
+            epoch, batch = epoch + 1, 0
+        return {"epoch": epoch, "batch": batch, **self._settings()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at the position of a state.
@@ -81,18 +83,22 @@ class ResumablePasses(ABC):
             state: The result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The state was saved with other arguments or other data, so the remaining batches would differ.
+            ValueError: The state was saved with other arguments or other data, so the remaining
+                batches would differ.
         """
         # With other data or settings, the run would silently continue with wrong batches.
         for name, here in self._settings().items():
             if state.get(name) != here:
-                raise ValueError(f"the state was saved with {name} {state.get(name)}, but here it is {here}")
+                raise ValueError(
+                    f"the state was saved with {name} {state.get(name)}, but here it is {here}"
+                )
         self._epoch = state["epoch"]
         self._next_batch = state["batch"]
         self._started = False
 
     def _begin(self) -> int:
-        """Begin a pass and return the number of its first batch; if a pass had begun, go to the next epoch first."""
+        """Begin a pass and return the number of its first batch."""
+        # A second pass without `set_epoch` is that of the next epoch.
         if self._started:
             self.set_epoch(self._epoch + 1)
         self._started = True

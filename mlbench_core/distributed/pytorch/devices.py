@@ -13,13 +13,13 @@ __all__ = ["FCGraph"]
 
 
 class FCGraph:
-    """The graph in which every worker communicates with every other, with this worker's place and device.
+    """The graph in which every worker communicates with every other, with rank and device.
 
     Args:
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: Number of workers.
-        use_cuda: True to compute on a GPU. Workers of one machine take its GPUs in turn by their local rank
-            (``LOCAL_RANK``, else the rank).
+        use_cuda: True to compute on a GPU. Workers of one machine take its GPUs in turn by their
+            local rank (``LOCAL_RANK``, else the rank).
 
     Raises:
         ValueError: ``world_size`` is not positive, or ``rank`` lies outside.
@@ -34,7 +34,9 @@ class FCGraph:
     def __init__(self, rank: int, world_size: int, use_cuda: bool = False) -> None:
         check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to {world_size - 1} with world_size {world_size}, not {rank}")
+            raise ValueError(
+                f"rank must be from 0 to {world_size - 1} with world_size {world_size}, not {rank}"
+            )
         self.rank = rank
         self.world_size = world_size
         self.use_cuda = use_cuda
@@ -49,8 +51,10 @@ class FCGraph:
 
     @property
     def current_device_name(self) -> str:
-        """Return the name of the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
-        return f"cuda:{_gpu_index(self.rank)}" if self.use_cuda else "cpu"
+        """Return the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
+        if not self.use_cuda:
+            return "cpu"
+        return f"cuda:{_gpu_index(self.rank)}"
 
     @property
     def current_device(self) -> torch.device:
@@ -70,7 +74,10 @@ class FCGraph:
         return index
 
     def __str__(self) -> str:
-        return f"FCGraph(rank={self.rank}, world_size={self.world_size}, device={self.current_device_name})"
+        return (
+            f"FCGraph(rank={self.rank}, world_size={self.world_size}, "
+            f"device={self.current_device_name})"
+        )
 
     __repr__ = __str__
 
@@ -79,8 +86,10 @@ def _gpu_index(rank: int) -> int:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigurationError(
-            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
-            "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda "
+            "(and --gpu) to compute on the CPU, or install a torch build with CUDA and "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the remainder.
+    # The global rank may exceed the number of GPUs, and several workers may
+    # share a GPU: hence the remainder.
     return int(os.environ.get("LOCAL_RANK") or rank) % count

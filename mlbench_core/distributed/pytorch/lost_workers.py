@@ -1,14 +1,14 @@
 """Find out which worker was lost if a collective operation fails.
 
-The error of a backend says that a connection was closed or that time is up, but does not name the worker. So the
-workers do three things:
+The error of a backend says that a connection was closed or that time is up, but does not name the
+worker. So the workers do three things:
 
 1. At the start each writes a record of itself into the process group's store (:func:`introduce`).
 2. Once the first collective has gone through, each reads the records of all.
 3. If a later collective fails, each writes a notice and looks for the workers that did not.
 
-On its own machine, a worker can see that another one's process has ended. A worker on another machine, or one that
-hangs, is recognized only because it does not answer.
+On its own machine, a worker can see that another one's process has ended. A worker on another
+machine, or one that hangs, is recognized only because it does not answer.
 """
 
 from __future__ import annotations
@@ -36,22 +36,27 @@ __all__ = ["explained", "forget", "introduce", "is_failed_communication", "namin
 SILENCE_S = 5.0
 """Seconds to wait for the notices of workers whose processes are not known to have ended."""
 
-# Modules whose errors may be those of a collective operation, raised by a statement or by compiled code.
+# Modules whose errors may be those of a collective operation, raised by a
+# statement or by compiled code.
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
 
-# Words of failed collective operations; only errors that come out of one of these libraries are compared with them.
-_COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
+# Words of failed collective operations; only errors that come out of one of these libraries are
+# compared with them.
+_COMMUNICATION = re.compile(
+    r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE
+)
 
-# Gloo's texts for callers that wait for their work themselves, as autograd and a user's ``work.wait()`` do.
+# Gloo's texts for callers that wait for their work themselves, as autograd and a user's
+# ``work.wait()`` do.
 _GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
 
 # Bytecodes of raise statements: an error that left another instruction comes out of compiled code.
-_RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+_RAISE = frozenset([dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]])
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A record of a worker's host and process. ``machine`` is equal for processes that see each other's ids."""
+    """A worker's host and process; ``machine`` is equal if processes see each other's ids."""
 
     host: str
     pid: int
@@ -64,8 +69,8 @@ class _Record:
 class _KnownWorkers:
     """The records of the workers of one process group.
 
-    ``processes`` has the processes of this machine. They are looked up when the records are read, because a process id
-    may be reused later. An entry is None if the process has ended by then.
+    ``processes`` has the processes of this machine. They are looked up when the records are read,
+    because a process id may be reused later. An entry is None if the process has ended by then.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -77,13 +82,18 @@ class _KnownWorkers:
         return self.group is not None and self.group is dist.group.WORLD
 
     def has_ended(self, rank: int) -> bool:
-        """Return True if the worker's process has ended for certain, False if it runs or runs on another machine."""
+        """Return True if the worker's process has certainly ended.
+
+        The answer is False if it runs, or if it is on another machine.
+        """
         if rank not in self.processes:
             return False
         process = self.processes[rank]
         try:
+            if process is None or not process.is_running():
+                return True
             # A zombie has ended, but its parent has not collected its status yet.
-            return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            return bool(process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 
@@ -94,8 +104,8 @@ _known = _KnownWorkers()
 def introduce() -> None:
     """Write this worker's record into the process group's store, once; without a collective.
 
-    A worker alone writes nothing. A process group without a store (that of an MPI built into torch) has no records, and
-    lost workers are then not named.
+    A worker alone writes nothing. A process group without a store (that of an MPI built into torch)
+    has no records, and lost workers are then not named.
     """
     global _known
     if process_groups.world_size() == 1 or _known.of_this_group():
@@ -103,7 +113,8 @@ def introduce() -> None:
     _known = _KnownWorkers(dist.group.WORLD)
     record = _Record(socket.gethostname(), os.getpid(), _machine())
     with contextlib.suppress(RuntimeError, ValueError):
-        process_groups.store().set(_key("record", process_groups.rank()), json.dumps(asdict(record)))
+        key = _key("record", process_groups.rank())
+        process_groups.store().set(key, json.dumps(asdict(record)))
 
 
 def forget() -> None:
@@ -114,13 +125,14 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Turn the failure of a collective operation in the block into an error that names the lost workers.
+    """Turn a failed collective operation in the block into an error that names lost workers.
 
-    Any other error passes as it is, whatever its text: a data loader of the user's may time out as well.
+    Any other error passes as it is, whatever its text: a data loader of the user's may time out as
+    well.
 
     Raises:
-        WorkerError: Communication failed. The message names the workers that are gone or do not answer; the backend's
-            own error is its cause.
+        WorkerError: Communication failed. The message names the workers that are gone or do not
+            answer; the backend's own error is its cause.
     """
     try:
         yield
@@ -136,11 +148,11 @@ def naming_lost_workers() -> Iterator[None]:
 
 
 def is_failed_communication(error: RuntimeError) -> bool:
-    """Return True if an error was raised by a collective operation, or by the process group's store for one.
+    """Return True if a collective operation, or the process group's store for one, raised it.
 
-    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code. So the
-    place that raised an error decides first, and then its text. A ``raise`` statement outside of torch.distributed and
-    of this library does not belong to a collective.
+    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of
+    compiled code. So the place that raised an error decides first, and then its text. A ``raise``
+    statement outside of torch.distributed and of this library does not belong to a collective.
 
     Args:
         error: The error, as it was caught.
@@ -155,29 +167,36 @@ def is_failed_communication(error: RuntimeError) -> bool:
 
 
 def _origin(error: BaseException) -> tuple[str, bool]:
-    """Return the module whose code raised an error, and True for a ``raise`` statement, False for compiled code."""
-    place = error.__traceback__
-    if place is None:
+    """Return the module that raised an error, and whether by ``raise``, not in compiled code."""
+    innermost = error.__traceback__
+    if innermost is None:
         return "", True
-    while place.tb_next is not None:
-        place = place.tb_next
-    code = place.tb_frame.f_code.co_code
-    return str(place.tb_frame.f_globals.get("__name__", "")), code[place.tb_lasti] in _RAISE
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    frame = innermost.tb_frame
+    module = str(frame.f_globals.get("__name__", ""))
+    return module, frame.f_code.co_code[innermost.tb_lasti] in _RAISE
 
 
 def explained(error: Exception) -> WorkerError:
-    """Return the error of a failed communication that names the lost workers; this takes up to ten seconds.
+    """Return a failed communication's error that names the lost workers, in at most ten seconds.
 
     Args:
         error: The backend's error.
     """
-    # A request to the store over a cut cable never returns. So a thread makes the request, and may be left behind.
+    # A request to the store over a cut cable never returns. So a thread makes the
+    # request, and may be left behind.
     answer: list[str] = []
-    asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
+    asking = threading.Thread(
+        target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True
+    )
     asking.start()
     asking.join(2 * SILENCE_S)
     if not answer:
-        answer.append(f"communication failed: {_name(0)}, which holds the process group's store, does not answer")
+        answer.append(
+            f"communication failed: {_name(0)}, which holds "
+            "the process group's store, does not answer"
+        )
     reason = str(error).strip().split("\n", 1)[0]
     return WorkerError(f"{answer[0]}; the backend says: {reason}")
 
@@ -185,35 +204,39 @@ def explained(error: Exception) -> WorkerError:
 def _who_is_lost() -> str:
     """Return one clause that names the workers that are gone, else those that do not answer.
 
-    A worker that notices the loss writes a notice before it ends. It may have ended when another one looks, but it is
-    not the cause.
+    A worker that notices the loss writes a notice before it ends. It may have ended when another
+    one looks, but it is not the cause.
     """
     try:
         store = process_groups.store()
     except RuntimeError:
-        two = process_groups.world_size() == 2
-        return f"communication with worker {1 - process_groups.rank()} failed" if two else "communication failed"
+        if process_groups.world_size() == 2:
+            return f"communication with worker {1 - process_groups.rank()} failed"
+        return "communication failed"
     silent = set(range(process_groups.world_size())) - {process_groups.rank()}
     deadline = time.monotonic() + SILENCE_S
     while True:
         try:
             store.set(_key("noticed", process_groups.rank()), "1")
-            # Before the look at the notices: a worker that writes one and ends in between must not count as lost.
+            # Before the look at the notices: a worker that writes one and ends in
+            # between must not count as lost.
             ended = [rank for rank in sorted(silent) if _known.has_ended(rank)]
-            silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
+            for rank in sorted(silent):
+                if store.check([_key("noticed", rank)]):
+                    silent.remove(rank)
         except RuntimeError:
             return f"lost {_name(0)}: the process group's store, which it holds, does not answer"
-        # A process of this machine that has ended without a notice is the cause for certain; the rest need not be
-        # waited for.
+        # A process of this machine that has ended without a notice is the cause for certain; the
+        # rest need not be waited for.
         gone = [rank for rank in ended if rank in silent]
         if gone:
-            return "lost " + ", ".join(_name(rank) for rank in gone)
+            return "lost " + ", ".join(map(_name, gone))
         if not silent or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     if not silent:
         return "communication failed, although all workers answer: was the network interrupted?"
-    names = ", ".join(_name(rank) for rank in sorted(silent))
+    names = ", ".join(map(_name, sorted(silent)))
     return f"communication failed, and these workers do not answer: {names}"
 
 
@@ -224,9 +247,10 @@ def _read_records() -> None:
         store = process_groups.store()
         if not store.check(keys):
             return
-        _known.records = {rank: _Record(**json.loads(store.get(key))) for rank, key in enumerate(keys)}
+        records = [_Record(**json.loads(store.get(key))) for key in keys]
+        _known.records = dict(enumerate(records))
         machine = _machine()
-        for rank, record in _known.records.items():
+        for rank, record in enumerate(records):
             if record.machine == machine != "":
                 _known.processes[rank] = None
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -235,7 +259,9 @@ def _read_records() -> None:
 
 def _name(rank: int) -> str:
     record = _known.records.get(rank)
-    return f"worker {rank}" if record is None else f"worker {rank} ({record})"
+    if record is None:
+        return f"worker {rank}"
+    return f"worker {rank} ({record})"
 
 
 def _key(kind: str, rank: int) -> str:
@@ -243,8 +269,9 @@ def _key(kind: str, rank: int) -> str:
 
 
 def _machine() -> str:
-    """Return a name of the running kernel and its namespace of process ids; empty if the system gives none."""
-    # Containers of one host have one kernel, but do not see each other's process ids: hence the namespace.
+    """Return a name of the running kernel and its namespace of process ids; empty if unknown."""
+    # Containers of one host have one kernel, but do not see each other's
+    # process ids: hence the namespace.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

@@ -1,7 +1,8 @@
 """Let the workers of one machine meet in a file that only their user can read.
 
-torch's store for workers listens on a port, without authentication: whoever reaches the port can read and write its
-keys, among them the addresses at which workers connect to one another. So workers of one machine use a file instead::
+torch's store for workers listens on a port, without authentication: whoever reaches the port can
+read and write its keys, among them the addresses at which workers connect to one another. So
+workers of one machine use a file instead::
 
     rank 0                                       rank r
     listen on 127.0.0.1:MASTER_PORT              connect there
@@ -10,8 +11,8 @@ keys, among them the addresses at which workers connect to one another. So worke
     wait for all in the file               <---  write a notice into the file
     close the port                               use only the file from here on
 
-Another user of the machine can disturb the first step, and the run then ends with an error. It cannot read or change
-anything that the workers exchange after that.
+Another user of the machine can disturb the first step, and the run then ends with an error. It
+cannot read or change anything that the workers exchange after that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _KEY = "mlbench/meeting"
 _LEFT = "left-"
 
 
-def meet(port_store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Path]:
+def meet(
+    port_store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
+) -> tuple[dist.Store, Path]:
     """Move from a store on a port to a private file; all workers call it.
 
     Args:
@@ -56,7 +59,8 @@ def meet(port_store: dist.Store, rank: int, world_size: int, timeout: datetime.t
         store, path = create(world_size, timeout)
         port_store.set(_KEY, str(path))
         store.wait([f"{_KEY}/{other}" for other in range(1, world_size)], timeout)
-        # An agent of torchrun keeps its store: workers that meet there again must not find this path.
+        # An agent of torchrun keeps its store: workers that meet there
+        # again must not find this path.
         port_store.delete_key(_KEY)
     else:
         path = Path(os.fsdecode(port_store.get(_KEY)))
@@ -69,7 +73,8 @@ def create(world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Pa
     """Create a store in a new folder that only this user can read.
 
     Args:
-        world_size: Number of workers that will open it. The last one that lets go of it removes the file.
+        world_size: Number of workers that will open it. The last one that lets go of it removes the
+            file.
         timeout: Time that a worker waits for a key.
     """
     # Workers in containers share the run's folder, but not the folder of temporary files.
@@ -77,7 +82,8 @@ def create(world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Pa
     if shared is not None:
         with contextlib.suppress(OSError):
             Path(shared).mkdir(mode=0o700, parents=True, exist_ok=True)
-        shared = shared if os.access(shared, os.W_OK) else None
+        if not os.access(shared, os.W_OK):
+            shared = None
     folder = Path(tempfile.mkdtemp(prefix="mlbench-store-", dir=shared)).absolute()
     path = folder / secrets.token_hex(16)
     return _open(path, world_size, timeout), path
@@ -100,24 +106,25 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
         folder, file = os.lstat(real.parent), os.lstat(real)
     except (OSError, ValueError, RuntimeError) as error:
         raise WorkerError(
-            f"this worker cannot open {path}, where the workers of this machine meet ({error}): set TMPDIR of rank 0 "
-            "to a folder that all workers see"
+            f"this worker cannot open {path}, where the workers of this machine meet ({error}): "
+            "set TMPDIR of rank 0 to a folder that all workers see"
         ) from error
     private = stat.S_ISDIR(folder.st_mode) and not stat.S_IMODE(folder.st_mode) & 0o077
     own = folder.st_uid == file.st_uid == os.geteuid()
     if not (private and own and stat.S_ISREG(file.st_mode)):
         raise WorkerError(
-            f"the workers of this machine must meet in a file that is private to their user, not in {path}: another "
-            "program has answered on the port of rank 0, or the workers run as different users"
+            f"the workers of this machine cannot meet in {path}, which is not "
+            "private to their user: another program has answered on the port of "
+            "rank 0, or the workers run as different users"
         )
     return _open(real, world_size, timeout)
 
 
 def leave(path: Path, world_size: int) -> None:
-    """Let go of a store; the last worker that does so removes the folder. Call it when nothing uses the store here.
+    """Let go of a store that nothing uses here; the last worker to do so removes the folder.
 
-    torch's store removes its file by itself, but not if two workers let go of it at the same moment: each of them then
-    takes the other one for the last.
+    torch's store removes its file, but not if two workers release it at the same moment: each of
+    them then takes the other one for the last.
 
     Args:
         path: The path of the store.

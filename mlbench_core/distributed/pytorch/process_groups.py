@@ -1,7 +1,7 @@
 """Query the world of workers, and reduce over it, with or without a process group.
 
-This module alone covers the case without a process group: one process is then a world of size 1. Its rank is 0, and its
-collectives do nothing.
+This module alone covers the case without a process group: one process is then a world of size 1.
+Its rank is 0, and its collectives do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def is_distributed() -> bool:
     """Return True if this process belongs to a process group.
 
     Returns:
-        True after ``init_process_group`` (also in a group of one process), False before it and after its end.
+        True after ``init_process_group`` (also in a group of one process), False before it and
+        after its end.
 
     Example:
         >>> is_distributed()
@@ -70,37 +71,50 @@ def check_group(group: Any) -> Any:
         return None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "process_group must be a group that this process belongs to: call torch.distributed.new_group on all "
-            "workers, and give each the group that has its rank"
+            "process_group must be a group that this process belongs to: call "
+            "torch.distributed.new_group on all workers, and give each the group that has its rank"
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group must be a group from torch.distributed.new_group, or None, not {type(group).__name__}"
+            "process_group must be a group from torch.distributed.new_group, "
+            f"or None, not {type(group).__name__}"
         )
     return group
+
+
+def _members(group: Any) -> Any:
+    """Return a group itself: torch's functions take None for that of all workers."""
+    if group is not None:
+        return group
+    return dist.group.WORLD
 
 
 def world_size(group: Any = None) -> int:
     """Return the number of workers; 1 without a process group.
 
     Args:
-        group: Count the workers of this subgroup alone. It has the same meaning in all functions here.
+        group: Count the workers of this subgroup alone. It has the same meaning in all functions
+            here.
 
     Example:
         >>> world_size()
         1
     """
-    return int(dist.get_world_size(group)) if is_distributed() else 1
+    if not is_distributed():
+        return 1
+    return int(dist.get_world_size(group))
 
 
 def rank(group: Any = None) -> int:
-    """Return this worker's number in its group, from 0 to ``world_size(group) - 1``; 0 without a process group.
+    """Return this worker's rank in its group, from 0; 0 without a process group.
 
     Example:
         >>> rank()
         0
     """
-    return int(dist.get_rank(group)) if is_distributed() else 0
+    if not is_distributed():
+        return 0
+    return int(dist.get_rank(group))
 
 
 def global_rank(rank: int, group: Any = None) -> int:
@@ -110,24 +124,28 @@ def global_rank(rank: int, group: Any = None) -> int:
         >>> global_rank(0)
         0
     """
-    return rank if group is None else int(dist.get_global_rank(group, rank))
+    if group is None:
+        return rank
+    return int(dist.get_global_rank(group, rank))
 
 
 def backend(group: Any = None) -> str | None:
-    """Return the name of the communication backend, such as ``"gloo"``; None without a process group.
+    """Return the communication backend, such as ``"gloo"``; None without a process group.
 
     Example:
         >>> backend() is None
         True
     """
-    return dist.get_backend(group) if is_distributed() else None
+    if not is_distributed():
+        return None
+    return dist.get_backend(group)
 
 
 def machine() -> str:
-    """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
+    """Return a name of the running kernel, network namespace and user; empty if unknown.
 
-    Two hosts that are emulated on one machine have their own network namespaces. Messages between them must cross the
-    emulated network, so they do not count as one machine.
+    Two hosts that are emulated on one machine have their own network namespaces. Messages between
+    them must cross the emulated network, so they do not count as one machine.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -136,7 +154,8 @@ def machine() -> str:
         return ""
 
 
-# By group. A weak reference, because a process group keeps its store and the port of its rendezvous.
+# By group. A weak reference, because a process group keeps its store
+# and the port of its rendezvous.
 _is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -151,7 +170,7 @@ def is_on_one_machine(group: Any = None) -> bool:
     """
     if world_size(group) == 1:
         return True
-    key = dist.group.WORLD if group is None else group
+    key = _members(group)
     if key not in _is_on_one_machine:
         # A worker without a name gets a random one, which equals no other.
         name = machine() or secrets.token_hex()
@@ -164,10 +183,10 @@ def is_on_one_machine(group: Any = None) -> bool:
 
 
 def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
-    """Begin to compare bytes of all workers of a group; a collective operation with a message of 16 bytes.
+    """Begin to compare bytes of all workers of a group, in a message of 16 bytes.
 
-    It belongs to the preparation of training. So it calls the group itself and not ``torch.distributed.all_reduce``,
-    where tools record the messages of training steps.
+    It is a collective operation for the preparation of training. So it calls the group itself and
+    not ``torch.distributed.all_reduce``, in which tools record the messages of training steps.
 
     Returns:
         A function that waits and returns True if the bytes of all workers are the same.
@@ -181,7 +200,7 @@ def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     # The maximum of the negated numbers is the negated minimum.
     largest = get_backend_tensor(torch.tensor([number, -number]), group)
-    members: Any = dist.group.WORLD if group is None else group
+    members = _members(group)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     work = members.allreduce([largest], options)
@@ -197,18 +216,19 @@ def store() -> Any:
     """Return the process group's store, through which workers exchange a few bytes by key.
 
     Raises:
-        RuntimeError: This process has no process group, or the group has no store, as with an MPI built into torch.
+        RuntimeError: This process has no process group, or the group has no store, as with an MPI
+            built into torch.
     """
     if not is_distributed():
         raise RuntimeError("this process has no process group")
     # For mpi, torch returns an abstract store, which fails when it is used.
     if backend() == "mpi":
-        found = getattr(dist.group.WORLD, "notices", None)
+        group_store = getattr(dist.group.WORLD, "notices", None)
     else:
-        found = torch_private.default_store()
-    if found is None:
+        group_store = torch_private.default_store()
+    if group_store is None:
         raise RuntimeError("the process group has no store")
-    return found
+    return group_store
 
 
 def timeout_s(group: Any = None) -> float:
@@ -218,11 +238,12 @@ def timeout_s(group: Any = None) -> float:
         RuntimeError: This process has no process group, or the group does not give its limit.
     """
     if is_distributed():
-        group = dist.group.WORLD if group is None else group
+        group = _members(group)
         # Only the groups of this library's backend mpi have this attribute.
         if hasattr(group, "timeout_s"):
             return float(group.timeout_s)
-        limit = torch_private.group_timeout_s(group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu")
+        device = "cuda" if backend(group) == dist.Backend.NCCL else "cpu"
+        limit = torch_private.group_timeout_s(group, device)
         if limit is not None:
             return limit
     return float(store().timeout.total_seconds())
@@ -262,7 +283,8 @@ def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         group: The group whose backend sends it; None for all workers.
 
     Returns:
-        ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise ``tensor`` itself.
+        ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise
+        ``tensor`` itself.
 
     Example:
         >>> x = torch.ones(2)
@@ -274,23 +296,25 @@ def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor
 
 
-def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None) -> torch.Tensor:
+def global_average(
+    sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None
+) -> torch.Tensor:
     r"""Average over all workers, given the sum and the count of each.
 
     .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}
 
-    Both sums run in float64, so that counts stay exact up to :math:`2^{53}` (float32 loses single counts from
-    :math:`2^{24}`).
+    Both sums run in float64, so that counts stay exact up to :math:`2^{53}` (float32 loses single
+    counts from :math:`2^{24}`).
 
     Args:
-        sum: This worker's sum: a number, or a tensor of any shape (then the average is taken element by element).
-            Every worker gives the same shape.
+        sum: This worker's sum: a number, or a tensor of any shape (then the average is taken
+            element by element). Every worker gives the same shape.
         count: Number of values that went into ``sum``: a number or a tensor with one element.
         group: Average over the workers of this subgroup alone.
 
     Returns:
-        The average, float64, in the shape of ``sum`` (no dimensions for a number). If all counts are 0 it is 0 instead
-        of nan, so that it can be logged.
+        The average, float64, in the shape of ``sum`` (no dimensions for a number). If all counts
+        are 0 it is 0 instead of nan, so that it can be logged.
 
     Raises:
         ValueError: ``count`` has more than one element.
@@ -306,7 +330,8 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
     local_count = torch.as_tensor(count, dtype=torch.float64, device=local_sum.device).detach()
     if local_count.numel() != 1:
         raise ValueError(
-            f"count must be one number, not {local_count.numel()} elements (shape {tuple(local_count.shape)})"
+            f"count must be one number, not {local_count.numel()} "
+            f"elements (shape {tuple(local_count.shape)})"
         )
     # Sums and count travel in one message: a small collective costs latency, not bandwidth.
     totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]), group)
@@ -319,11 +344,13 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
 def sum_over_workers(tensor: Tensor) -> Tensor:
     r"""Sum over all workers so that gradients flow through the sum.
 
-    With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them together,
+    With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them
+    together,
 
     .. math:: \frac{\partial L}{\partial x_i} = \sum_j \frac{\partial L_j}{\partial y},
 
-    so the backward pass sums over the workers too. Every worker must call it, and run the backward pass.
+    so the backward pass sums over the workers too. Every worker must call it, and run the backward
+    pass.
 
     Args:
         tensor: This worker's summand, of the same shape and dtype on every worker.
@@ -335,7 +362,9 @@ def sum_over_workers(tensor: Tensor) -> Tensor:
         >>> sum_over_workers(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return tensor if world_size() == 1 else _SumOverWorkers.apply(tensor)
+    if world_size() == 1:
+        return tensor
+    return _SumOverWorkers.apply(tensor)
 
 
 class _SumOverWorkers(torch.autograd.Function):

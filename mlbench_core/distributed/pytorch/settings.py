@@ -24,7 +24,10 @@ _FORMAT = "%(asctime)s %(name)s:%(rank)s %(levelname)s: %(message)s"
 
 
 class _RankFilter(logging.Filter):
-    """A filter that gives every record the worker's rank. It marks the handlers that :func:`config_logging` made."""
+    """A filter that gives every record the worker's rank.
+
+    It marks the handlers that :func:`config_logging` made.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = process_groups.rank()
@@ -34,13 +37,14 @@ class _RankFilter(logging.Filter):
 def config_logging(
     logging_level: str | int = "INFO", logging_file: str | os.PathLike[str] | None = None
 ) -> Callable[[], None]:
-    """Send the messages of this library and of task scripts to standard error and, if wanted, to a file.
+    """Send messages of this library and task scripts to standard error and, if wanted, a file.
 
-    Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root logger. Each line has
-    the worker's rank. A second call replaces the settings of the first one.
+    Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root
+    logger. Each line has the worker's rank. A second call replaces the settings of the first one.
 
     Args:
-        logging_level: Name or number of the least severe level that is shown, for example ``"DEBUG"``.
+        logging_level: Name or number of the least severe level that is shown, for example
+            ``"DEBUG"``.
         logging_file: File to which lines are appended; its folder is created. None writes no file.
 
     Returns:
@@ -56,11 +60,14 @@ def config_logging(
         True
         >>> undo()
     """
-    level = logging_level if isinstance(logging_level, int) else logging.getLevelName(str(logging_level).upper())
-    # getLevelName() returns a text for a name that it does not know.
+    level = logging_level
+    if not isinstance(level, int):
+        # getLevelName() returns a text for a name that it does not know.
+        level = logging.getLevelName(str(logging_level).upper())
     if not isinstance(level, int):
         raise ValueError(
-            f"logging_level must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number, not {logging_level!r}"
+            "logging_level must be DEBUG, INFO, WARNING, ERROR, "
+            f"CRITICAL or a number, not {logging_level!r}"
         )
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if logging_file is not None:
@@ -69,19 +76,21 @@ def config_logging(
             handlers.append(logging.FileHandler(logging_file))
         except OSError as error:
             raise ConfigurationError(
-                f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a logging_file in a folder "
-                f"of yours, or None for no file"
+                f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a "
+                "logging_file in a folder of yours, or None for no file"
             ) from error
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT))
         handler.addFilter(_RankFilter())
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = list(map(logging.getLogger, _LOGGERS))
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
-        # Only our own handlers: those that a user has added stay.
-        for old in [h for h in logger.handlers if any(isinstance(f, _RankFilter) for f in h.filters)]:
-            logger.removeHandler(old)
-            old.close()
+        # A copy of the list, because the loop removes handlers.
+        for old in list(logger.handlers):
+            # Only our own handlers: those that a user has added stay.
+            if any(isinstance(filter_, _RankFilter) for filter_ in old.filters):
+                logger.removeHandler(old)
+                old.close()
         for handler in handlers:
             logger.addHandler(handler)
         logger.setLevel(level)
@@ -106,10 +115,11 @@ def config_pytorch(
     """Choose this worker's device and seed the random generators.
 
     Args:
-        use_cuda: True to compute on a GPU, which becomes the current CUDA device. cuDNN may then try out its algorithms
-            (``torch.backends.cudnn.benchmark``) unless ``cudnn_deterministic``.
-        seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same on every worker; 0 is
-            a seed like any other. None leaves them alone.
+        use_cuda: True to compute on a GPU, which becomes the current CUDA device. cuDNN may then
+            try out its algorithms (``torch.backends.cudnn.benchmark``) unless
+            ``cudnn_deterministic``.
+        seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same
+            on every worker; 0 is a seed like any other. None leaves them alone.
         cudnn_deterministic: True to let cuDNN use deterministic algorithms only (slower).
 
     Returns:
@@ -147,13 +157,15 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False) -> None:
+def config_path(
+    ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False
+) -> None:
     """Create the folder of a run's checkpoints.
 
     Args:
         ckpt_run_dir: The folder; None is ``checkpoints`` in the user's data folder.
-        delete_existing_ckpts: True to let rank 0 delete the checkpoints that lie there, while the other workers wait.
-            Only files with a checkpoint's name are deleted.
+        delete_existing_ckpts: True to let rank 0 delete the checkpoints that lie there, while the
+            other workers wait. Only files with a checkpoint's name are deleted.
 
     Raises:
         ConfigurationError: The folder cannot be created.
@@ -163,8 +175,8 @@ def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckp
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the folder for checkpoints {folder} cannot be made ({error}): give a ckpt_run_dir (--root-checkpoint) "
-            f"that you may write to"
+            f"the folder for checkpoints {folder} cannot be made ({error}): give a ckpt_run_dir "
+            "(--root-checkpoint) that you may write to"
         ) from error
     if delete_existing_ckpts:
         if process_groups.rank() == 0:

@@ -1,4 +1,4 @@
-"""Measure the processor time for which a thread works, without the time for which it polls for messages."""
+"""Measure a thread's processor time for work, without that of polling for messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _of_thread = threading.local()
 
 
 def work_s() -> float:
-    """Return the processor seconds of this thread since an arbitrary moment, without those in :func:`polling`.
+    """Return this thread's processor seconds since an arbitrary moment, without :func:`polling`.
 
     Example:
         >>> work_before_s, thread_before_s = work_s(), time.thread_time()
@@ -27,7 +27,7 @@ def work_s() -> float:
 
 @contextmanager
 def polling() -> Iterator[None]:
-    """Count the processor time of this thread in the block as waiting, because it polls for messages there."""
+    """Count this thread's processor time in the block as waiting: it polls for messages."""
     begin_s = time.thread_time()
     try:
         yield

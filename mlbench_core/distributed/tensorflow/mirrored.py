@@ -19,14 +19,15 @@ _CHUNK_BYTES = 1 << 20
 
 
 class MirroredWorkers:
-    """The workers of a run, each with one replica of the variables, connected by a strategy of TensorFlow.
+    """The workers of a run, each with a replica of the variables, in a TensorFlow strategy.
 
-    Variables that are created in ``strategy.scope()`` are equal on all workers: their first values are those of rank 0,
-    and an update must be the same everywhere. The messages of this class average gradients and combine numbers. Every
-    worker must send the same messages in the same order.
+    Variables that are created in ``strategy.scope()`` are equal on all workers: their first values
+    are those of rank 0, and an update must be the same everywhere. The messages of this class
+    average gradients and combine numbers. Every worker must send the same messages in the same
+    order.
 
-    The list of the workers is not read from ``TF_CONFIG``. The workers exchange it at the address of rank 0, which
-    every launcher gives them.
+    The list of the workers is not read from ``TF_CONFIG``. The workers exchange it at the address
+    of rank 0, which every launcher gives them.
 
     Args:
         place: This worker's place.
@@ -38,7 +39,8 @@ class MirroredWorkers:
         size: Number of workers.
 
     Raises:
-        WorkerError: A worker did not arrive in time. Each message raises it too if a worker was lost.
+        WorkerError: A worker did not arrive in time. Each message raises it too if a worker was
+            lost.
 
     Example:
         >>> workers = MirroredWorkers(environment.Place(rank=0, world_size=1), timeout_s=10)
@@ -59,13 +61,15 @@ class MirroredWorkers:
                     cluster, task_type="worker", task_id=self.rank, rpc_layer="grpc"
                 )
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
-        # One function for each dtype and shape: a single one for all would warn that it is traced again.
+        # One function for each dtype and shape: a single one for all would
+        # warn that it is traced again.
         self._all_reduces: dict[tuple[Any, ...], Any] = {}
 
     def _all_reduce(self, tensor: Any) -> Any:
         def add(value: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            # The argument of a function has no device, and the strategy needs one. The copy is on that of the replica.
+            # The argument of a function has no device, and the strategy needs one. The copy is on
+            # that of the replica.
             return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
 
         return self.strategy.run(add, args=(tensor,))
@@ -87,7 +91,7 @@ class MirroredWorkers:
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums of integers over all workers, one for each of the numbers."""
-        return [int(number) for number in self.all_reduce(tf.constant(numbers, tf.int64)).numpy()]
+        return list(map(int, self.all_reduce(tf.constant(numbers, tf.int64)).numpy()))
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
         """Return the content that the sender passed.
@@ -96,10 +100,12 @@ class MirroredWorkers:
             content: Any bytes; those of the other workers do not count.
             sender: Rank of the sender.
         """
-        content = content if self.rank == sender else b""
+        if self.rank != sender:
+            content = b""
         (size,) = self.sum([len(content)])
         received = bytearray()
-        # A sum in which all others add zeros. Each chunk has the same shape, because each new shape costs a trace.
+        # A sum in which all others add zeros. Each chunk has the same shape, because
+        # each new shape costs a trace.
         for start in range(0, size, _CHUNK_BYTES):
             chunk = np.zeros(_CHUNK_BYTES, dtype=np.uint8)
             part = np.frombuffer(content[start : start + _CHUNK_BYTES], dtype=np.uint8)
@@ -113,8 +119,13 @@ def _lost_workers() -> Iterator[None]:
     """Raise a WorkerError for the errors by which TensorFlow reports a lost worker."""
     try:
         yield
-    except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError) as error:
+    except (
+        tf.errors.UnavailableError,
+        tf.errors.DeadlineExceededError,
+        tf.errors.AbortedError,
+    ) as error:
         # The message of TensorFlow contains a traceback of the graph, so it stays in the cause.
         raise WorkerError(
-            "another worker was lost during a message of TensorFlow: read the log of the worker that ended first"
+            "another worker was lost during a message of TensorFlow: "
+            "read the log of the worker that ended first"
         ) from error

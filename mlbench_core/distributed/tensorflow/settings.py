@@ -11,13 +11,16 @@ from mlbench_core.arguments import check_int
 __all__ = ["default_session_config", "set_threads"]
 
 
-def default_session_config(tf_allow_growth: bool, tf_log_device_placement: bool, tf_allow_soft_placement: bool) -> Any:
+def default_session_config(
+    tf_allow_growth: bool, tf_log_device_placement: bool, tf_allow_soft_placement: bool
+) -> Any:
     """Return the configuration of a session (``tf.compat.v1.Session(config=...)``).
 
     Args:
         tf_allow_growth: True to take the memory of a GPU as it is needed, and not at once.
         tf_log_device_placement: True to log the device of each operation.
-        tf_allow_soft_placement: True to run an operation on the CPU if it cannot run on the requested device.
+        tf_allow_soft_placement: True to run an operation on the CPU if it cannot run on the
+            requested device.
 
     Returns:
         A ``tf.compat.v1.ConfigProto``.
@@ -36,8 +39,8 @@ def default_session_config(tf_allow_growth: bool, tf_log_device_placement: bool,
 def set_threads(threads: int) -> None:
     """Set the number of threads in which this process computes. Call it before the first operation.
 
-    TensorFlow does not read ``OMP_NUM_THREADS``. Without this call, each of several workers on a machine would compute
-    in as many threads as the machine has cores.
+    TensorFlow does not read ``OMP_NUM_THREADS``. Without this call, each of several workers on a
+    machine would compute in as many threads as the machine has cores.
 
     Args:
         threads: Number of threads, at least 1.

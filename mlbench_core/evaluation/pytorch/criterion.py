@@ -1,4 +1,4 @@
-r"""Compute losses that torch does not have: with penalties on weights or activations, and with smoothed labels."""
+r"""Losses with penalties on weights or activations, and with smoothed labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "
 
 
 class _Penalized(nn.Module):
-    r"""A loss with a penalty :math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2`.
+    r"""A loss with a penalty on the weights of a model.
+
+    .. math:: \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
 
     Attributes:
         l1: Weight of the l1 norm.
@@ -31,13 +33,18 @@ class _Penalized(nn.Module):
             check_at_least(name, value, 0)
             if value > 0 and self.model is None:
                 raise ValueError(f"model must be given with {name}={value}, not None: pass model=")
-        # nn.Module would register the model as a submodule, and loss.parameters() would return its parameters.
-        setter = object.__setattr__ if name == "model" else nn.Module.__setattr__
-        setter(self, name, value)
+        if name == "model":
+            # nn.Module would register the model as a submodule, and loss.parameters() would return
+            # its parameters.
+            object.__setattr__(self, name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
 
     def _penalty(self) -> Tensor | float:
         penalty: Tensor | float = 0.0
-        for weight in self.model.parameters() if self.model is not None else ():
+        if self.model is None:
+            return penalty
+        for weight in self.model.parameters():
             # A norm whose factor is 0 is left out: 0 times an infinite norm would be nan.
             if self.l1 > 0:
                 penalty = penalty + self.l1 * weight.abs().sum()
@@ -49,8 +56,8 @@ class _Penalized(nn.Module):
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and dtype of the output.
 
-    Otherwise, cross-entropy would refuse targets of shape (batch,) with outputs of shape (batch, 1). A squared error
-    would broadcast them to an unintended (batch, batch) matrix.
+    Otherwise, cross-entropy would refuse targets of shape (batch,) with outputs of shape (batch,
+    1). A squared error would broadcast them to an unintended (batch, batch) matrix.
 
     Raises:
         ValueError: The shapes differ by more than a last dimension of 1.
@@ -58,8 +65,8 @@ def _as_output(output: Tensor, target: Tensor) -> Tensor:
     if target.shape != output.shape:
         if (*target.shape, 1) != tuple(output.shape) and tuple(target.shape) != (*output.shape, 1):
             raise ValueError(
-                f"target must have the shape of the output {tuple(output.shape)} up to a last dimension of 1, not "
-                f"{tuple(target.shape)}"
+                f"target must have the shape of the output {tuple(output.shape)} up to a last "
+                f"dimension of 1, not {tuple(target.shape)}"
             )
         target = target.reshape(output.shape)
     return target.to(output.dtype)
@@ -72,8 +79,8 @@ class ActivationRegularization(nn.Module):
         \alpha \operatorname{mean}_{tbf} (m \odot h)_{tbf}^2 +
         \beta \operatorname{mean}_{tbf} (h_{t+1} - h_t)_{bf}^2
 
-    with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it: activation
-    regularization (AR) and temporal activation regularization (TAR).
+    with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it:
+    activation regularization (AR) and temporal activation regularization (TAR).
 
     Args:
         alpha: :math:`\alpha`, weight of AR, at least 0.
@@ -89,13 +96,14 @@ class ActivationRegularization(nn.Module):
         26.0
 
     References:
-        Merity, McCann and Socher 2017, Revisiting Activation Regularization for Language RNNs, arXiv 1708.01009.
+        Merity, McCann and Socher 2017, Revisiting Activation Regularization for Language RNNs,
+        arXiv 1708.01009.
     """
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 1.0) -> None:
         super().__init__()
-        for name, weight in (("alpha", alpha), ("beta", beta)):
-            check_at_least(name, weight, 0)
+        check_at_least("alpha", alpha, 0)
+        check_at_least("beta", beta, 0)
         self.alpha = alpha
         self.beta = beta
 
@@ -121,7 +129,7 @@ class ActivationRegularization(nn.Module):
 
 
 class BCELossRegularized(_Penalized, nn.BCELoss):
-    r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularized logistic regression.
+    r"""Binary cross-entropy with a penalty on the model's weights, for logistic regression.
 
     .. math::
         -\frac{1}{n} \sum_{i=1}^{n} \bigl[ y_i \log p_i + (1 - y_i) \log (1 - p_i) \bigr]
@@ -129,17 +137,19 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
 
     Here :math:`w` are all parameters of the model, including the bias.
 
-    In float32, a probability is exactly 1 from a logit of about 17 on. For a wrong prediction beyond it, torch returns
-    100 instead of the true loss, and the gradient is 0, so training never corrects the mistake. If logits grow large (a
-    high learning rate, features that are not scaled), let the model return logits :math:`z` with
-    :math:`p = \sigma(z)`, and set ``logits=True``. The loss is then computed as
+    In float32, a probability is exactly 1 from a logit of about 17 on. For a wrong prediction
+    beyond it, torch returns 100 instead of the true loss, and the gradient is 0, so training never
+    corrects the mistake. If logits grow large (a high learning rate, features that are not scaled),
+    let the model return logits :math:`z` with :math:`p = \sigma(z)`, and set ``logits=True``. The
+    loss is then computed as
 
     .. math:: \max(z, 0) - y z + \log (1 + e^{-\lvert z \rvert})
 
     which is exact for every :math:`z`, and so is its gradient :math:`\sigma(z) - y`.
 
-    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum on data with a
-    column of ones appended. The column makes its intercept a penalized weight, as the bias is here.
+    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum
+    on data with a column of ones appended. The column makes its intercept a penalized weight, as
+    the bias is here.
 
     Args:
         weight: Weight of each element of a batch, as in :class:`torch.nn.BCELoss`.
@@ -148,8 +158,8 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         l1: :math:`\lambda_1`, at least 0.
         l2: :math:`\lambda_2`, at least 0.
         model: The model. It may be left out if both penalties are 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
-            element with ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a
+            sum, and to each element with ``"none"``.
         logits: True if the input is logits instead of probabilities.
 
     Raises:
@@ -159,9 +169,11 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.constant_(model.weight, 2.0)
         >>> loss = BCELossRegularized(l1=0.5, l2=0.1, model=model)
-        >>> round(loss(torch.tensor([1.0]), torch.tensor([1.0])).item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
+        >>> value = loss(torch.tensor([1.0]), torch.tensor([1.0]))
+        >>> round(value.item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
         1.2
-        >>> BCELossRegularized(logits=True)(torch.tensor([30.0]), torch.tensor([0.0])).item()  # log(1 + e^30)
+        >>> loss = BCELossRegularized(logits=True)
+        >>> loss(torch.tensor([30.0]), torch.tensor([0.0])).item()  # log(1 + e^30)
         30.0
     """
 
@@ -196,7 +208,9 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         """
         target = _as_output(input_, target)
         if self.logits:
-            data_loss = F.binary_cross_entropy_with_logits(input_, target, self.weight, reduction=self.reduction)
+            data_loss = F.binary_cross_entropy_with_logits(
+                input_, target, self.weight, reduction=self.reduction
+            )
         else:
             data_loss = super().forward(input_, target)
         return data_loss + self._penalty()
@@ -205,19 +219,21 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
 class MSELossRegularized(_Penalized, nn.MSELoss):
     r"""Mean squared error with a penalty on the model's weights.
 
-    .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
+    .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w
+      \rVert_2^2
 
     Here :math:`w` are all parameters of the model.
 
     Args:
-        weight: Weight of each element, the shape of the input; a mean is then divided by the sum of the weights.
+        weight: Weight of each element, the shape of the input; a mean is then divided by the sum of
+            the weights.
         size_average: Deprecated by torch, see ``reduction``.
         reduce: Deprecated by torch, see ``reduction``.
         l1: :math:`\lambda_1`, at least 0.
         l2: :math:`\lambda_2`, at least 0.
         model: The model. It may be left out if both penalties are 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
-            element with ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a
+            sum, and to each element with ``"none"``.
 
     Raises:
         ValueError: A penalty is negative, or has no model.
@@ -257,14 +273,17 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
             return super().forward(input_, target) + self._penalty()
         if self.weight.shape != input_.shape:
             raise ValueError(
-                f"weight must have the shape of the input {tuple(input_.shape)}, not {tuple(self.weight.shape)}"
+                "weight must have the shape of the input "
+                f"{tuple(input_.shape)}, not {tuple(self.weight.shape)}"
             )
         errors = self.weight * F.mse_loss(input_, target, reduction="none")
         if self.reduction == "none":
             return errors + self._penalty()
-        # A weighted mean is divided by the sum of the weights, not by their number.
         total = errors.sum()
-        return (total / self.weight.sum() if self.reduction == "mean" else total) + self._penalty()
+        if self.reduction == "mean":
+            # A weighted mean is divided by the sum of the weights, not by their number.
+            total = total / self.weight.sum()
+        return total + self._penalty()
 
 
 class LabelSmoothing(nn.Module):
@@ -279,23 +298,27 @@ class LabelSmoothing(nn.Module):
     Args:
         padding_idx: Target id that is left out.
         smoothing: :math:`\varepsilon`, from 0 to 1.
-        fast_xentropy: True to use torch's fused cross-entropy, which needs no (tokens, classes) matrix of
-            log-probabilities in memory. False computes the formula above step by step.
+        fast_xentropy: True to use torch's fused cross-entropy, which needs no (tokens, classes)
+            matrix of log-probabilities in memory. False computes the formula above step by step.
 
     Raises:
         ValueError: ``smoothing`` is outside of 0 to 1.
 
     References:
-        Szegedy et al. 2015, Rethinking the Inception Architecture for Computer Vision, arXiv 1512.00567.
+        Szegedy et al. 2015, Rethinking the Inception Architecture for Computer Vision, arXiv
+        1512.00567.
 
     Example:
         >>> loss = LabelSmoothing(padding_idx=0, smoothing=0.1)
         >>> x = torch.zeros(3, 4)  # every class has probability 1/4
-        >>> round(loss(x, torch.tensor([1, 2, 0])).item() / 2, 4)  # log(4); the padded token is left out
+        >>> value = loss(x, torch.tensor([1, 2, 0]))  # the padded token is left out
+        >>> round(value.item() / 2, 4)  # log(4)
         1.3863
     """
 
-    def __init__(self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False) -> None:
+    def __init__(
+        self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False
+    ) -> None:
         super().__init__()
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"smoothing must be from 0 to 1, not {smoothing}")
@@ -307,8 +330,8 @@ class LabelSmoothing(nn.Module):
         """Compute the summed loss of one batch.
 
         Args:
-            x: Scores of shape (..., classes), or log-probabilities, which the softmax leaves as they are. Half
-                precision is computed in float32.
+            x: Scores of shape (..., classes), or log-probabilities, which the softmax leaves as
+                they are. Half precision is computed in float32.
             target: Token ids of shape (...).
 
         Returns:
@@ -319,18 +342,20 @@ class LabelSmoothing(nn.Module):
         """
         if x.shape[:-1].numel() != target.numel():
             raise ValueError(
-                f"x must be (..., classes) and target (...), not {tuple(x.shape)} and {tuple(target.shape)}"
+                "x must be (..., classes) and target (...), not "
+                f"{tuple(x.shape)} and {tuple(target.shape)}"
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        compute_dtype = torch.promote_types(x.dtype, torch.float32)
-        loss = self._fused if self.fast_xentropy else self._plain
-        return loss(x.to(compute_dtype), target)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.fast_xentropy:
+            return self._fused(x, target)
+        return self._plain(x, target)
 
     def _plain(self, x: Tensor, target: Tensor) -> Tensor:
         log_p = F.log_softmax(x, dim=-1)
         counted = target != self.padding_idx
-        # A padding id may lie outside of the classes (for example -100), where gather() fails. So padding reads class 0
-        # here, and its row is left out below.
+        # A padding id may lie outside of the classes (for example -100), where gather() fails. So
+        # padding reads class 0 here, and its row is left out below.
         nll = -log_p.gather(1, target.where(counted, 0).unsqueeze(1)).squeeze(1)
         uniform = -log_p.mean(dim=-1)
         losses = (1.0 - self.smoothing) * nll + self.smoothing * uniform
@@ -339,9 +364,16 @@ class LabelSmoothing(nn.Module):
     def _fused(self, x: Tensor, target: Tensor) -> Tensor:
         # torch spreads the smoothing over all classes, including the target's, as the formula does.
         return F.cross_entropy(
-            x, target, ignore_index=self.padding_idx, reduction="sum", label_smoothing=self.smoothing
+            x,
+            target,
+            ignore_index=self.padding_idx,
+            reduction="sum",
+            label_smoothing=self.smoothing,
         )
 
     def extra_repr(self) -> str:
         """Return the arguments, for ``repr``."""
-        return f"padding_idx={self.padding_idx}, smoothing={self.smoothing}, fast_xentropy={self.fast_xentropy}"
+        return (
+            f"padding_idx={self.padding_idx}, smoothing={self.smoothing}, "
+            f"fast_xentropy={self.fast_xentropy}"
+        )

@@ -1,7 +1,8 @@
 r"""Compute metrics over batches and workers.
 
-A metric is called with one batch and returns the batch's value. :meth:`~MLBenchMetric.update` adds the batch to the
-average, and :meth:`~MLBenchMetric.average` returns the value over all batches added, on all workers::
+A metric is called with one batch and returns the batch's value. :meth:`~MLBenchMetric.update` adds
+the batch to the average, and :meth:`~MLBenchMetric.average` returns the value over all batches
+added, on all workers::
 
     metric.reset()
     for data, target in batches:
@@ -9,10 +10,11 @@ average, and :meth:`~MLBenchMetric.average` returns the value over all batches a
         metric.update(metric(output, target), len(output))
     value = metric.average()          # a collective: every worker calls it
 
-The value over all data is usually not the mean of the values of the batches. For example, the perplexity of two
-batches is not the mean of two perplexities. Each metric here therefore sums *statistics*, a few numbers that add up
-over batches and workers. It computes its value from the sums, so the value depends neither on the split into batches
-nor on the number of workers. All sums are float64.
+The value over all data is usually not the mean of the values of the batches. For example, the
+perplexity of two batches is not the mean of two perplexities. Each metric here therefore sums
+*statistics*, a few numbers that add up over batches and workers. It computes its value from the
+sums, so the value depends neither on the split into batches nor on the number of workers. All sums
+are float64.
 """
 
 from __future__ import annotations
@@ -32,18 +34,27 @@ from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import require
 from mlbench_core.statistics import AverageMeter
 
-__all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
+__all__ = [
+    "BLEUScore",
+    "CasedBLEUScore",
+    "DiceCoefficient",
+    "F1Score",
+    "MLBenchMetric",
+    "Perplexity",
+    "TopKAccuracy",
+]
 
 
 class MLBenchMetric:
-    r"""Base class of the metrics, which averages the values of the batches, weighted by their sizes.
+    r"""Base class of the metrics, which averages the values of batches, weighted by their sizes.
 
     A subclass defines ``__call__`` and ``name``. Its average is then
 
     .. math:: \frac{\sum_k \sum_b n_{kb} v_{kb}}{\sum_k \sum_b n_{kb}}
 
-    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`. A subclass may
-    override :meth:`update`: the values that it puts into ``average_meter`` are averaged over the workers.
+    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`.
+    A subclass may override :meth:`update`: the values that it puts into ``average_meter`` are
+    averaged over the workers.
 
     Attributes:
         average_meter: Mean of the values of this worker's batches, weighted by their sizes.
@@ -73,7 +84,9 @@ class MLBenchMetric:
         Returns:
             The value, float32, one element.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no __call__(output, target); a metric must define it")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __call__(output, target); a metric must define it"
+        )
 
     @property
     def name(self) -> str:
@@ -91,9 +104,12 @@ class MLBenchMetric:
             ValueError: ``size`` is negative.
         """
         check_at_least("size", size, 0)
-        # A tensor is kept as a tensor, because reading its number would wait for the device.
-        value = perc.detach().to(torch.float64).sum() if isinstance(perc, Tensor) else float(perc)
-        self.average_meter.update(cast(float, value), size)
+        if isinstance(perc, Tensor):
+            # It is kept as a tensor, because reading its number would wait for the device.
+            value = cast(float, perc.detach().to(torch.float64).sum())
+        else:
+            value = float(perc)
+        self.average_meter.update(value, size)
 
     def average(self) -> Tensor:
         """Compute the value over all batches that all workers have added since the last reset.
@@ -103,16 +119,17 @@ class MLBenchMetric:
         Returns:
             The value, float32, no dimensions; 0 if no worker added a batch.
         """
-        # With a count of 1 per worker, global_average divides the sums by the world size, which is undone here.
-        totals = process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
-        return self._score(totals).to(torch.float32)
+        # With a count of 1 per worker, global_average divides the sums by the world size, which is
+        # undone here.
+        mean = process_groups.global_average(self._local_totals(), 1)
+        return self._score(mean * process_groups.world_size()).to(torch.float32)
 
     def reset(self) -> None:
         """Discard all batches added so far."""
         self.average_meter = AverageMeter()
 
     def _local_totals(self) -> Tensor:
-        """Return the sums over this worker's batches: here the weighted sum of the values, and the sum of weights."""
+        """Return the sums over this worker's batches: here of weighted values, and of weights."""
         total = torch.as_tensor(self.average_meter.sum, dtype=torch.float64).detach().reshape(())
         return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
@@ -121,8 +138,8 @@ class MLBenchMetric:
         return _ratio(totals[0], totals[1])
 
 
-# Number of calls without an update whose statistics are kept. It is bounded, because training calls metrics and never
-# updates them.
+# Number of calls without an update whose statistics are kept. It is bounded, because training calls
+# metrics and never updates them.
 _REMEMBERED_CALLS = 256
 
 
@@ -136,7 +153,8 @@ class _Call:
     """True if the statistics are those of one sample, to be multiplied by the size of the batch."""
 
     def returned(self, value: float | Tensor) -> bool:
-        """Return True if the call returned ``value``, compared as the tensor (no synchronization) or as its number."""
+        """Return True if the call returned ``value``, the tensor or its number."""
+        # The tensor is recognized without reading its number, which would wait for the device.
         if value is self.value:
             return True
         number, own = float(value), float(self.value)
@@ -145,21 +163,23 @@ class _Call:
 
 
 class _StatisticsMetric(MLBenchMetric):
-    """A metric whose batches add statistics of their own instead of a weighted value.
+    """A metric whose batches add statistics instead of a weighted value.
 
-    A call stores the statistics from which it computed its value. An update with this value adds the stored statistics
-    to the sums. Calls and updates may come in any order. ``average_meter`` has the mean of the batches' values, which
-    is not the metric's value.
+    A call stores the statistics from which it computed its value. An update with this value adds
+    the stored statistics to the sums. Calls and updates may come in any order. ``average_meter``
+    has the mean of the batches' values, which is not the metric's value.
 
-    :meth:`average` returns this mean only if no statistics were added. Then no update had a value that a call returned,
-    or a subclass puts its own values into ``average_meter`` instead of calling :meth:`update` of this class.
+    :meth:`average` returns this mean only if no statistics were added. Then no update had a value
+    that a call returned, or a subclass puts its own values into ``average_meter`` instead of
+    calling :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._totals = self._no_statistics()
         self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
-        # True if the updates had values that calls returned, False if they had other values, None before any update.
+        # True if the updates had values that calls returned, False if they had other values, None
+        # before any update.
         self._has_statistics: bool | None = None
 
     def _no_statistics(self) -> Tensor:
@@ -182,8 +202,9 @@ class _StatisticsMetric(MLBenchMetric):
         """Refuse to mix statistics and plain values, which cannot be combined into one number."""
         if self._has_statistics not in (None, has_statistics):
             raise ValueError(
-                f"perc must be a value that this metric returned, in all updates or in none, not {float(value)} now: "
-                "call the metric with each batch and pass its result to update(), or call reset() before"
+                "perc must be a value that this metric returned, in all updates or in none, "
+                f"not {float(value)} now: call the metric with each batch and pass its result "
+                "to update(), or call reset() before"
             )
         self._has_statistics = has_statistics
 
@@ -204,13 +225,14 @@ class _StatisticsMetric(MLBenchMetric):
         """Add the batch of a call to the average.
 
         Args:
-            perc: The value that a call returned, as the tensor or its number. Only the last 256 calls that were not
-                added yet are known. If no update has a value that a call returned, the average is the weighted mean of
-                the values.
+            perc: The value that a call returned, as the tensor or its number. Only the last 256
+                calls that were not added yet are kept. If no update has a value that a call
+                returned, the average is the weighted mean of the values.
             size: Number of samples in the batch.
 
         Raises:
-            ValueError: ``size`` is negative, or some updates have values that calls returned and others do not.
+            ValueError: ``size`` is negative, or some updates have values that calls returned and
+                others do not.
         """
         check_at_least("size", size, 0)
         statistics = self._pop_statistics(perc, size)
@@ -222,13 +244,16 @@ class _StatisticsMetric(MLBenchMetric):
         # Each call counts once: two batches may have the same value.
         for index in reversed(range(len(self._calls))):
             call = self._calls[index]
-            if call.returned(perc):
-                self._check_origin(perc, has_statistics=True)
-                del self._calls[index]
-                if not call.is_per_sample:
-                    return call.statistics
-                # The mean loss of an empty batch is nan, which times 0 would still be nan.
-                return call.statistics * size if size else self._no_statistics()
+            if not call.returned(perc):
+                continue
+            self._check_origin(perc, has_statistics=True)
+            del self._calls[index]
+            if not call.is_per_sample:
+                return call.statistics
+            # The mean loss of an empty batch is nan, which times 0 would still be nan.
+            if not size:
+                return self._no_statistics()
+            return call.statistics * size
         return self._statistics_of(perc, size)
 
     def _local_totals(self) -> Tensor:
@@ -236,7 +261,9 @@ class _StatisticsMetric(MLBenchMetric):
 
     def _score(self, totals: Tensor) -> Tensor:
         statistics = totals[:-2]
-        return torch.where((statistics != 0).any(), self._score_of(statistics), super()._score(totals[-2:]))
+        return torch.where(
+            (statistics != 0).any(), self._score_of(statistics), super()._score(totals[-2:])
+        )
 
 
 class TopKAccuracy(MLBenchMetric):
@@ -244,8 +271,8 @@ class TopKAccuracy(MLBenchMetric):
 
     Args:
         topk: Number of most likely classes among which the target may be, at least 1.
-        threshold: Used only for two classes with a single score per sample: the smallest score that predicts the
-            positive class. It is 0.5 for probabilities, 0 for logits.
+        threshold: Used only for two classes with a single score per sample: the smallest score that
+            predicts the positive class. It is 0.5 for probabilities, 0 for logits.
 
     Raises:
         ValueError: ``topk`` is below 1.
@@ -258,7 +285,8 @@ class TopKAccuracy(MLBenchMetric):
         100.0
         >>> TopKAccuracy()(torch.tensor([[0.9], [0.2]]), torch.tensor([1, 0])).item()
         100.0
-        >>> TopKAccuracy(threshold=0.0)(torch.tensor([[2.2], [-1.4]]), torch.tensor([1, 0])).item()  # logits
+        >>> logits = torch.tensor([[2.2], [-1.4]])
+        >>> TopKAccuracy(threshold=0.0)(logits, torch.tensor([1, 0])).item()
         100.0
     """
 
@@ -272,8 +300,8 @@ class TopKAccuracy(MLBenchMetric):
         """Compute the accuracy of one batch.
 
         Args:
-            output: Scores of shape (batch, classes). For two classes also the scores of the positive class alone, of
-                shape (batch, 1) or (batch,).
+            output: Scores of shape (batch, classes). For two classes also the scores of the
+                positive class alone, of shape (batch, 1) or (batch,).
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
@@ -293,8 +321,8 @@ class TopKAccuracy(MLBenchMetric):
         classes = max(2, output.shape[1])
         if self.topk >= classes:
             raise ValueError(
-                f"topk must be at most {classes - 1} for {classes} classes, not {self.topk}: with more, every sample "
-                "would be right"
+                f"topk must be at most {classes - 1} for {classes} classes, not {self.topk}: "
+                "with more, every sample would be right"
             )
         target = target.reshape(-1, 1)
         if output.shape[1] == 1:
@@ -302,7 +330,8 @@ class TopKAccuracy(MLBenchMetric):
         else:
             predicted = output.topk(self.topk, dim=1).indices
         correct = (predicted == target).sum().reshape(1).to(torch.float32)
-        # new_full() fills on the device; new_tensor() would copy a number there, for which the host waits.
+        # new_full() fills on the device; new_tensor() would copy a number there, for which the host
+        # waits.
         return _ratio(100.0 * correct, correct.new_full((1,), len(output)))
 
     @property
@@ -330,15 +359,17 @@ class Perplexity(_StatisticsMetric):
         """Compute the perplexity of one batch.
 
         Args:
-            output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
-                cross-entropy takes them. Or the mean loss of the batch, of shape () or (1,).
-            target: Token ids of shape (...) or (batch, ...). It is not used with a mean loss. If one of output and
-                target has all tokens in one dimension, the other may have any number of dimensions. Ids of -100 are
-                left out.
+            output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as
+                torch's cross-entropy takes them. Or the mean loss of the batch, of shape () or
+                (1,).
+            target: Token ids of shape (...) or (batch, ...). It is not used with a mean loss. If
+                one of output and target has all tokens in one dimension, the other may have any
+                number of dimensions. Ids of -100 are left out.
 
         Returns:
-            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. For scores, a following
-            :meth:`update` weighs the batch by its number of tokens. For a mean loss, it weighs the loss by ``size``.
+            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. For scores,
+            a following :meth:`update` weighs the batch by its number of tokens. For a mean loss, it
+            weighs the loss by ``size``.
 
         Raises:
             ValueError: The shapes do not fit, or fit in two ways.
@@ -348,13 +379,16 @@ class Perplexity(_StatisticsMetric):
             return self._value_of(torch.stack([loss, torch.ones_like(loss)]), is_per_sample=True)
         if target is None:
             raise ValueError(
-                f"target must be token ids for an output of shape {tuple(output.shape)}, not None: pass them, or the "
-                "mean loss as the output"
+                f"target must be token ids for an output of shape {tuple(output.shape)}, not None: "
+                "pass them, or the mean loss as the output"
             )
         scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
-        losses = F.cross_entropy(scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum")
+        losses = F.cross_entropy(
+            scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum"
+        )
         tokens = (target != -100).sum()
-        return self._value_of(torch.stack([losses.detach().to(torch.float64), tokens.to(torch.float64)]))
+        statistics = [losses.detach().to(torch.float64), tokens.to(torch.float64)]
+        return self._value_of(torch.stack(statistics))
 
     @property
     def name(self) -> str:
@@ -376,16 +410,18 @@ class DiceCoefficient(_StatisticsMetric):
 
     .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
 
-    with the sums over all elements of all batches and workers. If both masks are empty everywhere, it is 1. With
-    predictions of 0 and 1, it is the F1 score.
+    with the sums over all elements of all batches and workers. If both masks are empty everywhere,
+    it is 1. With predictions of 0 and 1, it is the F1 score.
 
     Args:
         logits: True if the outputs are logits, whose sigmoids are the probabilities.
 
     Example:
-        >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
+        >>> output, target = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])
+        >>> round(DiceCoefficient()(output, target).item(), 6)
         0.8
-        >>> round(DiceCoefficient(logits=True)(torch.tensor([0.0, 0.0]), torch.tensor([1, 0])).item(), 6)
+        >>> logits, target = torch.tensor([0.0, 0.0]), torch.tensor([1, 0])
+        >>> round(DiceCoefficient(logits=True)(logits, target).item(), 6)
         0.5
     """
 
@@ -397,7 +433,8 @@ class DiceCoefficient(_StatisticsMetric):
         """Compute the Dice coefficient of one batch.
 
         Args:
-            output: Mask or probabilities between 0 and 1, or with ``logits`` any numbers; any shape.
+            output: Mask or probabilities between 0 and 1, or with ``logits`` any numbers; any
+                shape.
             target: The true mask, the same number of elements.
 
         Returns:
@@ -410,7 +447,9 @@ class DiceCoefficient(_StatisticsMetric):
         if self.logits:
             predicted = predicted.sigmoid()
         elements = predicted.new_full((), predicted.numel())
-        return self._value_of(torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements]))
+        return self._value_of(
+            torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements])
+        )
 
     @property
     def name(self) -> str:
@@ -436,7 +475,8 @@ class F1Score(_StatisticsMetric):
 
     Args:
         threshold: Smallest output that is predicted positive.
-        eps: Added to the denominator, so that the score is 0 if neither outputs nor targets are positive.
+        eps: Added to the denominator, so that the score is 0 if neither outputs nor targets are
+            positive.
 
     Example:
         >>> F1Score()(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1, 0, 1, 0])).item()
@@ -479,19 +519,23 @@ class F1Score(_StatisticsMetric):
 class BLEUScore(_StatisticsMetric):
     """Corpus BLEU of translations, from 0 to 100, as sacrebleu computes it.
 
-    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers. The score
-    is computed from the sums; a mean of the batches' scores would be another number.
+    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and
+    workers. The score is computed from the sums; a mean of the batches' scores would be another
+    number.
 
-    By default, texts are compared in lower case, with sacrebleu's international tokenizer, as the goals of the
-    translation tasks require. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``. Scores with
-    different settings cannot be compared, see :attr:`signature`.
+    By default, texts are compared in lower case, with sacrebleu's international tokenizer, as the
+    goals of the translation tasks require. Papers mostly report ``BLEUScore(tokenize="13a",
+    lowercase=False)``. Scores with different settings cannot be compared, see :attr:`signature`.
 
     Args:
-        use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case counts unless
-            ``lowercase`` is True. The smoothing is ``floor`` with 0.1 and effective order, as in
-            ``sacrebleu.raw_corpus_bleu``. Otherwise it is ``exp``, as in ``sacrebleu.corpus_bleu``.
-        tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means ``"intl"``.
-        lowercase: True to compare both texts in lower case. None means True, but False with ``use_raw``.
+        use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case
+            counts unless ``lowercase`` is True. The smoothing is ``floor`` with 0.1 and effective
+            order, as in ``sacrebleu.raw_corpus_bleu``. Otherwise it is ``exp``, as in
+            ``sacrebleu.corpus_bleu``.
+        tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means
+            ``"intl"``.
+        lowercase: True to compare both texts in lower case. None means True, but False with
+            ``use_raw``.
 
     Raises:
         MissingDependencyError: sacrebleu is not installed.
@@ -504,25 +548,40 @@ class BLEUScore(_StatisticsMetric):
 
     _MAX_ORDER = 4
 
-    def __init__(self, use_raw: bool = False, *, tokenize: str | None = None, lowercase: bool | None = None) -> None:
+    def __init__(
+        self, use_raw: bool = False, *, tokenize: str | None = None, lowercase: bool | None = None
+    ) -> None:
         super().__init__()
         bleu = cast(Any, require("sacrebleu.metrics", "text")).BLEU
         if use_raw and tokenize is not None:
             raise ValueError(
-                f"tokenize must be left out with use_raw=True, not {tokenize!r}: raw text is tokenized already"
+                "tokenize must be left out with use_raw=True, not "
+                f"{tokenize!r}: raw text is tokenized already"
             )
+        if lowercase is None:
+            lowercase = not use_raw
         self.use_raw = use_raw
-        self.tokenize = "none" if use_raw else (tokenize or "intl")
-        self.lowercase = (not use_raw) if lowercase is None else lowercase
-        if self.tokenize not in bleu.TOKENIZERS:
-            raise ValueError(f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, not {tokenize!r}: pass one of them")
+        self.lowercase = lowercase
         self._smoothing: dict[str, Any]
         if use_raw:
-            self._smoothing = {"smooth_method": "floor", "smooth_value": 0.1, "effective_order": True}
+            # The settings of sacrebleu.raw_corpus_bleu.
+            self.tokenize = "none"
+            self._smoothing = {
+                "smooth_method": "floor",
+                "smooth_value": 0.1,
+                "effective_order": True,
+            }
         else:
+            # The smoothing of sacrebleu.corpus_bleu.
+            self.tokenize = tokenize or "intl"
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
-        # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which every batch would
-        # repeat.
+        if self.tokenize not in bleu.TOKENIZERS:
+            raise ValueError(
+                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, "
+                f"not {tokenize!r}: pass one of them"
+            )
+        # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which
+        # every batch would repeat.
         self._bleu = bleu(
             tokenize=self.tokenize,
             lowercase=self.lowercase,
@@ -547,9 +606,14 @@ class BLEUScore(_StatisticsMetric):
         """
         for argument, sentences in (("output", output), ("target", target)):
             if isinstance(sentences, str):
-                raise TypeError(f"{argument} must be a list of sentences, not one string ({sentences!r:.60})")
+                raise TypeError(
+                    f"{argument} must be a list of sentences, not one string ({sentences!r:.60})"
+                )
         if len(output) != len(target):
-            raise ValueError(f"target must have a reference for each of {len(output)} translations, not {len(target)}")
+            raise ValueError(
+                "target must have a reference for each of "
+                f"{len(output)} translations, not {len(target)}"
+            )
         if len(output) == 0:
             return self._value_of(self._no_statistics())
         score = self._bleu.corpus_score(list(output), [list(target)])
@@ -573,7 +637,8 @@ class BLEUScore(_StatisticsMetric):
             >>> BLEUScore(tokenize="13a", lowercase=False).signature.split("|version")[0]
             'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
         """
-        # sacrebleu sets the number of references only when it computes a score, and the signature contains it.
+        # sacrebleu sets the number of references only when it computes a score, and the signature
+        # contains it.
         self._bleu.num_refs = 1
         return str(self._bleu.get_signature())
 
@@ -581,7 +646,8 @@ class BLEUScore(_StatisticsMetric):
         return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
 
     def _score_of(self, statistics: Tensor) -> Tensor:
-        # The sums come from averages times the number of workers, so they are whole numbers only up to rounding.
+        # The sums come from averages times the number of workers, so they are whole numbers only up
+        # to rounding.
         sys_len, ref_len, *counts = (round(number) for number in statistics.tolist())
         matches, possible = counts[: self._MAX_ORDER], counts[self._MAX_ORDER :]
         if sys_len == 0:
@@ -595,8 +661,8 @@ class BLEUScore(_StatisticsMetric):
 class CasedBLEUScore(BLEUScore):
     """BLEU as papers report it: sacrebleu's tokenizer 13a, case-sensitive.
 
-    It computes ``BLEUScore(tokenize="13a", lowercase=False)``. Its name is different, so that a tracker can record it
-    in addition to a :class:`BLEUScore`.
+    It computes ``BLEUScore(tokenize="13a", lowercase=False)``. Its name is different, so that a
+    tracker can record it in addition to a :class:`BLEUScore`.
     """
 
     def __init__(self) -> None:
@@ -614,23 +680,27 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as float64 vectors, because sums of half-precision or float32 elements would lose counts."""
+    """Return both as float64 vectors, because sums in float32 or half precision lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
-            f"target must have as many elements as the output {tuple(output.shape)}, not shape {tuple(target.shape)}"
+            "target must have as many elements as the output "
+            f"{tuple(output.shape)}, not shape {tuple(target.shape)}"
         )
-    return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(torch.float64)
+    output, target = output.detach().reshape(-1), target.detach().reshape(-1)
+    return output.to(torch.float64), target.to(torch.float64)
 
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     """Return scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
-    # torch's cross-entropy has the classes in the second dimension, language models in the last. Some shapes fit both.
+    # torch's cross-entropy has the classes in the second dimension, language models in the last.
+    # Some shapes fit both.
     is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
     is_last = output.shape[:-1] == target.shape
     if is_second and is_last:
         raise ValueError(
-            f"output must not have shape {tuple(output.shape)} with a target of shape {tuple(target.shape)}: its "
-            "classes may be the second or the last dimension, so pass (tokens, classes) and (tokens,)"
+            f"output must not have shape {tuple(output.shape)} with a target of shape "
+            f"{tuple(target.shape)}: its classes may be the second or the last dimension, "
+            "so pass (tokens, classes) and (tokens,)"
         )
     if is_second:
         return output.movedim(1, -1).reshape(-1, output.shape[1])
@@ -638,6 +708,7 @@ def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     if is_last or (is_flat and output.shape[:-1].numel() == target.numel()):
         return output.reshape(-1, output.shape[-1])
     raise ValueError(
-        f"output must be (..., classes) and target (...), or output (batch, classes, ...) and target (batch, ...), not "
-        f"{tuple(output.shape)} and {tuple(target.shape)}: give each token one row of scores"
+        "output must be (..., classes) and target (...), "
+        "or output (batch, classes, ...) and target (batch, ...), "
+        f"not {tuple(output.shape)} and {tuple(target.shape)}: give each token one row of scores"
     )

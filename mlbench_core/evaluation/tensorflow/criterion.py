@@ -23,15 +23,16 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
         logits: Scores before the softmax, float of shape (batch, classes).
         labels: One-hot classes or probabilities, shape (batch, classes).
         l2: Factor of the penalty, at least 0.
-        loss_filter_fn: Called with the name of each trainable variable of the graph. Variables for which it returns
-            True are penalized. In the models of this library, those of batch norm have ``batch_normalization`` in their
-            names.
+        loss_filter_fn: Called with the name of each trainable variable of the graph. Variables for
+            which it returns True are penalized. In the models of this library, those of batch norm
+            have ``batch_normalization`` in their names.
 
     Returns:
         The loss, a tensor without dimensions.
 
     Raises:
-        ValueError: ``l2`` is negative, or above 0 without variables in the default graph, as in eager mode.
+        ValueError: ``l2`` is negative, or above 0 without variables in the default graph, as in
+            eager mode.
     """
     check_finite_at_least_0("l2", l2)
     loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(labels=labels, logits=logits))
@@ -40,8 +41,13 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
     variables = tf.compat.v1.trainable_variables()
     if not variables:
         raise ValueError(
-            f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same graph, or add the "
-            "penalty of your variables yourself"
+            f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same "
+            "graph, or add the penalty of your variables yourself"
         )
-    chosen = [tf.nn.l2_loss(tf.cast(variable, tf.float32)) for variable in variables if loss_filter_fn(variable.name)]
-    return loss + l2 * tf.add_n(chosen) if chosen else loss
+    penalties = []
+    for variable in variables:
+        if loss_filter_fn(variable.name):
+            penalties.append(tf.nn.l2_loss(tf.cast(variable, tf.float32)))
+    if not penalties:
+        return loss
+    return loss + l2 * tf.add_n(penalties)

@@ -31,9 +31,10 @@ def topk_accuracy_with_logits(logits: Any, labels: Any, k: int = 1) -> Any:
     """
     check_int("k", k)
     labels = tf.convert_to_tensor(labels)
-    classes = tf.argmax(labels, axis=1) if labels.shape.rank == 2 else labels
-    is_found = tf.math.in_top_k(tf.cast(classes, tf.int64), tf.cast(logits, tf.float32), k)
-    return 100 * tf.reduce_mean(tf.cast(is_found, tf.float32))
+    if labels.shape.rank == 2:
+        labels = tf.argmax(labels, axis=1)
+    is_hit = tf.math.in_top_k(tf.cast(labels, tf.int64), tf.cast(logits, tf.float32), k)
+    return 100 * tf.reduce_mean(tf.cast(is_hit, tf.float32))
 
 
 class TopKAccuracy:

@@ -1,19 +1,21 @@
 r"""Learning rate schedules.
 
-Every schedule is a :class:`torch.optim.lr_scheduler.LRScheduler`. Call ``step()`` after each update, or after each
-epoch if :math:`t` counts epochs. Read the rates with ``get_last_lr()`` and save ``state_dict()``. The rates of every
-schedule except :class:`ReduceLROnPlateauWithWarmup` depend only on the number of steps :math:`t` (``last_epoch``), so a
-resumed schedule sets exactly the same rates. With ``verbose=True`` a schedule logs each change of a rate at the level
-INFO.
+Every schedule is a :class:`torch.optim.lr_scheduler.LRScheduler`. Call ``step()`` after each
+update, or after each epoch if :math:`t` counts epochs. Read the rates with ``get_last_lr()`` and
+save ``state_dict()``. The rates of every schedule except :class:`ReduceLROnPlateauWithWarmup`
+depend only on the number of steps :math:`t` (``last_epoch``), so a resumed schedule sets exactly
+the same rates. With ``verbose=True`` a schedule logs each change of a rate at the level INFO.
 
 A schedule uses the optimizer's own rates in one of two ways:
 
-- A schedule whose formula has each group's initial rate :math:`\eta` multiplies the ``lr`` of each parameter group.
-- Every other schedule has arguments for its rates, such as ``scaled_lr``. It sets the same rate in *all* parameter
-  groups and ignores the ``lr`` that the optimizer was created with.
+- A schedule whose formula has each group's initial rate :math:`\eta` multiplies the ``lr`` of each
+  parameter group.
+- Every other schedule has arguments for its rates, such as ``scaled_lr``. It sets the same rate in
+  *all* parameter groups and ignores the ``lr`` that the optimizer was created with.
 
 References:
-    Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv 1706.02677 (linear warm-up).
+    Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv 1706.02677
+    (linear warm-up).
 """
 
 from __future__ import annotations
@@ -56,25 +58,34 @@ class _LoggedLR(LRScheduler):
     @contextlib.contextmanager
     def _logging(self, message: str) -> Iterator[None]:
         """Log each group whose rate changes in the ``with`` block, if the schedule is verbose."""
-        # Without verbose nothing is read: float() of a rate in a CUDA tensor would wait for the device.
-        groups = self.optimizer.param_groups if self.verbose else []
-        # Copy the rates as numbers: a rate that is a tensor changes in place, so its old value would be lost.
+        # Without verbose nothing is read: float() of a rate in a CUDA tensor would wait for the
+        # device.
+        if not self.verbose:
+            yield
+            return
+        groups = self.optimizer.param_groups
+        # Copy the rates as numbers: a rate that is a tensor changes in place, so its old value
+        # would be lost.
         before = [float(group["lr"]) for group in groups]
         yield
         for i, (old, group) in enumerate(zip(before, groups, strict=True)):
-            if (rate := float(group["lr"])) != old:
+            rate = float(group["lr"])
+            if rate != old:
                 logger.info(message, i, rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
-        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
+        state_dict = super().state_dict()
+        state_dict.pop("verbose", None)
+        return state_dict
 
 
 class _Schedule(_LoggedLR):
     """A schedule whose rates depend only on the number of steps."""
 
     def __init__(self, optimizer: Optimizer, *, verbose: bool = False) -> None:
-        # torch's constructor already calls step() once, so this and the arguments of subclasses must be set before.
+        # torch's constructor already calls step() once, so this and the arguments of subclasses
+        # must be set before.
         self.verbose = verbose
         super().__init__(optimizer)
 
@@ -141,8 +152,9 @@ class LRLinearWarmUp(_AbsoluteLR):
             \eta_s & t \ge w
         \end{cases}
 
-    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration``. For
-    ``LRLinearWarmUp(optimizer, init_lr=0.02, scaled_lr=0.08, warmup_duration=3)``:
+    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` =
+    ``warmup_duration``. For ``LRLinearWarmUp(optimizer, init_lr=0.02, scaled_lr=0.08,
+    warmup_duration=3)``:
 
     ==  ====  ====  ====  ====  ====
     t   0     1     2     3     4
@@ -168,7 +180,13 @@ class LRLinearWarmUp(_AbsoluteLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, init_lr: float, scaled_lr: float, warmup_duration: float, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        init_lr: float,
+        scaled_lr: float,
+        warmup_duration: float,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration)
         self.init_lr = init_lr
@@ -190,9 +208,9 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
             \eta_s \gamma^{|\{m \,:\, m \le t\}|} & t \ge w
         \end{cases}
 
-    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration`` and
-    milestones :math:`m`. For ``MultiStepLRLinearWarmUp(optimizer, gamma=0.1, milestones=[4, 6], scaled_lr=0.4,
-    warmup_duration=2)``:
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` =
+    ``warmup_duration`` and milestones :math:`m`. For ``MultiStepLRLinearWarmUp(optimizer,
+    gamma=0.1, milestones=[4, 6], scaled_lr=0.4, warmup_duration=2)``:
 
     ==  ===  ===  ===  ===  ====  ====  =====  =====
     t   0    1    2    3    4     5     6      7
@@ -209,13 +227,14 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         verbose: Log each change of a rate.
 
     Raises:
-        ValueError: The milestones are not in order, one lies within the warm-up, or another argument is negative or
-            not finite.
+        ValueError: The milestones are not in order, one lies within the warm-up, or another
+            argument is negative or not finite.
 
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = MultiStepLRLinearWarmUp(optimizer, 0.1, [4, 6], scaled_lr=0.4, warmup_duration=2)
+        >>> schedule = MultiStepLRLinearWarmUp(
+        ...     optimizer, 0.1, [4, 6], scaled_lr=0.4, warmup_duration=2)
         >>> [round(schedule.lr_at(t), 6) for t in range(8)]
         [0.0, 0.2, 0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
     """
@@ -232,15 +251,18 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         verbose: bool = False,
     ) -> None:
         _check_at_least_0(
-            gamma=gamma, scaled_lr=scaled_lr, warmup_init_lr=warmup_init_lr, warmup_duration=warmup_duration
+            gamma=gamma,
+            scaled_lr=scaled_lr,
+            warmup_init_lr=warmup_init_lr,
+            warmup_duration=warmup_duration,
         )
-        milestones = [int(milestone) for milestone in milestones]
+        milestones = list(map(int, milestones))
         if milestones != sorted(milestones):
             raise ValueError(f"milestones must be in increasing order, not {milestones}")
         if milestones and warmup_duration > milestones[0]:
             raise ValueError(
-                f"warmup_duration must be at most the first milestone, {milestones[0]}, not {warmup_duration}: "
-                "shorten the warm-up, or move the milestone"
+                f"warmup_duration must be at most the first milestone, {milestones[0]}, not "
+                f"{warmup_duration}: shorten the warm-up, or move the milestone"
             )
         self.gamma = gamma
         self.milestones = milestones
@@ -264,14 +286,14 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
 
     .. math:: \eta_i = \eta_0 + \frac{i}{w} (\eta_s - \eta_0), \quad i = 0, \dots, w
 
-    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr`` and :math:`w` = ``warmup_epochs`` (times
-    ``batches_per_epoch``); ``warmup_epochs`` may be a fraction. In a warm-up by batches, each call of
-    :meth:`batch_step` adds 1 to :math:`i`; in a warm-up by epochs, each call of :meth:`step` does. During the warm-up
-    :meth:`step` ignores its metric. After the warm-up, the rules of
-    :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` apply.
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr`` and :math:`w` =
+    ``warmup_epochs`` (times ``batches_per_epoch``); ``warmup_epochs`` may be a fraction. In a
+    warm-up by batches, each call of :meth:`batch_step` adds 1 to :math:`i`; in a warm-up by epochs,
+    each call of :meth:`step` does. During the warm-up :meth:`step` ignores its metric. After the
+    warm-up, the rules of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` apply.
 
-    For ``ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)`` and a loss that
-    stays at 1, the rate after n calls of ``step`` is:
+    For ``ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5,
+    patience=1)`` and a loss that stays at 1, the rate after n calls of ``step`` is:
 
     ==  ====  ====  ====  ====  ====  ====  ====
     n   0     1     2     3     4     5     6
@@ -285,8 +307,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
         batches_per_epoch: Number of batches in an epoch, for a warm-up by batches.
         verbose: Log each reduction after the warm-up.
-        plateau_kwargs: Arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`: ``mode``, ``factor``,
-            ``patience``, ``threshold``, ``threshold_mode``, ``cooldown``, ``min_lr``, ``eps``.
+        plateau_kwargs: Arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`: ``mode``,
+            ``factor``, ``patience``, ``threshold``, ``threshold_mode``, ``cooldown``, ``min_lr``,
+            ``eps``.
 
     Raises:
         ValueError: An argument is negative, or ``batches_per_epoch`` is not positive.
@@ -294,7 +317,8 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)
+        >>> schedule = ReduceLROnPlateauWithWarmup(
+        ...     optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)
         >>> rates = []
         >>> for loss in [1.0] * 7:
         ...     rates.append(round(schedule.get_last_lr()[0], 6))
@@ -314,7 +338,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         verbose: bool = False,
         **plateau_kwargs: Any,
     ) -> None:
-        _check_at_least_0(warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs)
+        _check_at_least_0(
+            warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs
+        )
         if batches_per_epoch is not None:
             _check_positive(batches_per_epoch=batches_per_epoch)
         self.warmup_init_lr = float(warmup_init_lr)
@@ -340,13 +366,15 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         """
         if self.batches_per_epoch is None and self.is_warming_up:
             raise ValueError(
-                "batches_per_epoch must be a number for batch_step(), not None: pass it to the schedule to warm up by "
-                "batches, or call only step(metrics), once per epoch"
+                "batches_per_epoch must be a number for batch_step(), not None: pass it to the "
+                "schedule to warm up by batches, or call only step(metrics), once per epoch"
             )
         self._warm_up()
 
-    def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """End an epoch: advance the warm-up, or reduce the rates if the metric has stopped improving.
+    def step(  # type: ignore[override]
+        self, metrics: SupportsFloat, epoch: int | None = None
+    ) -> None:
+        """End an epoch: advance the warm-up, or reduce the rates if the metric has not improved.
 
         Args:
             metrics: Value that should improve, for example the validation loss.
@@ -356,7 +384,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
-            with self._logging(f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."):
+            with self._logging(
+                f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."
+            ):
                 super().step(metrics)
             return
         # Epochs count from the start of training, so those of the warm-up count too.
@@ -386,8 +416,8 @@ class SparsifiedSGDLR(_AbsoluteLR):
 
     .. math:: \eta_t = \frac{\gamma}{\lambda (t + a)}
 
-    with :math:`\lambda` = ``l2_coef`` and :math:`a` = ``shifting_param``. For ``SparsifiedSGDLR(optimizer, gamma=2,
-    l2_coef=0.5, shifting_param=1)``:
+    with :math:`\lambda` = ``l2_coef`` and :math:`a` = ``shifting_param``. For
+    ``SparsifiedSGDLR(optimizer, gamma=2, l2_coef=0.5, shifting_param=1)``:
 
     ==  =  =  =====  =
     t   0  1  2      3
@@ -398,8 +428,8 @@ class SparsifiedSGDLR(_AbsoluteLR):
         optimizer: Optimizer whose parameter groups all get the rate.
         gamma: Numerator :math:`\gamma` of the rate, at least 0.
         l2_coef: Strong convexity of the loss, for example the weight of its L2 penalty; above 0.
-        shifting_param: Number of steps :math:`a` added to :math:`t`, above 0. A larger number makes the first rates
-            smaller.
+        shifting_param: Number of steps :math:`a` added to :math:`t`, above 0. A larger number makes
+            the first rates smaller.
         verbose: Log each change of a rate.
 
     Raises:
@@ -417,7 +447,13 @@ class SparsifiedSGDLR(_AbsoluteLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, gamma: float, l2_coef: float, shifting_param: float, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        gamma: float,
+        l2_coef: float,
+        shifting_param: float,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(gamma=gamma)
         _check_positive(l2_coef=l2_coef, shifting_param=shifting_param)
@@ -468,7 +504,9 @@ class TimeDecayLR(_RelativeLR):
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
         # With beta = 0 the formula would divide by 0 at the start.
-        return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
+        if t + self.beta == 0:
+            return 1.0
+        return 1.0 / (t + self.beta)
 
 
 class SQRTTimeDecayLR(_RelativeLR):
@@ -510,11 +548,12 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
             f^{\min(n,\, 1 + \lfloor (t - r) / d \rfloor)} & t \ge r
         \end{cases}
 
-    with each group's initial rate :math:`\eta`, :math:`w` = ``warmup_steps``, :math:`r` = ``remain_steps``,
-    :math:`d` = ``decay_interval``, :math:`n` = ``decay_steps`` and :math:`f` = ``decay_factor``. The values of
-    ``warmup_steps``, ``remain_steps`` and ``decay_interval`` count iterations if they are integers; a float is a
-    fraction of ``iterations``. For ``ExponentialWarmupMultiStepLR(optimizer, iterations=10, warmup_steps=2,
-    remain_steps=0.4, decay_interval=2, decay_steps=2)`` and :math:`\eta = 1`:
+    with each group's initial rate :math:`\eta`, :math:`w` = ``warmup_steps``, :math:`r` =
+    ``remain_steps``, :math:`d` = ``decay_interval``, :math:`n` = ``decay_steps`` and :math:`f` =
+    ``decay_factor``. The values of ``warmup_steps``, ``remain_steps`` and ``decay_interval`` count
+    iterations if they are integers; a float is a fraction of ``iterations``. For
+    ``ExponentialWarmupMultiStepLR(optimizer, iterations=10, warmup_steps=2, remain_steps=0.4,
+    decay_interval=2, decay_steps=2)`` and :math:`\eta = 1`:
 
     ==  ====  ===  =  =  ===  ===  ====  ====
     t   0     1    2  3  4    5    6     9
@@ -524,11 +563,11 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
     Args:
         optimizer: Optimizer whose parameter groups get the rates, each from its own initial rate.
         iterations: Number of iterations of the whole training.
-        warmup_steps: End of the warm-up. If it is after ``remain_steps``, the warm-up ends at ``remain_steps`` and the
-            schedule logs a warning.
+        warmup_steps: End of the warm-up. If it is after ``remain_steps``, the warm-up ends at
+            ``remain_steps`` and the schedule logs a warning.
         remain_steps: Iteration of the first decay.
-        decay_interval: Iterations between decays. If None, the number of iterations after ``remain_steps`` divided by
-            ``decay_steps``, at least 1.
+        decay_interval: Iterations between decays. If None, the number of iterations after
+            ``remain_steps`` divided by ``decay_steps``, at least 1.
         decay_steps: Largest number of decays.
         decay_factor: Factor that multiplies the rate at each decay.
         verbose: Log each change of a rate.
@@ -564,7 +603,10 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
     ) -> None:
         _check_positive(iterations=iterations)
         _check_at_least_0(
-            warmup_steps=warmup_steps, remain_steps=remain_steps, decay_steps=decay_steps, decay_factor=decay_factor
+            warmup_steps=warmup_steps,
+            remain_steps=remain_steps,
+            decay_steps=decay_steps,
+            decay_factor=decay_factor,
         )
         self.iterations = iterations
         self.warmup_steps = _in_iterations(warmup_steps, iterations)
@@ -615,9 +657,10 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
             \eta_b \sqrt{w / t} & t \ge w
         \end{cases}
 
-    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_b` = ``base_lr`` and :math:`w` = ``warmup_steps``. Without a
-    warm-up, the second line applies with :math:`w = 1`, and the rate at :math:`t = 0` is :math:`\eta_b`. For
-    ``SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)``:
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_b` = ``base_lr`` and :math:`w` =
+    ``warmup_steps``. Without a warm-up, the second line applies with :math:`w = 1`, and the rate at
+    :math:`t = 0` is :math:`\eta_b`. For ``SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2,
+    warmup_init_lr=0, warmup_steps=4)``:
 
     ==  =  ===  =  ===  =  =====  =
     t   0  1    2  3    4  8      16
@@ -640,13 +683,20 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)
+        >>> schedule = SQRTTimeDecayLRWithWarmup(
+        ...     optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)
         >>> [round(schedule.lr_at(t), 3) for t in (0, 1, 2, 3, 4, 8, 16)]
         [0.0, 0.5, 1.0, 1.5, 2.0, 1.414, 1.0]
     """
 
     def __init__(
-        self, optimizer: Optimizer, base_lr: float, warmup_init_lr: float, warmup_steps: int, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        base_lr: float,
+        warmup_init_lr: float,
+        warmup_steps: int,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(base_lr=base_lr, warmup_init_lr=warmup_init_lr, warmup_steps=warmup_steps)
         self.base_lr = base_lr
@@ -668,13 +718,15 @@ class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     .. math::
         \eta_t = \begin{cases}
             \eta_0 + \frac{t}{w} (\eta_s - \eta_0) & t < w \\
-            \eta_{\min} + (\eta_s - \eta_{\min}) \bigl(1 - \frac{t - w}{d}\bigr)^p & w \le t < w + d \\
+            \eta_{\min} + (\eta_s - \eta_{\min}) \bigl(1 - \frac{t - w}{d}\bigr)^p
+                & w \le t < w + d \\
             \eta_{\min} & t \ge w + d
         \end{cases}
 
-    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration``,
-    :math:`d` = ``decay_steps``, :math:`\eta_{\min}` = ``min_lr`` and :math:`p` = ``power``. For
-    ``PolyDecayLRLinearWarmup(optimizer, init_lr=0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)``:
+    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` =
+    ``warmup_duration``, :math:`d` = ``decay_steps``, :math:`\eta_{\min}` = ``min_lr`` and :math:`p`
+    = ``power``. For ``PolyDecayLRLinearWarmup(optimizer, init_lr=0, scaled_lr=1.6,
+    warmup_duration=2, decay_steps=4)``:
 
     ==  =  ===  ===  ===  ===  ===  =  =
     t   0  1    2    3    4    5    6  7
@@ -697,7 +749,8 @@ class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        >>> schedule = PolyDecayLRLinearWarmup(optimizer, 0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)
+        >>> schedule = PolyDecayLRLinearWarmup(
+        ...     optimizer, 0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)
         >>> [round(schedule.lr_at(t), 6) for t in range(8)]
         [0.0, 0.8, 1.6, 0.9, 0.4, 0.1, 0.0, 0.0]
     """

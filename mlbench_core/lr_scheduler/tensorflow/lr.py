@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from mlbench_core.arguments import check_finite_at_least_0, check_int
 __all__ = ["PlateauWithWarmup", "manual_stepping"]
 
 
-def manual_stepping(global_step: Any, boundaries: Sequence[int], rates: Sequence[float], warmup: bool = False) -> Any:
+def manual_stepping(
+    global_step: Any, boundaries: Sequence[int], rates: Sequence[float], warmup: bool = False
+) -> Any:
     r"""Return a learning rate that changes at given steps.
 
-    It is the rate number i if ``boundaries`` has i numbers up to the current step. With ``warmup``, the rate rises
-    linearly from ``rates[0]`` at step 0 to ``rates[1]`` at step ``boundaries[0]``.
+    It is the rate number i if ``boundaries`` has i numbers up to the current step. With ``warmup``,
+    the rate rises linearly from ``rates[0]`` at step 0 to ``rates[1]`` at step ``boundaries[0]``.
 
     Args:
         global_step: The current step, an integer or an integer tensor without dimensions.
@@ -32,14 +35,19 @@ def manual_stepping(global_step: Any, boundaries: Sequence[int], rates: Sequence
         ValueError: ``boundaries`` or ``rates`` is not as listed above.
 
     Example:
-        >>> [round(float(manual_stepping(step, [2, 4], [0.1, 0.3, 0.03], warmup=True)), 3) for step in range(5)]
+        >>> rates = [manual_stepping(t, [2, 4], [0.1, 0.3, 0.03], warmup=True) for t in range(5)]
+        >>> [round(float(rate), 3) for rate in rates]
         [0.1, 0.2, 0.3, 0.3, 0.03]
     """
-    steps = [int(boundary) for boundary in boundaries]
-    if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
-        raise ValueError(f"boundaries must be positive and increasing steps, not {list(boundaries)}")
+    steps = list(map(int, boundaries))
+    if any(later <= earlier for earlier, later in itertools.pairwise([0, *steps])):
+        raise ValueError(
+            f"boundaries must be positive and increasing steps, not {list(boundaries)}"
+        )
     if len(rates) != len(steps) + 1:
-        raise ValueError(f"rates must have {len(steps) + 1} numbers, one more than boundaries, not {len(rates)}")
+        raise ValueError(
+            f"rates must have {len(steps) + 1} numbers, one more than boundaries, not {len(rates)}"
+        )
     step = tf.cast(global_step, tf.int64)
     passed = tf.reduce_sum(tf.cast(step >= tf.constant(steps, tf.int64), tf.int32))
     rate = tf.gather(tf.constant(rates, tf.float32), passed)
@@ -52,9 +60,9 @@ def manual_stepping(global_step: Any, boundaries: Sequence[int], rates: Sequence
 class PlateauWithWarmup:
     """Linear warm-up by batches, then a smaller rate whenever the loss stops improving.
 
-    The rules are those of
-    :class:`mlbench_core.lr_scheduler.pytorch.lr.ReduceLROnPlateauWithWarmup` with ``mode="min"`` and
-    ``threshold_mode="abs"``. The schedule is plain Python: pass :attr:`rate` to the update.
+    The rules are those of :class:`mlbench_core.lr_scheduler.pytorch.lr.ReduceLROnPlateauWithWarmup`
+    with ``mode="min"`` and ``threshold_mode="abs"``. The schedule is plain Python: pass
+    :attr:`rate` to the update.
 
     Args:
         warmup_init_lr: Rate at the start.
@@ -62,7 +70,8 @@ class PlateauWithWarmup:
         warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
         batches_per_epoch: Number of batches in an epoch.
         factor: The rate is multiplied by it.
-        patience: Number of epochs without an improvement after which the next such epoch changes the rate.
+        patience: Number of epochs without an improvement after which the next such epoch changes
+            the rate.
         threshold: Smallest improvement of the loss that counts.
         min_lr: The rate does not become smaller.
 
@@ -73,7 +82,8 @@ class PlateauWithWarmup:
         ValueError: An argument is negative or not finite.
 
     Example:
-        >>> schedule = PlateauWithWarmup(0.02, 0.04, 1, batches_per_epoch=2, factor=0.5, patience=1, min_lr=0.02)
+        >>> schedule = PlateauWithWarmup(
+        ...     0.02, 0.04, 1, batches_per_epoch=2, factor=0.5, patience=1, min_lr=0.02)
         >>> rates = []
         >>> for loss in [1.0] * 5:
         ...     for _ in range(2):
@@ -97,16 +107,21 @@ class PlateauWithWarmup:
         min_lr: float = 0.0,
     ) -> None:
         numbers = {
-            "warmup_init_lr": warmup_init_lr, "scaled_lr": scaled_lr, "warmup_epochs": warmup_epochs,
-            "factor": factor, "threshold": threshold, "min_lr": min_lr,
-        }  # fmt: skip
+            "warmup_init_lr": warmup_init_lr,
+            "scaled_lr": scaled_lr,
+            "warmup_epochs": warmup_epochs,
+            "factor": factor,
+            "threshold": threshold,
+            "min_lr": min_lr,
+        }
         for name, value in numbers.items():
             check_finite_at_least_0(name, value)
         check_int("batches_per_epoch", batches_per_epoch)
         check_int("patience", patience, 0)
         self.warmup_init_lr, self.scaled_lr = warmup_init_lr, scaled_lr
         self.warmup_duration = warmup_epochs * batches_per_epoch
-        self.factor, self.patience, self.threshold, self.min_lr = factor, patience, threshold, min_lr
+        self.factor, self.min_lr = factor, min_lr
+        self.patience, self.threshold = patience, threshold
         self._batches = 0
         self._best = math.inf
         self._bad_epochs = 0
@@ -120,7 +135,7 @@ class PlateauWithWarmup:
             self.rate = self.warmup_init_lr + share * (self.scaled_lr - self.warmup_init_lr)
 
     def step(self, loss: float) -> None:
-        """End an epoch: reduce the rate if the loss has stopped improving. The warm-up ignores the loss.
+        """End an epoch: reduce the rate if the loss has not improved; the warm-up ignores the loss.
 
         Args:
             loss: The validation loss of the epoch.

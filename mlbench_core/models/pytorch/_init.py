@@ -10,9 +10,10 @@ __all__ = ["initialize"]
 def initialize(model: nn.Module) -> None:
     """Draw the weights of a new network (He et al. 2015, arXiv:1502.01852).
 
-    Weights of convolutions are normal with variance 2/(fan out), which keeps the size of the gradients through ReLU
-    layers. Weights of linear layers are normal with variance 1/(fan in). Biases and batch norm shifts are 0, batch norm
-    scales 1. The numbers come from torch's global generator, as for torch's own layers. This function never seeds it.
+    Weights of convolutions are normal with variance 2/(fan out), which keeps the size of the
+    gradients through ReLU layers. Weights of linear layers are normal with variance 1/(fan in).
+    Biases and batch norm shifts are 0, batch norm scales 1. The numbers come from torch's global
+    generator, as for torch's own layers. This function never seeds it.
 
     Args:
         model: The newly built network; its parameters are changed in place.

@@ -51,10 +51,11 @@ class Float32Output(nn.Module):
 class AutocastLSTM(nn.LSTM):
     """An LSTM that :func:`torch.autocast` can run on every CPU.
 
-    Within autocast, torch hands the LSTM to oneDNN in the dtype of autocast. oneDNN raises an error if the processor
-    lacks the instructions for it: it has no LSTM in bfloat16 without AVX-512. This class then computes in float32,
-    and logs that once. Its outputs and its state are float32 in this case. Without autocast, on a GPU, and on a CPU
-    with the instructions, it is :class:`torch.nn.LSTM`, with the same arguments.
+    Within autocast, torch hands the LSTM to oneDNN in the dtype of autocast. oneDNN raises an error
+    if the processor lacks the instructions for it: it has no LSTM in bfloat16 without AVX-512. This
+    class then computes in float32, and logs that once. Its outputs and its state are float32 in
+    this case. Without autocast, on a GPU, and on a CPU with the instructions, it is
+    :class:`torch.nn.LSTM`, with the same arguments.
 
     Example:
         >>> lstm = AutocastLSTM(3, 4)
@@ -73,9 +74,10 @@ class AutocastLSTM(nn.LSTM):
         """
         if not self._needs_float32(input):
             return super().forward(input, hx)
-        state = None if hx is None else (hx[0].float(), hx[1].float())
+        if hx is not None:
+            hx = (hx[0].float(), hx[1].float())
         with torch.autocast("cpu", enabled=False):
-            return super().forward(input.float(), state)
+            return super().forward(input.float(), hx)
 
     def _needs_float32(self, input: Tensor | PackedSequence) -> bool:
         if not torch.is_autocast_enabled("cpu"):
@@ -84,13 +86,15 @@ class AutocastLSTM(nn.LSTM):
         # torch computes LSTMs with weights of another dtype without oneDNN.
         if data.device.type != "cpu" or self.weight_ih_l0.dtype != torch.float32:
             return False
-        return not _autocast_has_lstm(torch.get_autocast_dtype("cpu"), self.training, torch.is_grad_enabled())
+        dtype = torch.get_autocast_dtype("cpu")
+        return not _autocast_has_lstm(dtype, self.training, torch.is_grad_enabled())
 
 
 @functools.cache
 def _autocast_has_lstm(dtype: torch.dtype, training: bool, with_gradients: bool) -> bool:
-    """Try a tiny LSTM, because torch has no function that tells which ones oneDNN supports."""
-    # Weights that are drawn on the CPU would change the random numbers of the run. Their values do not matter here.
+    """Try a tiny LSTM, because torch has no function that returns which ones oneDNN supports."""
+    # Weights that are drawn on the CPU would change the random numbers of the run. Their values do
+    # not matter here.
     lstm = nn.LSTM(1, 1, device="meta").to_empty(device="cpu").train(training)
     try:
         with torch.autocast("cpu", dtype), torch.set_grad_enabled(with_gradients):
@@ -103,5 +107,9 @@ def _autocast_has_lstm(dtype: torch.dtype, training: bool, with_gradients: bool)
 
 @functools.cache
 def _log_once(dtype: torch.dtype, reason: str) -> None:
-    name = str(dtype).removeprefix("torch.")
-    _log.warning("LSTMs are computed in float32, not in %s, which this processor does not support: %s", name, reason)
+    # The cache lets each message through once.
+    _log.warning(
+        "LSTMs are computed in float32, not in %s, which this processor does not support: %s",
+        str(dtype).removeprefix("torch."),
+        reason,
+    )

@@ -20,11 +20,12 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         \mu = \frac{1}{n} \sum x, \qquad \sigma^2 = \frac{1}{n} \sum (x - \mu)^2, \qquad
         y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta.
 
-    Workers with batches of :math:`b` images then compute the same as one worker with all of them, up to rounding. With
-    :class:`torch.nn.BatchNorm2d` each worker normalizes by its own batch, so :math:`k` workers train a different
-    network than one worker. The cost is two small messages in the forward pass and two in the backward pass. All
-    workers wait for each of them. The plain tensor operations show the computation and also run on CPUs.
-    :class:`torch.nn.SyncBatchNorm` is faster on GPUs but does not support CPUs.
+    Workers with batches of :math:`b` images then compute the same as one worker with all of them,
+    up to rounding. With :class:`torch.nn.BatchNorm2d` each worker normalizes by its own batch, so
+    :math:`k` workers train a different network than one worker. The cost is two small messages in
+    the forward pass and two in the backward pass. All workers wait for each of them. The plain
+    tensor operations show the computation and also run on CPUs. :class:`torch.nn.SyncBatchNorm` is
+    faster on GPUs but does not support CPUs.
 
     Arguments, parameters, buffers and evaluation mode are those of :class:`torch.nn.BatchNorm2d`.
 
@@ -56,11 +57,13 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         sums = process_groups.sum_over_workers(torch.cat([x.sum(dim=(0, 2, 3)), count]))
         n = sums[-1].detach()
         mean = sums[:-1] / n
-        # A second message for the variance, because E[x^2] - mean^2 loses digits if the mean is large.
+        # A second message for the variance, because E[x^2] - mean^2 loses digits if the mean is
+        # large.
         centered = x - mean[:, None, None]
         variance = process_groups.sum_over_workers(centered.square().sum(dim=(0, 2, 3))) / n
         # The running variance is the unbiased one, as in torch.
-        self._update_running_statistics(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1)))
+        unbiased = variance.detach() * (n / (n - 1).clamp(min=1))
+        self._update_running_statistics(mean.detach(), unbiased)
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:
             scale = scale * self.weight
@@ -74,10 +77,14 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         """Update the running statistics with those of a batch."""
         if not self.track_running_stats:
             return
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # Without a momentum, torch averages over all batches.
-        weight = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        weight = self.momentum
+        if weight is None:
+            # Without a momentum, torch averages over all batches.
+            weight = 1 / self.num_batches_tracked.item()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
@@ -85,7 +92,8 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
 def convert_batch_norm(model: nn.Module) -> nn.Module:
     """Replace every :class:`torch.nn.BatchNorm2d` of a model by a :class:`DistributedBatchNorm2d`.
 
-    The new layers have the parameters and buffers of the old ones, so an existing optimizer remains valid.
+    The new layers have the parameters and buffers of the old ones, so an existing optimizer remains
+    valid.
 
     Args:
         model: The model, which is changed in place.

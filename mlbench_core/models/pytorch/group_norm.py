@@ -20,18 +20,20 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
         \mu = \frac{1}{n} \sum x, \qquad \sigma^2 = \frac{1}{n} \sum (x - \mu)^2, \qquad
         y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta,
 
-    with the :math:`n` values :math:`x` of a group in one image. It uses neither other images nor running statistics.
-    Therefore the model computes the same in training and in evaluation, and the same on every worker. With batch
-    normalization, workers with different classes normalize by different statistics, and the average of their running
-    statistics fits none of them.
+    with the :math:`n` values :math:`x` of a group in one image. It uses neither other images nor
+    running statistics. Therefore the model computes the same in training and in evaluation, and the
+    same on every worker. With batch normalization, workers with different classes normalize by
+    different statistics, and the average of their running statistics fits none of them.
 
-    The new layers have the weights, biases and epsilon of the old ones, so an existing optimizer remains valid.
+    The new layers have the weights, biases and epsilon of the old ones, so an existing optimizer
+    remains valid.
 
     Args:
-        model: The model, which is changed in place. Subclasses of :class:`torch.nn.BatchNorm2d` are not replaced.
-        groups: Number of groups of a layer, at least 1. If it does not divide the number of channels, the layer has
-            their greatest common divisor of groups. The default divides the 16, 32 and 64 channels of
-            :class:`~mlbench_core.models.pytorch.resnet.ResNetCIFAR`.
+        model: The model, which is changed in place. Subclasses of :class:`torch.nn.BatchNorm2d` are
+            not replaced.
+        groups: Number of groups of a layer, at least 1. If it does not divide the number of
+            channels, the layer has their greatest common divisor of groups. The default divides the
+            16, 32 and 64 channels of :class:`~mlbench_core.models.pytorch.resnet.ResNetCIFAR`.
 
     Returns:
         The model, or the new layer if the model is itself a :class:`torch.nn.BatchNorm2d`.
@@ -41,7 +43,8 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
         ValueError: ``groups`` is below 1.
 
     Example:
-        >>> convert_to_group_norm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1].num_groups
+        >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16))
+        >>> convert_to_group_norm(model)[1].num_groups
         8
 
     References:
@@ -50,9 +53,11 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
         Hsieh et al.: The Non-IID Data Quagmire of Decentralized Machine Learning. arXiv:1910.00189
     """
     check_int("groups", groups)
-    # Compare the exact type: subclasses, such as DistributedBatchNorm2d, were chosen for their own behavior.
+    # Compare the exact type: subclasses, such as DistributedBatchNorm2d, were chosen for their own
+    # behavior.
     if type(model) is nn.BatchNorm2d:
-        new = nn.GroupNorm(math.gcd(groups, model.num_features), model.num_features, model.eps, model.affine)
+        channels = model.num_features
+        new = nn.GroupNorm(math.gcd(groups, channels), channels, model.eps, model.affine)
         # Use the same tensors, not copies: an optimizer may hold them already.
         new.weight, new.bias = model.weight, model.bias
         return new.train(model.training)

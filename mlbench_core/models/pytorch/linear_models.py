@@ -22,13 +22,15 @@ __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 
 
 class LogisticRegression(nn.Module):
-    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
+    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(w^\top x + b)`.
 
-    The model returns probabilities, so its loss is a binary cross-entropy on probabilities
-    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a probability is exactly 1 from
-    a logit of about 17 on, and the cross-entropy loses its gradient there. If training can reach such logits, let the
-    model and the loss use logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``.
-    The parameters are the same.
+    The argument of :math:`\sigma` is the logit. The model returns probabilities, so its loss is a
+    binary cross-entropy on probabilities
+    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a
+    probability is exactly 1 from a logit of about 17 on, and the cross-entropy loses its gradient
+    there. If training can reach such logits, let the model and the loss use logits:
+    ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The
+    parameters are the same.
 
     Args:
         n_features: Number of features of a sample, at least 1.
@@ -69,7 +71,9 @@ class LogisticRegression(nn.Module):
             ValueError: Sparse samples have another layout or shape.
         """
         z = _affine(self.linear, x)
-        return z if self.logits else torch.sigmoid(z)
+        if self.logits:
+            return z
+        return torch.sigmoid(z)
 
 
 class LinearRegression(nn.Module):
@@ -102,12 +106,14 @@ class LinearRegression(nn.Module):
 
 
 class Standardization(nn.Module):
-    r"""A layer that gives features mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
+    r"""A layer that gives features mean 0 and standard deviation 1.
 
-    Put it before a linear model whose features have different units, because gradient descent uses one learning rate
-    for all of them. Mean and deviation are those of a training set. They are buffers, so they are saved with the model
-    but get neither a gradient nor a penalty. A feature that is the same in the whole training set
-    (:math:`\sigma_j = 0`) becomes 0 in every sample.
+    .. math:: x'_j = (x_j - \mu_j) / \sigma_j
+
+    Put it before a linear model whose features have different units, because gradient descent uses
+    one learning rate for all of them. Mean and deviation are those of a training set. They are
+    buffers, so they are saved with the model but get neither a gradient nor a penalty. A feature
+    that is the same in the whole training set (:math:`\sigma_j = 0`) becomes 0 in every sample.
 
     Args:
         mean: :math:`\mu`, shape (n_features,).
@@ -132,8 +138,8 @@ class Standardization(nn.Module):
         super().__init__()
         if mean.dim() != 1 or mean.shape != deviation.shape:
             raise ValueError(
-                f"mean and deviation must both have shape (n_features,), not {tuple(mean.shape)} and "
-                f"{tuple(deviation.shape)}"
+                f"mean and deviation must both have shape (n_features,), not {tuple(mean.shape)} "
+                f"and {tuple(deviation.shape)}"
             )
         if bool((deviation < 0).any()):
             raise ValueError(f"deviation must be at least 0, not {deviation.min().item():g}")
@@ -142,16 +148,20 @@ class Standardization(nn.Module):
         self.register_buffer("scale", torch.where(deviation > 0, 1 / deviation, 0))
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32) -> Standardization:
-        r"""Compute the statistics of a training set that is divided over all workers; every worker must call it.
+    def of(
+        cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32
+    ) -> Standardization:
+        r"""Compute the statistics of a training set that is divided over all workers.
 
-        It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
-        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares, would lose digits.
-        The result is the same on every worker.
+        Every worker must call it. It takes two passes in float64: first
+        :math:`\mu = \frac{1}{n} \sum_i x_i`, then
+        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares,
+        would lose digits. The result is the same on every worker.
 
         Args:
-            batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features). They are
-                read twice and must be the same samples both times, in any order.
+            batches: This worker's pairs (samples, anything), samples dense of shape (batch,
+                n_features). They are read twice and must be the same samples both times, in any
+                order.
             dtype: Dtype of the result.
 
         Returns:
@@ -163,7 +173,8 @@ class Standardization(nn.Module):
         mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
         variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
         deviation = variance.sqrt()
-        # The mean of a constant feature is rounded, so its deviation is that rounding error instead of 0.
+        # The mean of a constant feature is rounded, so its deviation is that rounding error instead
+        # of 0.
         is_constant = deviation <= torch.finfo(dtype).eps * mean.abs()
         return cls(mean.to(dtype), deviation.masked_fill(is_constant, 0).to(dtype))
 
@@ -171,7 +182,8 @@ class Standardization(nn.Module):
         """Standardize samples.
 
         Args:
-            x: Samples, shape (batch, n_features), dense, because zeros of sparse samples would not stay zeros.
+            x: Samples, shape (batch, n_features), dense, because zeros of sparse samples would not
+                stay zeros.
 
         Returns:
             Samples of the same shape.
@@ -180,21 +192,26 @@ class Standardization(nn.Module):
             ValueError: The samples are sparse.
         """
         if x.layout != torch.strided:
-            raise ValueError(f"samples must be dense, not {x.layout}: standardized zeros are no longer zeros")
+            raise ValueError(
+                f"samples must be dense, not {x.layout}: standardized zeros are no longer zeros"
+            )
         return (x - self.mean) * self.scale
 
 
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
-    r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of a dense or sparse :math:`X`.
+    r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of :math:`X`.
 
-    A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and sums
-    :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of features. The gradient
-    of the weights is dense, so that an all-reduce can average it.
+    :math:`X` is dense or sparse. A sparse row is a bag of columns: the product gathers the weights
+    :math:`w_j` of its entries and sums :math:`x_{ij} w_j`. Time and memory therefore grow with the
+    entries, not with the number of features. The gradient of the weights is dense, so that an
+    all-reduce can average it.
     """
     if x.layout == torch.strided:
         return linear(x)
     if x.dim() != 2 or x.shape[1] != linear.in_features:
-        raise ValueError(f"sparse samples must have shape (batch, {linear.in_features}), not {tuple(x.shape)}")
+        raise ValueError(
+            f"sparse samples must have shape (batch, {linear.in_features}), not {tuple(x.shape)}"
+        )
     starts, columns, values = _rows(x)
     products = F.embedding_bag(
         columns,
@@ -208,11 +225,13 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the start of each row's entries (with the end of the last), their columns, and their values."""
+    """Return the start of each row's entries and the end of the last, the columns, the values."""
     if x.layout == torch.sparse_csr:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
-        raise ValueError(f"samples must be strided (dense), sparse_coo or sparse_csr, not {x.layout}")
+        raise ValueError(
+            f"samples must be strided (dense), sparse_coo or sparse_csr, not {x.layout}"
+        )
     # Coalescing sorts the entries by row, and adds entries of the same place.
     x = x.coalesce()
     rows, columns = x.indices()
@@ -226,7 +245,8 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
     total: Tensor | None = None
     count = 0
     for part in parts:
-        total = part.sum(0) if total is None else total + part.sum(0)
+        part_sum = part.sum(0)
+        total = part_sum if total is None else total + part_sum
         count += len(part)
     if total is None:
         raise ValueError("batches must have at least one batch, not none")

@@ -12,7 +12,9 @@ __all__ = ["evaluation_mode"]
 
 @contextmanager
 def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Switch a model to evaluation mode, and restore the mode of every module afterwards, even after an exception.
+    """Switch a model to evaluation mode, and restore the mode of every module afterwards.
+
+    It is restored also after an exception.
 
     Args:
         model: The model.
@@ -26,10 +28,13 @@ def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
-    # One flag per module: ``model.train()`` would also switch modules that were in evaluation mode before.
-    training = [module for module in model.modules() if module.training] if wanted else []
-    if wanted:
-        model.eval()
+    if not wanted:
+        yield
+        return
+    # One flag per module: ``model.train()`` would also switch modules that were in evaluation mode
+    # before.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Residual networks for images of 32x32 pixels, and ResNets for ImageNet by name.
 
-Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
-Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
-last batch norm and ReLU before the classifier.
+Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after
+the addition. Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution,
+nothing after the addition, and one last batch norm and ReLU before the classifier.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -42,7 +42,12 @@ _CIFAR_CLASSES = 10
 _IMAGENET_SIZES = (18, 34, 50, 101, 152)
 # The end of the name of ImageNet's ResNet-18, because "resnet18" is a network for 32x32 images.
 _ON_IMAGENET = "_imagenet"
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def _convolution(width_in: int, width_out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -52,7 +57,7 @@ def _convolution(width_in: int, width_out: int, size: int, stride: int = 1) -> n
 
 
 class PaddedIdentity(nn.Module):
-    """The shortcut of option A: the identity, with zeros for the new channels. It has no parameters.
+    """The shortcut of option A, without parameters: the identity, with zeros for new channels.
 
     Args:
         width_in: Input channels.
@@ -71,15 +76,24 @@ class PaddedIdentity(nn.Module):
         return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
 
 
-def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: bool) -> nn.Module | None:
-    """Return the module of a shortcut, or None for the identity, which fits if the shape does not change."""
+def _width_out(width: int, bottleneck: bool) -> int:
+    """Return the output channels of a block: the last convolution of a bottleneck is wider."""
+    return 4 * width if bottleneck else width
+
+
+def _shortcut(
+    width_in: int, width_out: int, stride: int, option: str, norm: bool
+) -> nn.Module | None:
+    """Return the module of a shortcut; None for the identity, if the shape does not change."""
     if width_in == width_out and stride == 1:
         return None
     # Option A has no parameters; option B is a projection (He et al. 2015, section 3.3).
     if option == "A":
         return PaddedIdentity(width_in, width_out, stride)
     convolution = _convolution(width_in, width_out, 1, stride)
-    return nn.Sequential(convolution, nn.BatchNorm2d(width_out)) if norm else convolution
+    if not norm:
+        return convolution
+    return nn.Sequential(convolution, nn.BatchNorm2d(width_out))
 
 
 class BlockV1(nn.Module):
@@ -89,15 +103,22 @@ class BlockV1(nn.Module):
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
     """
 
     def __init__(
-        self, width_in: int, width: int, stride: int = 1, bottleneck: bool = False, shortcut: str = "B"
+        self,
+        width_in: int,
+        width: int,
+        stride: int = 1,
+        bottleneck: bool = False,
+        shortcut: str = "B",
     ) -> None:
         super().__init__()
-        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True)
+        width_out = _width_out(width, bottleneck)
+        self.shortcut = _shortcut(width_in, width_out, stride, shortcut, norm=True)
         layers: list[nn.Module] = []
         for convolution in _convolutions(width_in, width, stride, bottleneck):
             layers += [convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU(inplace=True)]
@@ -106,22 +127,26 @@ class BlockV1(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
-        shortcut = x if self.shortcut is None else self.shortcut(x)
+        shortcut = x
+        if self.shortcut is not None:
+            shortcut = self.shortcut(x)
         # In place, because the backward pass needs neither the sum nor its summands.
         return self.residual(x).add_(shortcut).relu_()
 
 
 class BlockV2(nn.Module):
-    r"""A residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
+    r"""A residual block of version 2: :math:`y = x + F(x)`.
 
-    In most blocks only the residual path has the first batch norm and ReLU. If the block changes the shape, or is the
-    first block of the network, the shortcut also reads the activated input (the paper's appendix).
+    Batch norm and ReLU come before each convolution. In most blocks only the residual path has the
+    first batch norm and ReLU. If the block changes the shape, or is the first block of the network,
+    the shortcut also reads the activated input (the paper's appendix).
 
     Args:
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
         first: True for the first block of the network.
     """
@@ -136,7 +161,8 @@ class BlockV2(nn.Module):
         first: bool = False,
     ) -> None:
         super().__init__()
-        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False)
+        width_out = _width_out(width, bottleneck)
+        self.shortcut = _shortcut(width_in, width_out, stride, shortcut, norm=False)
         self.activate_both_paths = first or self.shortcut is not None
         # Not in place: in most blocks the shortcut still needs x.
         self.activation = nn.Sequential(nn.BatchNorm2d(width_in), nn.ReLU(inplace=False))
@@ -165,16 +191,19 @@ def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> l
         return [
             _convolution(width_in, width, 1),
             _convolution(width, width, 3, stride),
-            _convolution(width, 4 * width, 1),
+            _convolution(width, _width_out(width, bottleneck), 1),
         ]
     return [_convolution(width_in, width, 3, stride), _convolution(width, width, 3)]
 
 
 class _ResNet32(nn.Module):
-    """A residual network for 32x32 images: a 3x3 convolution, stages of blocks, average pooling, a linear layer.
+    """A residual network for 32x32 images.
+
+    It has a 3x3 convolution, stages of blocks, average pooling and a linear layer.
 
     Args:
-        widths: Width of each stage. From the second stage on, the first block halves the size of the image.
+        widths: Width of each stage. From the second stage on, the first block halves the size of
+            the image.
         blocks: Number of blocks in each stage.
         bottleneck: If True, the blocks are bottlenecks.
         num_classes: Number of classes.
@@ -183,7 +212,13 @@ class _ResNet32(nn.Module):
     """
 
     def __init__(
-        self, widths: tuple[int, ...], blocks: int, bottleneck: bool, num_classes: int, version: int, shortcut: str
+        self,
+        widths: tuple[int, ...],
+        blocks: int,
+        bottleneck: bool,
+        num_classes: int,
+        version: int,
+        shortcut: str,
     ) -> None:
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
@@ -195,15 +230,17 @@ class _ResNet32(nn.Module):
             self.stem.extend([nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
         stages = []
         for index, stage_width in enumerate(widths):
+            # The first block of a stage has this stride, the others 1.
+            stride = 1 if index == 0 else 2
             stage = nn.Sequential()
             for position in range(blocks):
-                stride = 2 if index > 0 and position == 0 else 1
                 if version == 1:
                     stage.append(BlockV1(width, stage_width, stride, bottleneck, shortcut))
                 else:
                     first = index == 0 and position == 0
                     stage.append(BlockV2(width, stage_width, stride, bottleneck, shortcut, first))
-                width = 4 * stage_width if bottleneck else stage_width
+                width = _width_out(stage_width, bottleneck)
+                stride = 1
             stages.append(stage)
         self.stages = nn.Sequential(*stages)
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
@@ -232,12 +269,13 @@ class ResNetCIFAR(_ResNet32):
     ResNet-20 with 10 classes has 272,474 parameters, with ``shortcut="A"`` 269,722.
 
     Args:
-        resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example 20, 32, 44, 56, 110.
+        resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example
+            20, 32, 44, 56, 110.
         bottleneck: If True, each block is a bottleneck of three convolutions instead of two.
         num_classes: Number of classes, at least 1.
         version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
-        shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or ``"A"``, the identity
-            padded with zeros, as in the paper's CIFAR networks.
+        shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or
+            ``"A"``, the identity padded with zeros, as in the paper's CIFAR networks.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -257,27 +295,33 @@ class ResNetCIFAR(_ResNet32):
         *,
         shortcut: str = "B",
     ) -> None:
-        per_block = 9 if bottleneck else 6
+        per_block, kind = 6, "without bottlenecks"
+        if bottleneck:
+            per_block, kind = 9, "with bottlenecks"
         if resnet_size < per_block + 2 or (resnet_size - 2) % per_block:
             examples = ", ".join(str(per_block * n + 2) for n in (1, 2, 3, 5, 7, 9, 18))
-            kind = "with bottlenecks" if bottleneck else "without bottlenecks"
             raise ValueError(
-                f"resnet_size must be {per_block}n + 2 with n >= 1 {kind} ({examples}, ...), not {resnet_size}"
+                f"resnet_size must be {per_block}n + 2 with n >= 1 "
+                f"{kind} ({examples}, ...), not {resnet_size}"
             )
         if version not in _VERSIONS:
-            raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
+            raise ValueError(
+                f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}"
+            )
         if shortcut not in _SHORTCUTS:
-            raise ValueError(f"shortcut must be 'A' (padded identity) or 'B' (1x1 convolution), not {shortcut!r}")
+            raise ValueError(
+                f"shortcut must be 'A' (padded identity) or 'B' (1x1 convolution), not {shortcut!r}"
+            )
         blocks = (resnet_size - 2) // per_block
         super().__init__((16, 32, 64), blocks, bottleneck, num_classes, version, shortcut)
 
 
 class ResNet18CIFAR10(nn.Module):
-    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, with 256 channels in the last stage.
+    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10.
 
-    It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear
-    layer on the average and the maximum of each channel. No batch norm follows the last block. With 10 classes the
-    network has 5,205,962 parameters.
+    It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and
+    256, and a linear layer on the average and the maximum of each channel. No batch norm follows
+    the last block. With 10 classes the network has 5,205,962 parameters.
 
     Args:
         num_classes: Number of classes, at least 1.
@@ -286,22 +330,24 @@ class ResNet18CIFAR10(nn.Module):
         ValueError: ``num_classes`` is below 1.
 
     References:
-        Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017; the entry
-        "ResNet18" of bkj.
+        Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017; the
+        entry "ResNet18" of bkj.
     """
 
     def __init__(self, num_classes: int = _CIFAR_CLASSES) -> None:
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         widths = (64, 128, 256, 256)
-        self.stem = nn.Sequential(_convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
-        # Each stage reads the channels of the stage before it, and the first one those of the stem.
-        self.stages = nn.Sequential(
-            *(
-                nn.Sequential(BlockV2(before, width, 1 if index == 0 else 2), BlockV2(width, width))
-                for index, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False))
-            )
+        self.stem = nn.Sequential(
+            _convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)
         )
+        self.stages = nn.Sequential()
+        # Each stage reads the channels of the stage before it, and the first one those of the stem.
+        width_in, stride = widths[0], 1
+        for width in widths:
+            stage = nn.Sequential(BlockV2(width_in, width, stride), BlockV2(width, width))
+            self.stages.append(stage)
+            width_in, stride = width, 2
         self.classifier = nn.Linear(2 * widths[-1], num_classes)
         initialize(self)
 
@@ -334,7 +380,9 @@ def resnet18_bkj(num_classes: int) -> ResNet18CIFAR10:
 
 
 def resnet18_32x32(num_classes: int) -> nn.Module:
-    """Build the ResNet-18 of He et al. 2015 for 32x32 images: widths 64 to 512, a 3x3 convolution, no max pooling.
+    """Build the ResNet-18 of He et al. 2015 for 32x32 images.
+
+    Its stages have widths 64 to 512. It begins with a 3x3 convolution, and has no max pooling.
 
     Args:
         num_classes: Number of classes, at least 1. With 10, the network has 11,173,962 parameters.
@@ -345,11 +393,13 @@ def resnet18_32x32(num_classes: int) -> nn.Module:
     Raises:
         ValueError: ``num_classes`` is below 1.
     """
-    return _ResNet32((64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B")
+    return _ResNet32(
+        (64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B"
+    )
 
 
 class _NotGiven(int):
-    """A default number in a signature that can be distinguished from the same number given by a caller."""
+    """A default number in a signature, distinguishable from the same number given by a caller."""
 
 
 def get_resnet_model(
@@ -358,14 +408,16 @@ def get_resnet_model(
     """Build a ResNet by name.
 
     Args:
-        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``, ``"resnet110"``
-            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet, from torchvision
-            without pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
-            ``"resnet152"``.
-        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the networks for ImageNet only
-            in version 1. If the other version is requested, the function logs a warning.
+        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``,
+            ``"resnet110"`` (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`).
+            For ImageNet, from torchvision without pretrained weights, ``"resnet18_imagenet"``,
+            ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"``.
+        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the
+            networks for ImageNet only in version 1. If the other version is requested, the function
+            logs a warning.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for ImageNet has 1000.
+        num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for
+            ImageNet has 1000.
         use_cuda: If True, put the network on the current GPU.
 
     Returns:
@@ -384,7 +436,9 @@ def get_resnet_model(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     if version not in _VERSIONS:
-        raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
+        raise ValueError(
+            f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}"
+        )
     name = str(model).lower()
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
@@ -397,7 +451,8 @@ def get_resnet_model(
         from mlbench_core import _torchvision
 
         _note_version(f"resnet{size} for ImageNet", version, 1)
-        network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
+        build = getattr(_torchvision.load("models"), f"resnet{size}")
+        network: nn.Module = build(num_classes=int(num_classes))
     elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
         sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
         raise ValueError(f"model must be one of {sizes}, resnet18{_ON_IMAGENET}, not {model!r}")
@@ -407,10 +462,14 @@ def get_resnet_model(
     else:
         network = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
     network = network.to(dtype=_DTYPES[dtype])
-    return network.cuda() if use_cuda else network
+    if use_cuda:
+        network = network.cuda()
+    return network
 
 
 def _note_version(name: str, version: int, only: int) -> None:
     """Log that a network does not exist in the requested version."""
     if version != only:
-        _logger.warning("%s exists in version %d only; version %s was requested", name, only, version)
+        _logger.warning(
+            "%s exists in version %d only; version %s was requested", name, only, version
+        )

@@ -9,7 +9,8 @@ from mlbench_core.models.pytorch._init import initialize
 
 __all__ = ["VGG"]
 
-# Table 1 of the paper, columns A, B, D and E: the width of each 3x3 convolution; "M" halves height and width.
+# Table 1 of the paper, columns A, B, D and E: the width of each 3x3 convolution; "M" halves height
+# and width.
 _LAYERS: dict[str, tuple[int | str, ...]] = {
     "VGG11": (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     "VGG13": (64, 64, "M", 128, 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
@@ -21,9 +22,9 @@ _LAYERS: dict[str, tuple[int | str, ...]] = {
 class VGG(nn.Module):
     """VGG with batch normalization for 32x32 images.
 
-    The convolutions are those of the paper, each followed by batch normalization (Ioffe and Szegedy 2015) and ReLU.
-    Five poolings reduce a 32x32 image to one position of 512 channels. Therefore one linear layer replaces the paper's
-    three, which are designed for 224x224 images.
+    The convolutions are those of the paper, each followed by batch normalization (Ioffe and Szegedy
+    2015) and ReLU. Five poolings reduce a 32x32 image to one position of 512 channels. Therefore
+    one linear layer replaces the paper's three, which are designed for 224x224 images.
 
     Args:
         vgg_name: ``"VGG11"``, ``"VGG13"``, ``"VGG16"`` or ``"VGG19"``; case does not matter.
@@ -38,7 +39,8 @@ class VGG(nn.Module):
         torch.Size([2, 10])
 
     References:
-        Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, arXiv:1409.1556.
+        Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition,
+        arXiv:1409.1556.
     """
 
     def __init__(self, vgg_name: str, num_classes: int = 10) -> None:
@@ -71,6 +73,10 @@ def _features(layers: tuple[int | str, ...]) -> nn.Sequential:
         if isinstance(layer, str):
             modules.append(nn.MaxPool2d(kernel_size=2))
         else:
-            modules += [nn.Conv2d(width, layer, kernel_size=3, padding=1), nn.BatchNorm2d(layer), nn.ReLU(inplace=True)]
+            modules += [
+                nn.Conv2d(width, layer, kernel_size=3, padding=1),
+                nn.BatchNorm2d(layer),
+                nn.ReLU(inplace=True),
+            ]
             width = layer
     return nn.Sequential(*modules)

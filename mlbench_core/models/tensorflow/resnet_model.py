@@ -1,14 +1,16 @@
 """Residual networks for TensorFlow 2.
 
-Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
-Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
-last batch norm and ReLU before the classifier. The shortcut of a block that changes the shape is a 1x1 convolution
-(option B). :class:`Cifar10Model` is the same network as
-:class:`mlbench_core.models.pytorch.resnet.ResNetCIFAR`, with the same number of parameters.
+Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after
+the addition. Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution,
+nothing after the addition, and one last batch norm and ReLU before the classifier. The shortcut of
+a block that changes the shape is a 1x1 convolution (option B). :class:`Cifar10Model` is the same
+network as :class:`mlbench_core.models.pytorch.resnet.ResNetCIFAR`, with the same number of
+parameters.
 
-A model is a :class:`tf.Module`. Its variables are created with it, and a call creates no more. So it works in eager
-mode, in a ``tf.function``, under the scope of a ``tf.distribute.Strategy``, and in a graph with a session
-(``tf.compat.v1``). A training call also updates the running statistics of batch norm.
+A model is a :class:`tf.Module`. Its variables are created with it, and a call creates no more. So
+it works in eager mode, in a ``tf.function``, under the scope of a ``tf.distribute.Strategy``, and
+in a graph with a session (``tf.compat.v1``). A training call also updates the running statistics of
+batch norm.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -26,7 +28,14 @@ import tensorflow as tf
 
 from mlbench_core.arguments import check_at_least
 
-__all__ = ["Cifar10Model", "Model", "batch_norm", "block_layer", "conv2d_fixed_padding", "fixed_padding"]
+__all__ = [
+    "Cifar10Model",
+    "Model",
+    "batch_norm",
+    "block_layer",
+    "conv2d_fixed_padding",
+    "fixed_padding",
+]
 
 DEFAULT_VERSION = 2
 _VERSIONS = (1, 2)
@@ -40,20 +49,23 @@ _BATCH_NORM_EPSILON = 1e-5
 def fixed_padding(inputs: Any, kernel_size: int, data_format: str) -> Any:
     """Pad images with zeros on each side, by an amount that does not depend on their size.
 
-    TensorFlow's own padding ``"SAME"`` of a convolution with strides depends on the size of the image.
+    TensorFlow's own padding ``"SAME"`` of a convolution with strides depends on the size of the
+    image.
 
     Args:
         inputs: Images, shape (batch, height, width, channels), or (batch, channels, height, width).
-        kernel_size: Size of the next convolution or pooling; ``kernel_size - 1`` pixels are added in each direction.
+        kernel_size: Size of the next convolution or pooling; ``kernel_size - 1`` pixels are added
+            in each direction.
         data_format: ``"channels_last"`` or ``"channels_first"``.
 
     Returns:
         The padded images.
     """
     before = (kernel_size - 1) // 2
-    margin = [before, kernel_size - 1 - before]
-    spatial = [[0, 0], margin, margin]
-    return tf.pad(inputs, [*spatial, [0, 0]] if data_format == "channels_last" else [[0, 0], *spatial])
+    margin, none = [before, kernel_size - 1 - before], [0, 0]
+    if data_format == "channels_last":
+        return tf.pad(inputs, [none, margin, margin, none])
+    return tf.pad(inputs, [none, none, margin, margin])
 
 
 class Convolution(tf.Module):
@@ -67,29 +79,36 @@ class Convolution(tf.Module):
         data_format: ``"channels_last"`` or ``"channels_first"``.
     """
 
-    def __init__(self, width_in: int, width: int, kernel_size: int, strides: int, data_format: str) -> None:
+    def __init__(
+        self, width_in: int, width: int, kernel_size: int, strides: int, data_format: str
+    ) -> None:
         super().__init__()
         self.kernel_size, self.strides, self.data_format = kernel_size, strides, data_format
         shape = (kernel_size, kernel_size, width_in, width)
-        # He et al. 2015, arXiv:1502.01852: variance 2/(fan out) keeps the size of the gradients through ReLU layers.
+        # He et al. 2015, arXiv:1502.01852: variance 2/(fan out) keeps the size of the gradients
+        # through ReLU layers.
         deviation = math.sqrt(2 / (kernel_size**2 * width))
-        self.kernel = tf.Variable(lambda: tf.random.normal(shape, stddev=deviation), name="conv2d/kernel")
+        self.kernel = tf.Variable(
+            lambda: tf.random.normal(shape, stddev=deviation), name="conv2d/kernel"
+        )
 
     def __call__(self, x: Any) -> Any:
         """Convolve images of either layout."""
         padding = "SAME"
         if self.strides > 1:
-            # Of a 1x1 kernel there is nothing to pad.
-            x = fixed_padding(x, self.kernel_size, self.data_format) if self.kernel_size > 1 else x
             padding = "VALID"
-        layout = _layout(self.data_format)
-        return tf.nn.conv2d(x, tf.cast(self.kernel, x.dtype), self.strides, padding, data_format=layout)
+            # A 1x1 kernel needs no padding.
+            if self.kernel_size > 1:
+                x = fixed_padding(x, self.kernel_size, self.data_format)
+        kernel, layout = tf.cast(self.kernel, x.dtype), _layout(self.data_format)
+        return tf.nn.conv2d(x, kernel, self.strides, padding, data_format=layout)
 
 
 class BatchNorm(tf.Module):
     """Batch normalization with running statistics.
 
-    Under a strategy, each replica has statistics of its own. Read outside of a replica, they are the mean over all.
+    Under a strategy, each replica has its own statistics. Read outside of a replica, they are the
+    mean over all.
 
     Args:
         width: Channels.
@@ -106,21 +125,31 @@ class BatchNorm(tf.Module):
             "synchronization": tf.VariableSynchronization.ON_READ,
             "aggregation": tf.VariableAggregation.MEAN,
         }
-        self.moving_mean = tf.Variable(lambda: tf.zeros(width), name="batch_normalization/moving_mean", **of_replica)
+        self.moving_mean = tf.Variable(
+            lambda: tf.zeros(width), name="batch_normalization/moving_mean", **of_replica
+        )
         self.moving_variance = tf.Variable(
             lambda: tf.ones(width), name="batch_normalization/moving_variance", **of_replica
         )
 
     def __call__(self, x: Any, training: Any) -> Any:
-        """Normalize a batch: by its own statistics in training, and by the running ones otherwise."""
-        if isinstance(training, bool):
-            return self._train(x) if training else self._evaluate(x)
-        return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
+        """Normalize a batch: by its own statistics in training, by the running ones otherwise."""
+        if not isinstance(training, bool):
+            return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
+        if training:
+            return self._train(x)
+        return self._evaluate(x)
 
     def _train(self, x: Any) -> Any:
-        # The variance is the unbiased one, as in torch; the batch itself is divided by the biased one.
+        # The variance is the unbiased one, as in torch; the batch itself is divided by the biased
+        # one.
         y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
-            x, self.gamma, self.beta, epsilon=_BATCH_NORM_EPSILON, data_format=self.layout, is_training=True
+            x,
+            self.gamma,
+            self.beta,
+            epsilon=_BATCH_NORM_EPSILON,
+            data_format=self.layout,
+            is_training=True,
         )
         share = 1 - _BATCH_NORM_DECAY
         updates = [
@@ -146,25 +175,42 @@ class Block(tf.Module):
         width_in: Input channels.
         filters: Channels of the 3x3 convolutions.
         strides: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         version: 1 or 2.
-        first: True for the first block of the network, in which the shortcut of version 2 reads the activated input.
+        first: True for the first block of the network, in which the shortcut of version 2 reads the
+            activated input.
         data_format: ``"channels_last"`` or ``"channels_first"``.
     """
 
     def __init__(
-        self, width_in: int, filters: int, strides: int, bottleneck: bool, version: int, first: bool, data_format: str
+        self,
+        width_in: int,
+        filters: int,
+        strides: int,
+        bottleneck: bool,
+        version: int,
+        first: bool,
+        data_format: str,
     ) -> None:
         super().__init__()
         self.version = version
         self.width = 4 * filters if bottleneck else filters
         if bottleneck:
-            shapes = [(width_in, filters, 1, 1), (filters, filters, 3, strides), (filters, self.width, 1, 1)]
+            shapes = [
+                (width_in, filters, 1, 1),
+                (filters, filters, 3, strides),
+                (filters, self.width, 1, 1),
+            ]
         else:
             shapes = [(width_in, filters, 3, strides), (filters, filters, 3, 1)]
         changes_shape = width_in != self.width or strides != 1
-        self.projection = Convolution(width_in, self.width, 1, strides, data_format) if changes_shape else None
-        self.projection_norm = BatchNorm(self.width, data_format) if changes_shape and version == 1 else None
+        self.projection: Convolution | None = None
+        self.projection_norm: BatchNorm | None = None
+        if changes_shape:
+            self.projection = Convolution(width_in, self.width, 1, strides, data_format)
+            if version == 1:
+                self.projection_norm = BatchNorm(self.width, data_format)
         self.activates_both_paths = first or changes_shape
         self.convolutions = [Convolution(*shape, data_format) for shape in shapes]
         # Version 1 normalizes the output of a convolution, and version 2 its input.
@@ -172,7 +218,9 @@ class Block(tf.Module):
 
     def __call__(self, x: Any, training: Any) -> Any:
         """Map (batch, height, width, width_in) to (batch, height/strides, width/strides, width)."""
-        return self._call_v1(x, training) if self.version == 1 else self._call_v2(x, training)
+        if self.version == 1:
+            return self._call_v1(x, training)
+        return self._call_v2(x, training)
 
     def _call_v1(self, x: Any, training: Any) -> Any:
         shortcut = x
@@ -194,13 +242,16 @@ class Block(tf.Module):
 
 
 class Model(tf.Module):
-    """A residual network for color images: a convolution, stages of blocks, average pooling, a linear layer.
+    """A residual network for color images.
+
+    It has a convolution, stages of blocks, average pooling and a linear layer.
 
     Args:
         resnet_size: Number of layers with weights; only a name, because ``block_sizes`` decides.
         bottleneck: If True, the blocks are bottlenecks of three convolutions.
         num_classes: Number of classes, at least 1.
-        num_filters: Channels of the first convolution and of the first stage; each further stage has twice as many.
+        num_filters: Channels of the first convolution and of the first stage; each further stage
+            has twice as many.
         kernel_size: Size of the first convolution.
         conv_stride: Stride of the first convolution.
         first_pool_size: Size of the max pooling after it; None for no pooling.
@@ -208,10 +259,11 @@ class Model(tf.Module):
         block_sizes: Number of blocks in each stage.
         block_strides: Stride of the first block of each stage.
         resnet_version: 1 or 2.
-        data_format: Layout in which the network computes: ``"channels_first"`` is faster on GPUs, and
-            ``"channels_last"`` the only one on CPUs. None chooses by the visible devices. Images are always given with
-            the channels last.
-        dtype: Type in which the network computes: float32, float16 or bfloat16. Variables are always float32.
+        data_format: Layout in which the network computes: ``"channels_first"`` is faster on GPUs,
+            and ``"channels_last"`` the only one on CPUs. None chooses by the visible devices.
+            Images are always given with the channels last.
+        dtype: Type in which the network computes: float32, float16 or bfloat16. Variables are
+            always float32.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -236,16 +288,26 @@ class Model(tf.Module):
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         if resnet_version not in _VERSIONS:
-            raise ValueError(f"resnet_version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {resnet_version!r}")
+            raise ValueError(
+                "resnet_version must be 1 (He et al. 2015) or 2 "
+                f"(He et al. 2016), not {resnet_version!r}"
+            )
         if data_format is None:
-            data_format = "channels_first" if tf.config.get_visible_devices("GPU") else "channels_last"
+            data_format = "channels_last"
+            if tf.config.get_visible_devices("GPU"):
+                data_format = "channels_first"
         if data_format not in _FORMATS:
-            raise ValueError(f"data_format must be one of {', '.join(_FORMATS)}, not {data_format!r}")
+            raise ValueError(
+                f"data_format must be one of {', '.join(_FORMATS)}, not {data_format!r}"
+            )
         if tf.as_dtype(dtype) not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(each.name for each in _DTYPES)}, not {dtype!r}")
+            raise ValueError(
+                f"dtype must be one of {', '.join(each.name for each in _DTYPES)}, not {dtype!r}"
+            )
         if len(block_sizes) != len(block_strides):
             raise ValueError(
-                f"block_strides must have one number for each of the {len(block_sizes)} stages, not {block_strides}"
+                "block_strides must have one number for each of the "
+                f"{len(block_sizes)} stages, not {block_strides}"
             )
         self.resnet_size, self.resnet_version = resnet_size, resnet_version
         self.data_format, self.dtype = data_format, tf.as_dtype(dtype)
@@ -256,18 +318,22 @@ class Model(tf.Module):
         width = num_filters
         self.blocks: list[Block] = []
         for stage, (blocks, strides) in enumerate(zip(block_sizes, block_strides, strict=True)):
-            for position in range(blocks):
-                self.blocks.append(
-                    Block(
-                        width, num_filters * 2**stage, strides if position == 0 else 1, bottleneck, resnet_version,
-                        first=not self.blocks, data_format=data_format,
-                    )
-                )  # fmt: skip
-                width = self.blocks[-1].width
+            filters = num_filters * 2**stage
+            for _ in range(blocks):
+                is_first = not self.blocks
+                block = Block(
+                    width, filters, strides, bottleneck, resnet_version, is_first, data_format
+                )
+                self.blocks.append(block)
+                width = block.width
+                # Only the first block of a stage has its strides.
+                strides = 1
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
         self.final_norm = BatchNorm(width, data_format) if resnet_version == 2 else None
+        # Variance 1/(fan in), as in the networks for PyTorch.
         self.weights = tf.Variable(
-            lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)), name="dense/kernel"
+            lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)),
+            name="dense/kernel",
         )
         self.bias = tf.Variable(lambda: tf.zeros(num_classes), name="dense/bias")
 
@@ -276,7 +342,8 @@ class Model(tf.Module):
 
         Args:
             inputs: Images, shape (batch, height, width, 3).
-            training: True to normalize by the batch and to update the running statistics; a bool, or a bool tensor.
+            training: True to normalize by the batch and to update the running statistics; a bool,
+                or a bool tensor.
 
         Returns:
             Logits, float32 of shape (batch, num_classes).
@@ -289,7 +356,9 @@ class Model(tf.Module):
             x = tf.nn.relu(self.stem_norm(x, training))
         if self.pool_size:
             layout = _layout(self.data_format)
-            x = tf.nn.max_pool2d(x, self.pool_size, self.pool_stride or 1, "SAME", data_format=layout)
+            x = tf.nn.max_pool2d(
+                x, self.pool_size, self.pool_stride or 1, "SAME", data_format=layout
+            )
         for block in self.blocks:
             x = block(x, training)
         if self.final_norm is not None:
@@ -330,7 +399,10 @@ class Cifar10Model(Model):
         dtype: Any = tf.float32,
     ) -> None:
         if resnet_size < 8 or (resnet_size - 2) % 6:
-            raise ValueError(f"resnet_size must be 6n + 2 with n >= 1 (8, 14, 20, 32, 44, 56, ...), not {resnet_size}")
+            raise ValueError(
+                "resnet_size must be 6n + 2 with n >= 1 "
+                f"(8, 14, 20, 32, 44, 56, ...), not {resnet_size}"
+            )
         blocks = (resnet_size - 2) // 6
         super().__init__(
             resnet_size,
@@ -349,7 +421,9 @@ class Cifar10Model(Model):
         )
 
 
-def conv2d_fixed_padding(inputs: Any, filters: int, kernel_size: int, strides: int, data_format: str) -> Any:
+def conv2d_fixed_padding(
+    inputs: Any, filters: int, kernel_size: int, strides: int, data_format: str
+) -> Any:
     """Convolve with new weights and without a bias; each call in a graph adds a layer.
 
     Args:
@@ -366,7 +440,8 @@ def conv2d_fixed_padding(inputs: Any, filters: int, kernel_size: int, strides: i
         RuntimeError: The call is not in a graph, so its new variables would be lost.
     """
     _check_in_graph("conv2d_fixed_padding")
-    return Convolution(_channels(inputs, data_format), filters, kernel_size, strides, data_format)(inputs)
+    width_in = _channels(inputs, data_format)
+    return Convolution(width_in, filters, kernel_size, strides, data_format)(inputs)
 
 
 def batch_norm(inputs: Any, training: Any, data_format: str) -> Any:
@@ -374,11 +449,13 @@ def batch_norm(inputs: Any, training: Any, data_format: str) -> Any:
 
     Args:
         inputs: Images in the layout of ``data_format``, whose number of channels is known.
-        training: True to normalize by the batch and to update the running statistics; a bool, or a bool tensor.
+        training: True to normalize by the batch and to update the running statistics; a bool, or a
+            bool tensor.
         data_format: ``"channels_last"`` or ``"channels_first"``.
 
     Returns:
-        The normalized batch. If ``training`` is True, it depends on the update of the running statistics.
+        The normalized batch. If ``training`` is True, it depends on the update of the running
+        statistics.
 
     Raises:
         RuntimeError: The call is not in a graph, so its new variables would be lost.
@@ -398,14 +475,14 @@ def block_layer(
     name: str,
     data_format: str,
 ) -> Any:
-    """Chain the blocks of one stage, of which only the first projects its shortcut and has the strides.
+    """Chain the blocks of one stage; only the first projects its shortcut and has the strides.
 
     Args:
         inputs: Images in the layout of ``data_format``.
         filters: Channels of the first convolution of each block.
         bottleneck: True if a block ends with four times as many channels.
-        block_fn: Add one block: called ``(inputs, filters, training, projection_shortcut, strides, data_format)``. The
-            projection is a function of the input, or None for the identity.
+        block_fn: Add one block: called ``(inputs, filters, training, projection_shortcut, strides,
+            data_format)``. The projection is a function of the input, or None for the identity.
         blocks: Number of blocks.
         strides: Stride of the first block.
         training: Passed to ``block_fn``.
@@ -437,6 +514,6 @@ def _channels(inputs: Any, data_format: str) -> int:
 def _check_in_graph(function: str) -> None:
     if tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
-            f"{function} must be called in a graph, not eagerly, because each call creates variables: call it within "
-            "`with tf.Graph().as_default():`, or use Cifar10Model"
+            f"{function} must be called in a graph, not eagerly, because each call creates "
+            "variables: call it within `with tf.Graph().as_default():`, or use Cifar10Model"
         )

@@ -1,6 +1,10 @@
 """Operators of attention."""
 
 from mlbench_core import _torch as _torch
-from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
+from mlbench_core.ops.pytorch.attention_score import (
+    attention_score,
+    attention_score_reference,
+    masked_softmax,
+)
 
 __all__ = ["attention_score", "attention_score_reference", "masked_softmax"]

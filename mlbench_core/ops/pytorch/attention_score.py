@@ -1,13 +1,13 @@
-r"""Additive attention: a score of each query with each key, and the weights that follow from the scores.
+r"""Additive attention: a score of each query with each key, and the weights from the scores.
 
 The score of query t and key s sums over H features:
 
 .. math:: e_{ts} = \sum_{h=1}^{H} v_h \tanh(q_{th} + k_{sh} + b_h)
 
-A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers for the backward
-pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps
-only its inputs and computes the tanh again in the backward pass, in blocks. With :math:`\delta_{ts}` the gradient of
-:math:`e_{ts}`:
+A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers
+for the backward pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H =
+1024. :func:`attention_score` keeps only its inputs and computes the tanh again in the backward
+pass, in blocks. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -16,9 +16,10 @@ only its inputs and computes the tanh again in the backward pass, in blocks. Wit
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
-This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``, for
-:func:`torch.compile`. Without them the compiler would trace each block. It would then notice that the forward and the
-backward pass compute the same tanh, and keep all of it.
+This module defines the operators ``mlbench::attention_score`` and
+``mlbench::attention_score_backward``, for :func:`torch.compile`. Without them the compiler would
+trace each block. It would then notice that the forward and the backward pass compute the same tanh,
+and keep all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["attention_score", "attention_score_reference", "masked_softmax"]
 _CPU_BLOCK = 1 << 20
 """Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
-"""Numbers in a block on a GPU: 128 MB of float32, which keep a GPU busy and are a small part of its memory."""
+"""Numbers in a block on a GPU: 128 MB of float32 keep it busy and are little of its memory."""
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -54,18 +55,20 @@ def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tens
 def attention_score(
     query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, *, block_elements: int | None = None
 ) -> Tensor:
-    r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
+    r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys.
 
-    The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all four arguments, in the
-    dtype of each. A second derivative is not available.
+    They are those of each sentence of a batch. The result is computed in little memory.
+
+    The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all
+    four arguments, in the dtype of each. A second derivative is not available.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.
         keys: :math:`k`, shape (batch, keys, H).
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
-        block_elements: The largest number of tanh values held at once; a single query is never divided. It changes only
-            the order of sums. If None, a default for the device applies.
+        block_elements: The largest number of tanh values held at once; a single query is never
+            divided. It changes only the order of sums. If None, a default for the device applies.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -74,12 +77,13 @@ def attention_score(
         ValueError: The shapes do not fit, or ``block_elements`` is below 1.
 
     References:
-        Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to Align and Translate, arXiv
-        1409.0473.
+        Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to Align and
+        Translate, arXiv 1409.0473.
 
     Example:
         >>> query, keys = torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)
-        >>> attention_score(query, keys, bias=torch.full((3,), 9.0), v=torch.ones(3)).round().tolist()
+        >>> bias, v = torch.full((3,), 9.0), torch.ones(3)
+        >>> attention_score(query, keys, bias=bias, v=v).round().tolist()
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
@@ -93,18 +97,20 @@ def attention_score(
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Return the softmax over the last dimension, exactly 0 if masked.
 
-    Half-precision scores are converted to float32 first: their exponentials neither overflow nor lose small values.
+    Half-precision scores are converted to float32 first: their exponentials neither overflow nor
+    lose small values.
 
     Args:
         scores: Shape (..., keys), any floating-point dtype.
-        mask: bool of a shape that broadcasts to that of the scores, True for keys that get the weight 0. None masks no
-            key. If all keys are masked, all weights are 0.
+        mask: bool of a shape that broadcasts to that of the scores, True for keys that get the
+            weight 0. None masks no key. If all keys are masked, all weights are 0.
 
     Returns:
         Weights, float32 (float64 for float64), of the shape of the scores.
 
     Example:
-        >>> masked_softmax(torch.tensor([2.0, 5.0, 2.0]), torch.tensor([False, True, False])).tolist()
+        >>> is_masked = torch.tensor([False, True, False])
+        >>> masked_softmax(torch.tensor([2.0, 5.0, 2.0]), is_masked).tolist()
         [0.5, 0.0, 0.5]
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -122,10 +128,14 @@ class _AttentionScore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+    ) -> Tensor:
         ctx.save_for_backward(query, keys, bias, v)
         ctx.block_elements = block_elements
-        scores: Tensor = torch.ops.mlbench.attention_score.default(query, keys, bias, v, block_elements)
+        scores: Tensor = torch.ops.mlbench.attention_score.default(
+            query, keys, bias, v, block_elements
+        )
         return scores
 
     @staticmethod
@@ -149,21 +159,28 @@ def _scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements
 def _gradients(
     grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores`."""
+    """Return the contiguous gradients of query, keys, bias and v, in :func:`_scores`' blocks."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
-    grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
+    grad_query, grad_keys = shifted.new_zeros(shifted.shape), wide_keys.new_zeros(wide_keys.shape)
+    grad_v = wide_v.new_zeros(wide_v.shape)
     with torch.autocast(query.device.type, enabled=False):
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
-            # g lacks the factor v_h, which is constant over a block. It is applied once to the sums at the end.
+            # g lacks the factor v_h, which is constant over a block. It is applied
+            # once to the sums at the end.
             g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
             grad_query[rows, steps] = g.sum(dim=2)
             grad_keys[rows] += g.sum(dim=1)
     grad_query.mul_(wide_v)
     grad_keys.mul_(wide_v)
     grad_bias = grad_query.sum(dim=(0, 1))
-    return grad_query.to(query.dtype), grad_keys.to(keys.dtype), grad_bias.to(bias.dtype), grad_v.to(v.dtype)
+    return (
+        grad_query.to(query.dtype),
+        grad_keys.to(keys.dtype),
+        grad_bias.to(bias.dtype),
+        grad_v.to(v.dtype),
+    )
 
 
 def _widened(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +196,7 @@ def _tanh(shifted: Tensor, keys: Tensor) -> Tensor:
 
 
 def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the sentences and the queries to compute together: whole sentences if they are small enough."""
+    """Yield the sentences and queries to compute together: whole sentences if small enough."""
     batch, queries, keys = shape
     one = max(1, keys * features)
     steps = max(1, min(queries, limit // one))
@@ -192,7 +209,10 @@ def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slic
 
 def _working_dtype(*parts: Tensor) -> torch.dtype:
     """Return float64 if any part has it, otherwise float32."""
-    return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    is_double = any(part.dtype == torch.float64 for part in parts)
+    if is_double:
+        return torch.float64
+    return torch.float32
 
 
 def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
@@ -204,12 +224,15 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
     )
     if not fits:
         raise ValueError(
-            f"query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, H), (H,) and (H,), not "
-            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} and {tuple(v.shape)}"
+            "query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, "
+            f"H), (H,) and (H,), not {tuple(query.shape)}, {tuple(keys.shape)}, "
+            f"{tuple(bias.shape)} and {tuple(v.shape)}"
         )
 
 
-def _fake_scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+def _fake_scores(
+    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+) -> Tensor:
     shape = (query.shape[0], query.shape[1], keys.shape[1])
     return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
 
@@ -218,7 +241,9 @@ def _fake_gradients(grad: Tensor, *parts: Any) -> tuple[Tensor, ...]:
     return tuple(part.new_empty(part.shape) for part in parts[:4])
 
 
-def _define_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define_operator(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
     # torch rejects a second definition, which importlib.reload would otherwise make.
     if hasattr(torch.ops.mlbench, name):
         return
@@ -230,4 +255,9 @@ def _define_operator(name: str, schema: str, implementation: Callable[..., Any],
 _INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v, int block_elements"
 _OUTPUTS = "(Tensor, Tensor, Tensor, Tensor)"
 _define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores, _fake_scores)
-_define_operator("attention_score_backward", f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}", _gradients, _fake_gradients)
+_define_operator(
+    "attention_score_backward",
+    f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}",
+    _gradients,
+    _fake_gradients,
+)

@@ -5,30 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core import _torch as _torch
-from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
-from mlbench_core.optim.pytorch.demo import DeMo
-from mlbench_core.optim.pytorch.dion import Dion
-from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
-from mlbench_core.optim.pytorch.lars import LARS
-from mlbench_core.optim.pytorch.muon import MuonAdamW
-from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
-from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
-from mlbench_core.optim.pytorch.presets import (
+from mlbench_core.optim.pytorch.all_reduce import (
     CentralizedAdam,
     CentralizedSGD,
-    CentralizedSparsifiedSGD,
-    ChocoSGD,
     CustomCentralizedOptimizer,
-    DecentralizedSGD,
-    DiLoCo,
-    GenericCentralizedOptimizer,
-    LocalSGD,
-    PowerSGD,
 )
+from mlbench_core.optim.pytorch.choco import ChocoSGD
+from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
+from mlbench_core.optim.pytorch.demo import DeMo
+from mlbench_core.optim.pytorch.dion import Dion
+from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch.fp_optimizers import (
+    DistributedGradScaler,
+    DynamicLossScaler,
+    FP16Optimizer,
+)
+from mlbench_core.optim.pytorch.one_bit import OneBitAdam
+from mlbench_core.optim.pytorch.periodic import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
+from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
 from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
+from mlbench_core.optim.pytorch.updates.lars import LARS
+from mlbench_core.optim.pytorch.updates.muon import MuonAdamW
+from mlbench_core.optim.pytorch.updates.ntasgd import NTASGD, AveragedSGD, scaled_rate
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -87,7 +90,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "sparsified_sgd": SparsifiedSGD,
     "streaming_diloco": StreamingDiLoCo,
 }
-"""The optimizers that :func:`get_optimizer` knows, by name."""
+"""The optimizers that :func:`get_optimizer` can make, by name."""
 
 
 class UnknownOptimizerError(ValueError, KeyError):
@@ -118,5 +121,7 @@ def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
         'CentralizedSGD'
     """
     if optimizer not in optimizers:
-        raise UnknownOptimizerError(f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}")
+        raise UnknownOptimizerError(
+            f"optimizer must be one of {', '.join(sorted(optimizers))}, not {optimizer!r}"
+        )
     return optimizers[optimizer](**kwargs)

@@ -1,8 +1,19 @@
-"""The import path of version 3.0 for :mod:`mlbench_core.optim.pytorch.presets`."""
+"""The import path of version 3.0 for optimizers whose workers all get the same result."""
 
-import sys
+from mlbench_core.optim.pytorch.all_reduce import (
+    CentralizedAdam,
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+)
+from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch.power import PowerSGD
+from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD
 
-from mlbench_core.optim.pytorch import presets
-from mlbench_core.optim.pytorch.presets import *  # noqa: F403
-
-sys.modules[__name__] = presets  # the same module, so that a name that is set here is set there
+__all__ = [
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CentralizedSparsifiedSGD",
+    "CustomCentralizedOptimizer",
+    "GenericCentralizedOptimizer",
+    "PowerSGD",
+]

@@ -1,4 +1,4 @@
-"""Momentum that stays on each worker, of which only the largest cosine coefficients are shared (DeMo)."""
+"""Local momentum, of which the workers share only the largest cosine coefficients (DeMo)."""
 
 from __future__ import annotations
 
@@ -26,30 +26,37 @@ class DeMo(CompressedOptimizer):
         m_i &\leftarrow \beta m_i + \eta g_i \\
         q_i &= \operatorname{top-k}(\operatorname{DCT}(m_i)) \\
         m_i &\leftarrow m_i - \operatorname{DCT}^{-1}(q_i) \\
-        x &\leftarrow x - \eta \operatorname{sign}\Bigl(\operatorname{DCT}^{-1}\Bigl(\frac{1}{k} \sum_i q_i\Bigr)\Bigr).
+        x &\leftarrow x - \eta \operatorname{sign}\Bigl(
+            \operatorname{DCT}^{-1}\Bigl(\frac{1}{k} \sum_i q_i\Bigr)\Bigr).
 
     The momenta of the workers differ and are never averaged. For the blocks and the bytes see
     :class:`~mlbench_core.aggregation.pytorch.demo.DeMoAggregation`.
 
     :math:`\beta` is the option ``momentum`` of the first parameter group, which schedulers such as
-    :class:`torch.optim.lr_scheduler.OneCycleLR` may change; at first it is the ``decay`` of the aggregation.
+    :class:`torch.optim.lr_scheduler.OneCycleLR` may change; at first it is the ``decay`` of the
+    aggregation.
 
-    Implementations differ. The sign is that of the authors' code; every weight then moves by :math:`\eta`, so good
-    rates are those of Adam. This includes weights whose gradient is 0, if their block has others, because a cosine
-    covers the whole block. With ``sign=False``, :math:`x` moves by the transformed average itself, which contains the
-    rate already. The authors' code divides each coefficient by the number of workers that sent it, as
+    Implementations differ. The sign is that of the authors' code; every weight then moves by
+    :math:`\eta`, so good rates are those of Adam. This includes weights whose gradient is 0, if
+    their block has others, because a cosine covers the whole block. With ``sign=False``, :math:`x`
+    moves by the transformed average itself, which contains the rate already. The authors' code
+    divides each coefficient by the number of workers that sent it, as
     ``DeMoAggregation(mean_of_senders=True)`` does.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
         lr: Learning rate :math:`\eta`.
-        weight_decay: Decoupled weight decay :math:`\lambda`: :math:`x \leftarrow (1 - \eta \lambda) x` before the step.
+        weight_decay: Decoupled weight decay :math:`\lambda`: :math:`x \leftarrow (1 - \eta \lambda)
+            x` before the step.
         sign: True to step along the sign.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        aggregation: The exchange with all its settings, for example ``DeMoAggregation(decay=0.99, top_k=8)``.
+        world_size: Number of workers; None takes that of the process group, when the optimizer is
+            made.
+        aggregation: The exchange with all its settings, for example ``DeMoAggregation(decay=0.99,
+            top_k=8)``.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
+        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of
+            the process group.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -81,7 +88,12 @@ class DeMo(CompressedOptimizer):
         if aggregation is None:
             aggregation = DeMoAggregation(world_size=world_size)
         check_aggregation(aggregation, DeMoAggregation, world_size=world_size)
-        defaults = {"lr": lr, "weight_decay": weight_decay, "sign": sign, "momentum": aggregation.decay}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "sign": sign,
+            "momentum": aggregation.decay,
+        }
         super().__init__(params, defaults, aggregation)
 
     def _before_step(self) -> None:
@@ -90,7 +102,8 @@ class DeMo(CompressedOptimizer):
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         assert parameter.grad is not None
-        # The rate goes into the momentum, so that a later rate does not rescale gradients of earlier steps.
+        # The rate goes into the momentum, so that a later rate does not rescale gradients of
+        # earlier steps.
         return parameter.grad * group["lr"]
 
     def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:

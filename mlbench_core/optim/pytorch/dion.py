@@ -19,18 +19,19 @@ __all__ = ["Dion"]
 class Dion(CompressedOptimizer):
     r"""Distributed orthonormal updates of low rank (Dion).
 
-    :class:`~mlbench_core.aggregation.pytorch.dion.DionAggregation` makes :math:`P Q^\top` of the gradients of a
-    parameter with :math:`n` rows and :math:`m` columns, from a momentum of each worker. With the learning rate
-    :math:`\eta` and the decoupled weight decay :math:`\lambda`,
+    :class:`~mlbench_core.aggregation.pytorch.dion.DionAggregation` makes :math:`P Q^\top` of the
+    gradients of a parameter with :math:`n` rows and :math:`m` columns, from a momentum of each
+    worker. With the learning rate :math:`\eta` and the decoupled weight decay :math:`\lambda`,
 
     .. math:: x \leftarrow (1 - \eta \lambda) x - \eta \sqrt{n / m} \, P Q^\top.
 
-    Parameters with fewer than two dimensions take the step of :class:`torch.optim.AdamW` with the average gradient.
+    Parameters with fewer than two dimensions take the step of :class:`torch.optim.AdamW` with the
+    average gradient.
 
-    Implementations differ. Some scale by :math:`\sqrt{\max(1, n / m)}`. Some use AdamW for embeddings and for the last
-    layer too: give those to another optimizer. Tensors with more than two dimensions, such as kernels, are matrices
-    here. The authors' code has 0.95 as the second of ``betas``, and as rank a fraction of the smaller side of each
-    matrix, 1 if none is given.
+    Implementations differ. Some scale by :math:`\sqrt{\max(1, n / m)}`. Some use AdamW for
+    embeddings and for the last layer too: give those to another optimizer. Tensors with more than
+    two dimensions, such as kernels, are matrices here. The authors' code has 0.95 as the second of
+    ``betas``, and as rank a fraction of the smaller side of each matrix, 1 if none is given.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -39,13 +40,14 @@ class Dion(CompressedOptimizer):
         eps: Added to the denominator of AdamW.
         weight_decay: :math:`\lambda`, for all parameters.
         rank: Largest rank of an update. It is not the worker's number.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
+        world_size: Number of workers; None takes that of the process group, when the optimizer is
+            made.
         aggregation: The exchange with all its settings, instead of ``rank``, for example
             ``DionAggregation(rank=16, momentum=0.9)``.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the process group, or
-            ``rank`` contradicts the aggregation.
+        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
+            process group, or ``rank`` contradicts the aggregation.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -57,7 +59,8 @@ class Dion(CompressedOptimizer):
         True
 
     References:
-        K. Ahn, B. Xu, N. Abreu, J. Langford: Dion: Distributed Orthonormalized Updates. arXiv:2504.05295
+        K. Ahn, B. Xu, N. Abreu, J. Langford: Dion: Distributed Orthonormalized Updates.
+        arXiv:2504.05295
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class Dion(CompressedOptimizer):
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
         if aggregation is None:
-            aggregation = DionAggregation(rank=8 if rank is None else rank, world_size=world_size)
+            largest_rank = 8 if rank is None else rank
+            aggregation = DionAggregation(rank=largest_rank, world_size=world_size)
         check_aggregation(aggregation, DionAggregation, world_size=world_size, rank=rank)
         super().__init__(params, defaults, aggregation)
 
@@ -87,6 +91,7 @@ class Dion(CompressedOptimizer):
         lr = float(group["lr"])
         parameter.mul_(1 - lr * group["weight_decay"])
         if is_matrix(parameter):
+            # A kernel is a matrix with one row per output channel.
             rows = len(parameter)
             parameter.add_(agreed, alpha=-lr * math.sqrt(rows / (parameter.numel() // rows)))
             return

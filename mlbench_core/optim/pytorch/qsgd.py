@@ -9,7 +9,11 @@ from torch.optim import SGD
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
-from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation, check_lr
+from mlbench_core.optim.pytorch.distributed import (
+    GenericCentralizedOptimizer,
+    check_aggregation,
+    check_lr,
+)
 
 __all__ = ["QSGD"]
 
@@ -17,8 +21,9 @@ __all__ = ["QSGD"]
 class QSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on the average of randomly rounded gradients.
 
-    With :math:`Q` the rounding of :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`, which is right on
-    average, every worker takes the step of :class:`torch.optim.SGD` with the gradient
+    With :math:`Q` the rounding of :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`,
+    which is right on average, every worker takes the step of :class:`torch.optim.SGD` with the
+    gradient
 
     .. math:: \frac{1}{k} \sum_{i=1}^{k} Q(g_i).
 
@@ -32,12 +37,14 @@ class QSGD(GenericCentralizedOptimizer):
         levels: Number of levels above zero: with 7, a coordinate takes 4 bits.
         aggregation: The compression with all its settings, instead of ``levels``.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, a number is out of
-            range, or ``levels`` contradicts the aggregation.
-        TypeError: The aggregation is not a :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
+            a number is out of range, or ``levels`` contradicts the aggregation.
+        TypeError: The aggregation is not a
+            :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`.
 
     Example:
         >>> import torch
@@ -47,8 +54,8 @@ class QSGD(GenericCentralizedOptimizer):
         >>> optimizer.step()
 
     References:
-        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization and
-        Encoding. arXiv:1610.02132
+        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient
+        Quantization and Encoding. arXiv:1610.02132
     """
 
     def __init__(
@@ -67,7 +74,8 @@ class QSGD(GenericCentralizedOptimizer):
         aggregation: QSGDAggregation | None = None,
     ) -> None:
         if aggregation is None:
-            aggregation = QSGDAggregation(use_cuda, levels=7 if levels is None else levels, world_size=world_size)
+            chosen_levels = 7 if levels is None else levels
+            aggregation = QSGDAggregation(use_cuda, levels=chosen_levels, world_size=world_size)
         check_aggregation(aggregation, QSGDAggregation, world_size=world_size, levels=levels)
         make = partial(
             SGD,
@@ -77,4 +85,6 @@ class QSGD(GenericCentralizedOptimizer):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
-        super().__init__(world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
+        super().__init__(
+            world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation
+        )

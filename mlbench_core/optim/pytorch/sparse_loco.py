@@ -5,29 +5,34 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import (
+    ChunkedTopKAggregation,
+    SparseLoCoAggregation,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation
-from mlbench_core.optim.pytorch.presets import DiLoCo
+from mlbench_core.optim.pytorch.periodic import DiLoCo
 
 __all__ = ["SparseLoCo"]
 
 
 class SparseLoCo(DiLoCo):
-    r"""AdamW on every worker, and every H steps an exchange of the largest parts of their changes (SparseLoCo).
+    r"""AdamW on every worker, and every H steps an exchange of the largest parts of their changes.
 
-    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from them to
-    :math:`\theta_i`; then
+    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from
+    them to :math:`\theta_i`; then
 
     .. math::
 
         e_i &\leftarrow \beta e_i + \theta - \theta_i \\
         s_i &= Q(\operatorname{top-k}(e_i)), \qquad e_i \leftarrow e_i - s_i \\
-        \theta &\leftarrow \theta - \frac{\alpha}{k} \sum_{i=1}^{k} s_i, \qquad \theta_i \leftarrow \theta.
+        \theta &\leftarrow \theta - \frac{\alpha}{k} \sum_{i=1}^{k} s_i, \qquad
+        \theta_i \leftarrow \theta.
 
     :math:`Q` and top-k are those of
-    :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the coordinates of each chunk
-    with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The steps in between send nothing; see
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and for frozen layers.
+    :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the
+    coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The
+    steps in between send nothing; see :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for
+    when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -38,14 +43,14 @@ class SparseLoCo(DiLoCo):
         weight_decay: Inner, decoupled weight decay.
         period: H, the number of inner steps from one exchange to the next.
         aggregation: The exchange with all its settings, for example
-            ``SparseLoCoAggregation(ChunkedTopKAggregation(density=0.01))``. For another inner optimizer, give it to
-            :class:`~mlbench_core.optim.pytorch.presets.DiLoCo`.
+            ``SparseLoCoAggregation(ChunkedTopKAggregation(density=0.01))``. For another inner
+            optimizer, give it to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
 
     Raises:
         TypeError: ``period`` is not an integer, ``lr`` is not a number, or the aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.sparse_loco.SparseLoCoAggregation`.
-        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is not positive, or
-            ``world_size`` is not that of the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is
+            not positive, or ``world_size`` is not that of the process group.
 
     Example:
         >>> import torch
@@ -55,8 +60,8 @@ class SparseLoCo(DiLoCo):
         >>> optimizer.step()
 
     References:
-        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
-        arXiv:2508.15706
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with
+        SparseLoCo. arXiv:2508.15706
     """
 
     def __init__(
@@ -74,4 +79,6 @@ class SparseLoCo(DiLoCo):
         if aggregation is None:
             aggregation = SparseLoCoAggregation(ChunkedTopKAggregation(world_size=world_size))
         check_aggregation(aggregation, SparseLoCoAggregation, world_size=world_size)
-        super().__init__(world_size, model, lr, betas, eps, weight_decay, period=period, aggregation=aggregation)
+        super().__init__(
+            world_size, model, lr, betas, eps, weight_decay, period=period, aggregation=aggregation
+        )

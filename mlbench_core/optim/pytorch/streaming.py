@@ -1,35 +1,29 @@
-"""AdamW on every worker, and outer steps fragment by fragment while training goes on (Streaming DiLoCo)."""
+"""DiLoCo whose outer steps take one fragment after another during training (Streaming DiLoCo)."""
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any
-
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
 from mlbench_core.optim.pytorch.distributed import (
-    Closure,
     GenericCentralizedOptimizer,
     OptimizerFactory,
     check_aggregation,
-    check_lr,
 )
-from mlbench_core.optim.pytorch.fused import suits_fused
+from mlbench_core.optim.pytorch.periodic import make_inner_optimizer
 
 __all__ = ["StreamingDiLoCo"]
 
 
 class StreamingDiLoCo(GenericCentralizedOptimizer):
-    r"""DiLoCo whose messages are fragments of the model, and travel while the workers take more steps.
+    r"""DiLoCo whose messages are fragments of the model, sent while the workers take more steps.
 
-    Every worker takes inner steps by itself. Each fragment of the shared weights :math:`\theta` is synchronized every H
-    steps, at its own offset. At a step :math:`t`, the workers start to average the outer gradient of a fragment, and
-    merge the result after :math:`\tau` more inner steps:
+    Every worker takes inner steps without communication. Each fragment of the shared weights
+    :math:`\theta` is synchronized every H steps, at its own offset. At a step :math:`t`, the
+    workers start to average the outer gradient of a fragment, and merge the result after
+    :math:`\tau` more inner steps:
 
     .. math::
 
@@ -37,9 +31,10 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad
         \theta_i \leftarrow \alpha \theta_i + (1 - \alpha) \theta \qquad \text{at step } t + \tau.
 
-    H, :math:`\tau`, :math:`\alpha`, the number of fragments, the outer optimizer and the quantization are settings of
-    :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`. The workers' weights are never all
-    equal: average them before you evaluate, with
+    H, :math:`\tau`, :math:`\alpha`, the number of fragments, the outer optimizer and the
+    quantization are settings of
+    :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`. The workers'
+    weights are never all equal: average them before you evaluate, with
     :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
 
     Attributes:
@@ -52,15 +47,15 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
         weight_decay: Inner, decoupled weight decay.
-        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters. Its learning rate
-            is its own: leave out ``lr``; the other inner arguments are not used.
+        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters.
+            Its learning rate is its own: leave out ``lr``; the other inner arguments are not used.
         aggregation: The exchange with all its settings; None for ``StreamingDiLoCoAggregation()``.
 
     Raises:
         TypeError: ``lr`` is not a number, or the aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`.
-        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or ``world_size`` is not that of
-            the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or
+            ``world_size`` is not that of the process group.
 
     Example:
         >>> import torch
@@ -88,31 +83,26 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         inner_optimizer: OptimizerFactory | None = None,
         aggregation: StreamingDiLoCoAggregation | None = None,
     ) -> None:
-        if inner_optimizer is None:
-            lr = check_lr(lr, "StreamingDiLoCo")
-            inner_optimizer = partial(
-                AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=suits_fused(model) or None
-            )
-        elif lr is not required:
-            raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        inner_optimizer = make_inner_optimizer(
+            "StreamingDiLoCo", inner_optimizer, model, lr, **options
+        )
         if aggregation is None:
             aggregation = StreamingDiLoCoAggregation(world_size=world_size)
-        self._outer = check_aggregation(aggregation, StreamingDiLoCoAggregation, world_size=world_size)
-        super().__init__(None, model, agg_grad=False, optimizer=inner_optimizer, aggregation=self._outer)
+        self._outer = check_aggregation(
+            aggregation, StreamingDiLoCoAggregation, world_size=world_size
+        )
+        super().__init__(
+            None, model, agg_grad=False, optimizer=inner_optimizer, aggregation=self._outer
+        )
 
     @property
     def outer_optimizer(self) -> Optimizer:
         """Return the optimizer of the weights that all workers share."""
         return self._outer.outer_optimizer
 
-    def _step(
-        self,
-        closure: Closure | None,
-        tracker: Any | None,
-        denom: Denominator | None = None,
-        grad_clip: float = math.inf,
-    ) -> Any:
-        """Take a step; the weights before the first step are the shared ones."""
-        # Not in the constructor: a script may load a checkpoint into the model after it made the optimizer.
+    def _before_step(self) -> None:
+        """Share the weights before the first step with the aggregation."""
+        # Not in the constructor: a script may load a checkpoint into the model after it made the
+        # optimizer.
         self._outer.start(self.model)
-        return super()._step(closure, tracker, denom, grad_clip)

@@ -8,4 +8,6 @@ from mlbench_core.distributed.pytorch.settings import config_logging, config_pat
 
 __all__ = ["FCGraph", "config_logging", "config_path", "config_pytorch", "initialize_backends"]
 
-__getattr__ = lazy_subpackages(__name__, "checkpoint", "distributed", "helpers", "inference", "topology", "utils")
+__getattr__ = lazy_subpackages(
+    __name__, "checkpoint", "distributed", "helpers", "inference", "topology", "utils"
+)

@@ -5,4 +5,5 @@ import sys
 from mlbench_core.controlflow.pytorch import checkpoint
 from mlbench_core.controlflow.pytorch.checkpoint import *  # noqa: F403
 
-sys.modules[__name__] = checkpoint  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = checkpoint

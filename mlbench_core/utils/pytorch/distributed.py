@@ -5,4 +5,5 @@ import sys
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.process_groups import *  # noqa: F403
 
-sys.modules[__name__] = process_groups  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = process_groups

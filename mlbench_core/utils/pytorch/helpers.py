@@ -5,4 +5,5 @@ import sys
 from mlbench_core.distributed.pytorch import settings
 from mlbench_core.distributed.pytorch.settings import *  # noqa: F403
 
-sys.modules[__name__] = settings  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = settings

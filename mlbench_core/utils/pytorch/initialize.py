@@ -5,4 +5,5 @@ import sys
 from mlbench_core.distributed.pytorch import initialize
 from mlbench_core.distributed.pytorch.initialize import *  # noqa: F403
 
-sys.modules[__name__] = initialize  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = initialize

@@ -28,13 +28,16 @@ def measured_everything(rank: int, world_size: int) -> dict[str, Any]:
             found["why_not"].append(why_not(name, dtype))
             for size in SIZES:
                 elements = size * world_size if kind.is_cut else size
-                found["measurements"].append(measure(name, elements, dtype, repetitions=2, block_s=1e-6))
+                found["measurements"].append(
+                    measure(name, elements, dtype, repetitions=2, block_s=1e-6)
+                )
     found["int16"] = why_not("all_reduce", torch.int16)
     return found
 
 
 def agreed_counts(rank: int, world_size: int) -> dict[str, Any]:
-    """Workers that see the clock differently agree on counts; barriers and operations are counted."""
+    """Workers that see the clock differently agree on counts; barriers and operations are
+    counted."""
     calls = {"barrier": 0, "all_reduce": 0, "_sequence": 0}
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((dist, "barrier"), (dist, "all_reduce"), (collectives, "_sequence")):
@@ -42,7 +45,11 @@ def agreed_counts(rank: int, world_size: int) -> dict[str, Any]:
         plain = measure("all_reduce", 10, repetitions=5, block_s=1e-3)
         calls_of_plain = dict(calls)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_host_seconds", lambda operation, runs: fake_seconds(operation, runs, rank))
+        patch.setattr(
+            collectives,
+            "_host_seconds",
+            lambda operation, runs: fake_seconds(operation, runs, rank),
+        )
         limited = measure("all_reduce", 10, repetitions=50, block_s=0.02, budget_s=0.4 * (1 + rank))
         least = measure("all_reduce", 10, repetitions=50, block_s=0.02, budget_s=0.0)
         one_way = measure("send_recv", 10, repetitions=3, block_s=0.02)
@@ -93,7 +100,8 @@ def wrong_reduction(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def subgroup(rank: int, world_size: int) -> Any:
-    """Workers 1 and 2 measure alone; the root of a broadcast is worker 1, and worker 3 stays out."""
+    """Workers 1 and 2 measure alone; the root of a broadcast is worker 1, and worker 3 stays
+    out."""
     group = dist.new_group([1, 2])
     if rank not in (1, 2):
         return None
@@ -102,12 +110,17 @@ def subgroup(rank: int, world_size: int) -> Any:
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     collectives.WARM_UP_S = 1e-3
-    found = {"all": measured_everything(rank, world_size), "wrong": wrong_reduction(rank, world_size)}
+    found = {
+        "all": measured_everything(rank, world_size),
+        "wrong": wrong_reduction(rank, world_size),
+    }
     found["counts"] = agreed_counts(rank, world_size)
     if world_size == 4:
         found["subgroup"] = subgroup(rank, world_size)
     elif rank == 0:
-        with pytest.raises(ValueError, match=r"at least 1 and a multiple of the 2 workers for all_gather, not 3"):
+        with pytest.raises(
+            ValueError, match=r"at least 1 and a multiple of the 2 workers for all_gather, not 3"
+        ):
             measure("all_gather", 3)
     return found
 
@@ -164,9 +177,12 @@ def test_a_barrier_precedes_every_repetition_and_the_first_operations_do_not_cou
     for result in results:
         counts, calls = result["counts"]["plain"], result["counts"]["calls"]
         assert calls["barrier"] == 5 + 1  # and one before the pilot
-        # Values are made once to send and once to compare: making them before every barrier slowed operations by 20 %.
+        # Values are made once to send and once to compare: making them before every barrier slowed
+        # operations by 20 %.
         assert calls["_sequence"] == 1 + len(results)
-        exchanges = 4  # the first time, the pilot's, and at the end the times and the wrong elements
+        exchanges = (
+            4  # the first time, the pilot's, and at the end the times and the wrong elements
+        )
         uncounted = calls["all_reduce"] - exchanges - 5 * counts.operations
         assert uncounted >= 1 + collectives.WARM_UP_RUNS[0]
 
@@ -220,7 +236,9 @@ def test_one_worker_alone() -> None:
         dist.destroy_process_group()
 
 
-def test_on_a_gpu_only_the_ends_of_a_block_are_marked_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_only_the_ends_of_a_block_are_marked_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The order of calls, with events that note them; that a GPU does what they say takes a GPU."""
     calls: list[str] = []
 
@@ -259,7 +277,13 @@ def test_nccl_on_two_gpus() -> None:
 
 def nccl_measurement(rank: int, world_size: int) -> Measurement:
     torch.cuda.set_device(rank)
-    return measure("all_reduce", 1000, device=f"cuda:{rank}", group=dist.new_group(backend="nccl"), repetitions=3)
+    return measure(
+        "all_reduce",
+        1000,
+        device=f"cuda:{rank}",
+        group=dist.new_group(backend="nccl"),
+        repetitions=3,
+    )
 
 
 @pytest.mark.gpu

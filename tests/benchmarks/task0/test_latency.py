@@ -71,7 +71,9 @@ def test_bandwidths_refuse_bad_input() -> None:
 @pytest.mark.parametrize("beta", [1e8, 5e9, 2e11])
 def test_the_fit_finds_latency_and_bandwidth_in_noise(alpha_s: float, beta: float) -> None:
     noise = np.random.default_rng(0).lognormal(sigma=0.1, size=len(SIZES))
-    fit = fit_latency(SIZES, [(alpha_s + n / beta) * factor for n, factor in zip(SIZES, noise, strict=True)])
+    fit = fit_latency(
+        SIZES, [(alpha_s + n / beta) * factor for n, factor in zip(SIZES, noise, strict=True)]
+    )
     assert fit.alpha_s == pytest.approx(alpha_s, rel=0.1)
     assert fit.beta_bytes_per_s == pytest.approx(beta, rel=0.1)
     assert 0.05 < fit.relative_error < 0.2
@@ -80,7 +82,8 @@ def test_the_fit_finds_latency_and_bandwidth_in_noise(alpha_s: float, beta: floa
 
 
 def test_a_plain_least_squares_would_lose_the_latency() -> None:
-    """The reason for relative deviations: 1 % of noise in the largest times makes the latency negative."""
+    """The reason for relative deviations: 1 % of noise in the largest times makes the latency
+    negative."""
     noise = np.random.default_rng(1).normal(1, 0.01, size=len(SIZES))
     times = [(2e-6 + n / 1e9) * factor for n, factor in zip(SIZES, noise, strict=True)]
     plain = np.polynomial.polynomial.polyfit(SIZES, times, 1)[0]
@@ -121,7 +124,9 @@ def test_sizes_are_the_specified_ones_each_once() -> None:
 
 
 def test_a_measurement_as_a_row() -> None:
-    measured = Measurement("all_reduce", "gloo", "cpu", "float32", 4, 250, 1000, 7, (0.001, 0.002, 0.006))
+    measured = Measurement(
+        "all_reduce", "gloo", "cpu", "float32", 4, 250, 1000, 7, (0.001, 0.002, 0.006)
+    )
     row = measured.row()
     assert (row["mean_s"], row["p50_s"], row["min_s"]) == (pytest.approx(0.003), 0.002, 0.001)
     assert row["algorithm_bandwidth_bytes_per_s"] == pytest.approx(500_000)

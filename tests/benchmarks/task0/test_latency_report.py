@@ -14,7 +14,9 @@ from latency_report import LatencyReport
 from mlbench_core.errors import ConfigurationError
 
 
-def measurement(dtype: str, elements: int, seconds: tuple[float, ...], wrong: int = 0) -> Measurement:
+def measurement(
+    dtype: str, elements: int, seconds: tuple[float, ...], wrong: int = 0
+) -> Measurement:
     size = {"float32": 4, "float16": 2}[dtype] * elements
     return Measurement("all_reduce", "gloo", "cpu", dtype, 2, elements, size, 5, seconds, wrong)
 
@@ -27,7 +29,11 @@ def report() -> LatencyReport:
         measurement("float16", 10, (0.0001,)),
     ]
     return LatencyReport(
-        {"cores": 2}, {"torch": "2"}, {"repetitions": 3}, {"bfloat16": "no such type"}, measurements=measurements
+        {"cores": 2},
+        {"torch": "2"},
+        {"repetitions": 3},
+        {"bfloat16": "no such type"},
+        measurements=measurements,
     )
 
 
@@ -37,7 +43,10 @@ def test_what_was_written_is_read_again(report: LatencyReport, tmp_path: Path) -
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert [row["elements"] for row in rows] == ["1000", "10", "10"]
     assert float(rows[1]["p50_s"]) == 0.0002
-    assert sorted(path.name for path in table.parent.iterdir()) == ["all_reduce-gloo-2.csv", "all_reduce-gloo-2.json"]
+    assert sorted(path.name for path in table.parent.iterdir()) == [
+        "all_reduce-gloo-2.csv",
+        "all_reduce-gloo-2.json",
+    ]
 
 
 def test_what_is_said_of_the_measurements(report: LatencyReport) -> None:
@@ -55,10 +64,14 @@ def test_an_infinite_bandwidth_is_valid_json(tmp_path: Path) -> None:
     flat = LatencyReport(measurements=[measurement("float32", n, (1 / n,)) for n in (1, 2)])
     assert flat.fits()["float32"].beta_bytes_per_s == math.inf
     text = flat.save(tmp_path / "flat")[1].read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["fits"]["float32"]["beta_bytes_per_s"] is None
+    assert (
+        json.loads(text, parse_constant=pytest.fail)["fits"]["float32"]["beta_bytes_per_s"] is None
+    )
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "another"}', '{"format": "mlbench-latency-1"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": "another"}', '{"format": "mlbench-latency-1"}']
+)
 def test_other_files_are_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)

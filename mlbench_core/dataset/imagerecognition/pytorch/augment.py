@@ -1,11 +1,13 @@
 """Augmentation and normalization of whole batches of small images.
 
-The method is that of He et al. 2015: pad with zeros, take a random crop of the original size, and mirror half of the
-images. Each image gets its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``,
-but the whole batch is processed at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
+The method is that of He et al. 2015: pad with zeros, take a random crop of the original size, and
+mirror half of the images. Each image gets its own offset and mirroring, as with torchvision's
+``RandomCrop`` and ``RandomHorizontalFlip``, but the whole batch is processed at once.
+:func:`crop_and_flip_reference` is the plain form, one image at a time.
 
 References:
-    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section
+    4.2.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Draws:
     """The random draws for each image of a batch.
 
     Attributes:
-        tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 * padding.
+        tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 *
+            padding.
         lefts: First column of the crop, of the same dtype, shape and range.
         flips: bool of shape (batch,), True if the crop is mirrored.
     """
@@ -45,8 +48,8 @@ class Augmentation:
 
     Args:
         padding: Pixels of zeros on each side, at least 0.
-        flip: If True, mirror half of the images left to right. Do not use it for digits: a mirrored digit is not a
-            digit.
+        flip: If True, mirror half of the images left to right. Do not use it for digits: a mirrored
+            digit is not a digit.
 
     Example:
         >>> import torch
@@ -105,10 +108,12 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
     """
     height, width = images.shape[-2:]
     padded = F.pad(images, (padding,) * 4)
-    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a view without a copy.
+    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a
+    # view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     # One transfer for all draws.
-    tops, lefts, flips = send(torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)]), images.device)
+    stacked = torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)])
+    tops, lefts, flips = send(stacked, images.device)
     crops = windows[torch.arange(len(images), device=images.device), :, tops, lefts]
     return torch.where(flips.bool()[:, None, None, None], crops.flip(3), crops)
 
@@ -123,10 +128,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     Returns:
         The tensor on the device.
     """
-    # A copy from other memory than pinned memory waits for all work that the GPU still has to do. torch keeps the
-    # pinned memory until the copy has ended.
-    is_transfer = device.type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory().to(device, non_blocking=True) if is_transfer else tensor.to(device)
+    # A copy from other memory than pinned memory waits for all work that the GPU still has to do.
+    # torch keeps the pinned memory until the copy has ended.
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tensor:
@@ -144,7 +150,9 @@ def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tenso
     results = []
     for image, top, left, flip in zip(images, draws.tops, draws.lefts, draws.flips, strict=True):
         crop = F.pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
-        results.append(crop.flip(2) if flip else crop)
+        if flip:
+            crop = crop.flip(2)
+        results.append(crop)
     return torch.stack(results)
 
 
@@ -154,7 +162,9 @@ def normalize(
     std: Sequence[float],
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """Convert bytes to numbers of mean 0 and standard deviation 1: (x/255 - mean) / std for each channel.
+    """Convert bytes to numbers of mean 0 and standard deviation 1.
+
+    The result is (x/255 - mean) / std for each channel.
 
     Args:
         images: uint8 of shape (batch, channels, height, width).
@@ -167,13 +177,18 @@ def normalize(
     """
     # Compute the two constants in float64, and round them to float32 once, at the end.
     deviation = torch.tensor(std, dtype=torch.float64)
-    constants = torch.stack([1 / (255 * deviation), -torch.tensor(mean, dtype=torch.float64) / deviation]).float()
+    constants = torch.stack(
+        [1 / (255 * deviation), -torch.tensor(mean, dtype=torch.float64) / deviation]
+    ).float()
     scale, shift = send(constants, images.device)[:, :, None, None]
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+    count = len(images)
     # On a CPU, one part after the other: its values are still in the cache for the next operation.
-    count = len(images) if images.device.type == "cuda" else _CACHED_VALUES // max(1, images[:1].numel())
-    for values, pixels in zip(result.split(max(1, count)), images.split(max(1, count)), strict=True):
+    if images.device.type != "cuda":
+        count = _CACHED_VALUES // max(1, images[:1].numel())
+    count = max(1, count)
+    for values, pixels in zip(result.split(count), images.split(count), strict=True):
         values.copy_(pixels).mul_(scale).add_(shift)
-    # Change the memory format last: arithmetic is several times faster on contiguous planes than on interleaved
-    # channels.
+    # Change the memory format last: arithmetic is several times faster on contiguous planes than on
+    # interleaved channels.
     return result.contiguous(memory_format=memory_format)

@@ -1,4 +1,4 @@
-"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits and folders of images such as ImageNet."""
+"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits, and folders such as ImageNet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from mlbench_core.dataset.imagerecognition.published import (
     read_mnist,
 )
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
-from mlbench_core.dataset.imagerecognition.pytorch.decoding import MOST_BYTES, check_pixels, to_rgb, without_ends
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import (
+    MOST_BYTES,
+    check_pixels,
+    to_rgb,
+    without_ends,
+)
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.parts import stratified_split
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
@@ -34,24 +39,36 @@ from mlbench_core.files import read_bytes
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
 
 
+def _augmentation(
+    train: bool, augment: bool | None, padding: int, flip: bool = False
+) -> Augmentation | None:
+    """Return the augmentation of a part; by default, only training images have one."""
+    if augment is None:
+        augment = train
+    return Augmentation(padding, flip) if augment else None
+
+
 class CIFAR10V1(ImageDataset):
     """CIFAR-10 with the augmentation of He et al. 2015.
 
-    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring. All images are normalized by
-    the training set's mean and standard deviation. Both the "binary version" (``data_batch_1.bin``, also as ``.xz`` or
-    ``.gz``) and the "python version" (``data_batch_1``) can be read, from ``root`` or from the folder below it into
-    which the archives unpack. The python version is a pickle; none of its code is loaded. Checksums are verified.
+    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring. All
+    images are normalized by the training set's mean and standard deviation. Both the "binary
+    version" (``data_batch_1.bin``, also as ``.xz`` or ``.gz``) and the "python version"
+    (``data_batch_1``) can be read, from ``root`` or from the folder below it into which the
+    archives unpack. The python version is a pickle; none of its code is loaded. Checksums are
+    verified.
 
-    ``targets`` is the list of the labels. ``images`` has the bytes as a tensor (N, 3, 32, 32), and ``data`` as a numpy
-    array (N, 32, 32, 3), as in torchvision. Set ``dataset.transform`` to use torchvision's transforms instead of
-    augmentation and normalization.
+    ``targets`` is the list of the labels. ``images`` has the bytes as a tensor (N, 3, 32, 32), and
+    ``data`` as a numpy array (N, 32, 32, 3), as in torchvision. Set ``dataset.transform`` to use
+    torchvision's transforms instead of augmentation and normalization.
 
     Args:
         root: Folder with the files.
         train: If True, the 50,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (162 MB) into ``root``.
-        partial: If True, accept some of the files, and for the test set a file of its first 1,000 records
-            (``test_batch_first1000.bin``). Results on a part are not comparable with results on CIFAR-10.
+        partial: If True, accept some of the files, and for the test set a file of its first 1,000
+            records (``test_batch_first1000.bin``). Results on a part are not comparable with
+            results on CIFAR-10.
         augment: If True, augment; if None, augment training images only.
 
     Raises:
@@ -83,16 +100,16 @@ class CIFAR10V1(ImageDataset):
             CIFAR10_CLASSES,
             CIFAR10_MEAN,
             CIFAR10_STD,
-            Augmentation(padding=4, flip=True) if (train if augment is None else augment) else None,
+            _augmentation(train, augment, padding=4, flip=True),
         )
 
 
 class MNIST(ImageDataset):
     """MNIST: handwritten digits, gray, padded with zeros from 28x28 to 32x32.
 
-    Training images get 4 pixels of zero padding and a random crop. They are not mirrored, because a mirrored digit is
-    not a digit. The files in idx format, plain or ``.gz``, must be in ``root``, ``root/raw`` or ``root/MNIST/raw``.
-    Checksums are verified.
+    Training images get 4 pixels of zero padding and a random crop. They are not mirrored, because a
+    mirrored digit is not a digit. The files in idx format, plain or ``.gz``, must be in ``root``,
+    ``root/raw`` or ``root/MNIST/raw``. Checksums are verified.
 
     Args:
         root: Folder with the files.
@@ -109,7 +126,8 @@ class MNIST(ImageDataset):
         DownloadError: The download failed.
 
     References:
-        LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, 1998.
+        LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition,
+        1998.
     """
 
     def __init__(
@@ -128,28 +146,30 @@ class MNIST(ImageDataset):
         self.root = Path(root)
         self.train = train
         gray, labels = read_mnist(root, train, download)
+        padded = F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4)
         super().__init__(
-            F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
+            padded.expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(labels),
-            [str(digit) for digit in range(10)],
+            list("0123456789"),
             (MNIST_MEAN,) * channels,
             (MNIST_STD,) * channels,
-            Augmentation(padding=4, flip=False) if (train if augment is None else augment) else None,
+            _augmentation(train, augment, padding=4),
         )
 
 
 class Digits(ImageDataset):
     """scikit-learn's handwritten digits, enlarged: a data set that needs no download.
 
-    The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A fifth of each class,
-    the same on every machine, is the validation set. Training images get 2 pixels of zero padding and a random crop.
-    They are not mirrored.
+    The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A
+    fifth of each class, the same on every machine, is the validation set. Training images get 2
+    pixels of zero padding and a random crop. They are not mirrored.
 
     Args:
         root: Has no effect: the images come with scikit-learn.
         train: If True, the 1,438 training images, otherwise the 359 validation images.
         channels: 1 or 3.
-        size: Height and width of the enlarged images, at least 8. A network needs a quarter of the time for 16.
+        size: Height and width of the enlarged images, at least 8. A network needs a quarter of the
+            time for 16.
         augment: If True, augment; if None, augment training images only.
 
     Raises:
@@ -169,33 +189,36 @@ class Digits(ImageDataset):
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
         if size < 8:
-            raise ValueError(f"size must be at least 8, the size of the digits themselves, not {size}")
+            raise ValueError(
+                f"size must be at least 8, the size of the digits themselves, not {size}"
+            )
         gray, labels = read_digits()
         self.train = train
         small = torch.from_numpy(gray).float()[:, None] / 16  # gray levels from 0 to 16
         large = F.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
         training, validation = stratified_split(labels)
-        # Compute mean and deviation from the training images alone: validation images must not influence the inputs.
+        # Compute mean and deviation from the training images alone: validation images must not
+        # influence the inputs.
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
             images[chosen].expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(labels.astype(np.int64))[chosen],
-            [str(digit) for digit in range(10)],
+            list("0123456789"),
             (reference.mean().item(),) * channels,
             (reference.std().item(),) * channels,
-            Augmentation(padding=2, flip=False) if (train if augment is None else augment) else None,
+            _augmentation(train, augment, padding=2),
         )
 
 
 class Imagenet(Dataset):
     """ImageNet, or any images in one folder for each class.
 
-    The images are in ``root/train/<class>/`` and ``root/val/<class>/``, of at most 89,478,485 pixels each. Training
-    images get a random crop of 224x224 pixels at a random scale, and random mirroring. Validation images are resized to
-    256 pixels at their shorter side and cropped to 224x224 in the middle. All are normalized by ImageNet's mean and
-    standard deviation.
+    The images are in ``root/train/<class>/`` and ``root/val/<class>/``, of at most 89,478,485
+    pixels each. Training images get a random crop of 224x224 pixels at a random scale, and random
+    mirroring. Validation images are resized to 256 pixels at their shorter side and cropped to
+    224x224 in the middle. All are normalized by ImageNet's mean and standard deviation.
 
     Args:
         root: Folder that contains ``train`` and ``val``.
@@ -227,8 +250,8 @@ class Imagenet(Dataset):
         folder = self.root / ("train" if train else "val")
         if not folder.is_dir():
             raise DatasetNotFoundError(
-                f"no ImageNet here: the folder {folder} does not exist; it must have one folder of images for each "
-                "class (https://image-net.org/download)"
+                f"{folder} does not exist: get ImageNet (https://image-net.org/download) and put "
+                "one folder of images for each class there"
             )
         try:
             self._images = _torchvision.load("datasets").ImageFolder(str(folder), loader=_load_rgb)
@@ -239,7 +262,9 @@ class Imagenet(Dataset):
             steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         else:
             steps = [_cut_ends, transforms.Resize(256), transforms.CenterCrop(224)]
-        self.transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
+        self.transform = transforms.Compose(
+            [*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)]
+        )
         self.classes: list[str] = self._images.classes
         self.class_to_idx: dict[str, int] = self._images.class_to_idx
         self.samples: list[tuple[str, int]] = self._images.samples

@@ -8,7 +8,8 @@ The steps of an image, and the process that does each of them::
     (bytes: a quarter of the memory of float32)    ->    device -> float32 -> normalize
 
 References:
-    Szegedy et al., Going Deeper with Convolutions, arXiv:1409.4842, section 6: crops of random size and shape.
+    Szegedy et al., Going Deeper with Convolutions, arXiv:1409.4842, section 6: crops of random size
+    and shape.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from mlbench_core import _torchvision
 from mlbench_core.arguments import check_at_least, check_int, check_rank
 from mlbench_core.dataset.imagerecognition.pytorch.augment import normalize, send
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import Imagenet
-from mlbench_core.dataset.imagerecognition.pytorch.decoding import Box, check_encoded, to_rgb, without_ends
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import (
+    Box,
+    check_encoded,
+    to_rgb,
+    without_ends,
+)
 from mlbench_core.dataset.imagerecognition.pytorch.jpeg_files import JpegFiles
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 from mlbench_core.errors import ConfigurationError, DatasetError, require
@@ -53,11 +59,12 @@ class _Request(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A crop of random size and shape, resized to a square and mirrored with probability 1/2, as for training.
+    """A crop of random size and shape for training.
 
-    Size and shape are drawn as by torchvision's ``RandomResizedCrop``: the area uniformly, the logarithm of width to
-    height uniformly between 3/4 and 4/3. If ten draws do not fit, the crop is the largest one in the middle with an
-    allowed shape.
+    It is resized to a square, and mirrored with probability 1/2. Size and shape are drawn as by
+    torchvision's ``RandomResizedCrop``: the area uniformly, the logarithm of width to height
+    uniformly between 3/4 and 4/3. If ten draws do not fit, the crop is the largest one in the
+    middle with an allowed shape.
 
     Args:
         size: Height and width of the result, at least 1.
@@ -97,7 +104,9 @@ class RandomCrop:
             shape = math.exp(generator.uniform(math.log(shortest), math.log(longest)))
             h, w = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
             if 0 < h <= height and 0 < w <= width:
-                return int(generator.integers(height - h + 1)), int(generator.integers(width - w + 1)), h, w
+                top = int(generator.integers(height - h + 1))
+                left = int(generator.integers(width - w + 1))
+                return top, left, h, w
         h, w = min(height, round(width / shortest)), min(width, round(height * longest))
         return (height - h) // 2, (width - w) // 2, h, w
 
@@ -112,7 +121,9 @@ class RandomCrop:
             uint8 of shape (3, size, size).
         """
         square = _resize(part, self.size, self.size)
-        return square.flip(2) if generator.random() < 0.5 else square
+        if generator.random() < 0.5:
+            return square.flip(2)
+        return square
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,8 @@ class CenterCrop:
         # The longer side is rounded down, as by torchvision.
         shorter = min(height, width)
         large = _resize(part, self.resize * height // shorter, self.resize * width // shorter)
-        top, left = (round((length - self.size) / 2) for length in large.shape[1:])
+        top = round((large.shape[1] - self.size) / 2)
+        left = round((large.shape[2] - self.size) / 2)
         return large[:, top : top + self.size, left : left + self.size]
 
 
@@ -176,20 +188,19 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     """Resize an image of bytes, bilinearly and with antialiasing."""
     if image.shape[1:] == (height, width):
         return image
+    if image.device.type == "cpu":
+        return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
     # The kernel for bytes exists on CPUs only.
-    is_exact = image.device.type == "cpu"
-    pixels = F.interpolate(
-        image[None] if is_exact else image[None].float(), (height, width), mode="bilinear", antialias=True
-    )[0]
-    return pixels if is_exact else pixels.round_().clamp_(0, 255).to(torch.uint8)
+    pixels = F.interpolate(image[None].float(), (height, width), mode="bilinear", antialias=True)
+    return pixels[0].round_().clamp_(0, 255).to(torch.uint8)
 
 
 @functools.cache
 def decoder_name() -> str:
     """Return the library that decodes images on this machine: ``"torchvision"`` or ``"Pillow"``.
 
-    torchvision's decoders are compiled for one build of torch. If they do not load, Pillow decodes. Both use
-    libjpeg-turbo, and their results may differ by its version.
+    torchvision's decoders are compiled for one build of torch. If they do not load, Pillow decodes.
+    Both use libjpeg-turbo, and their results may differ by its version.
     """
     return "torchvision" if _torchvision.decodes_images() else "Pillow"
 
@@ -207,7 +218,8 @@ def _decode(encoded: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         # A bytearray, because torch warns of memory that cannot be written to.
         data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         pixels = torchvision_io.decode_image(data, mode=torchvision_io.ImageReadMode.RGB)
-        if pixels.dtype == torch.uint16:  # a PNG image of 16 bits; keep the upper 8, as `to_rgb` does
+        # A PNG image may have 16 bits. Keep the upper 8, as `to_rgb` does.
+        if pixels.dtype == torch.uint16:
             pixels = torch.from_numpy((pixels.numpy() >> 8).astype(np.uint8))
         return _part(pixels, choose)
     pictures: Any = require("PIL.Image", "vision")
@@ -238,23 +250,33 @@ class _Reader(Dataset):
         decodes: If False, only read the bytes.
     """
 
-    def __init__(self, files: JpegFiles, crop: RandomCrop | CenterCrop, seed: int, decodes: bool) -> None:
+    def __init__(
+        self, files: JpegFiles, crop: RandomCrop | CenterCrop, seed: int, decodes: bool
+    ) -> None:
         self.files, self.crop, self.seed, self.decodes = files, crop, seed, decodes
 
     def __getitem__(self, request: _Request) -> tuple[Tensor, Tensor]:
-        """Return the images of a batch, uint8 (batch, 3, size, size); or the bytes of all files, and their lengths."""
+        """Return the images of a batch and their labels.
+
+        Without decoding, return the bytes of all files, and the length of each file.
+
+        Returns:
+            uint8 of shape (batch, 3, size, size) and int64 of shape (batch,); or uint8 of shape
+            (bytes,) and int64 of shape (batch,).
+        """
         if not self.decodes:
-            contents = [self.files.read(position) for position in request.positions]
+            contents = list(map(self.files.read, request.positions))
             # One tensor: each one sent between processes needs an open file.
             joined = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
-            return joined, torch.tensor([len(content) for content in contents])
-        images = torch.empty(len(request.positions), 3, self.crop.size, self.crop.size, dtype=torch.uint8)
+            return joined, torch.tensor(list(map(len, contents)))
+        size = self.crop.size
+        images = torch.empty(len(request.positions), 3, size, size, dtype=torch.uint8)
         for image, position in zip(images, request.positions, strict=True):
             image.copy_(self.decode(self.files.read(position), request.epoch, position))
         return images, torch.from_numpy(self.files.targets[request.positions])
 
     def decode(self, encoded: bytes, epoch: int, position: int) -> Tensor:
-        """Decode and crop an image, with the random numbers that belong to the image and the epoch."""
+        """Decode and crop an image with its own random numbers of the epoch."""
         generator = self.generator(epoch, position)
         check_encoded(self.files.name(position), encoded)
         try:
@@ -274,19 +296,19 @@ class _Reader(Dataset):
 class JpegBatches(ResumablePasses):
     """Iterate over JPEG images in batches, which depend only on a seed and which a run can resume.
 
-    The order of an epoch depends on (seed, epoch), and the crop of an image on (seed, epoch, position of the image). So
-    neither the number of loader processes nor that of workers changes an image. torch's global generator is neither
-    read nor changed.
+    The order of an epoch depends on (seed, epoch), and the crop of an image on (seed, epoch,
+    position of the image). So neither the number of loader processes nor that of workers changes an
+    image. torch's global generator is neither read nor changed.
 
-    * With a :class:`RandomCrop` (training), each epoch has one order for all workers, of which worker r takes the r-th
-      b of every kb images, with k workers and batches of b. So all workers have the same number of full batches, and
-      the k batches of a step are those of one worker with batches of kb. The fewer than kb images that remain are left
-      out of that epoch.
-    * With a :class:`CenterCrop` (validation), the images have their own order, and worker r takes every k-th one. Each
-      image is in exactly one batch, so workers may differ by one batch.
+    * With a :class:`RandomCrop` (training), each epoch has one order for all workers, of which
+      worker r takes the r-th b of every kb images, with k workers and batches of b. So all workers
+      have the same number of full batches, and the k batches of a step are those of one worker with
+      batches of kb. The fewer than kb images that remain are left out of that epoch.
+    * With a :class:`CenterCrop` (validation), the images have their own order, and worker r takes
+      every k-th one. Each image is in exactly one batch, so workers may differ by one batch.
 
-    Images of different sizes and shapes are resized to squares of bytes. They are converted and normalized by
-    ImageNet's mean and standard deviation one batch at a time.
+    Images of different sizes and shapes are resized to squares of bytes. They are converted and
+    normalized by ImageNet's mean and standard deviation one batch at a time.
 
     Args:
         files: The images.
@@ -297,16 +319,17 @@ class JpegBatches(ResumablePasses):
         world_size: Number of workers that share the images.
         processes: Number of loader processes; 0 decodes in the process of the worker.
         device: Device of the batches.
-        gpu_decoding: If True, ``torchvision.io.decode_jpeg`` decodes on the device, which must be a CUDA device, and
-            the loader processes only read. Crops then differ by rounding.
-        memory_format: Memory format of the batches; ``torch.channels_last`` is faster for convolutions.
+        gpu_decoding: If True, ``torchvision.io.decode_jpeg`` decodes on the device, which must be a
+            CUDA device, and the loader processes only read. Crops then differ by rounding.
+        memory_format: Memory format of the batches; ``torch.channels_last`` is faster for
+            convolutions.
 
     Raises:
         ConfigurationError: ``gpu_decoding`` is True and the device or torchvision cannot do it.
-        ValueError: Another argument is outside the values listed above, or a batch of all workers has more images than
-            there are.
-        DatasetError: In the iteration, an image cannot be read or decoded, or has more than 89,478,485 pixels; the
-            message has its name.
+        ValueError: Another argument is outside the values listed above, or a batch of all workers
+            has more images than there are.
+        DatasetError: In the iteration, an image cannot be read or decoded, or has more than
+            89,478,485 pixels; the message has its name.
 
     Example:
         >>> import tempfile
@@ -317,7 +340,8 @@ class JpegBatches(ResumablePasses):
         ...     Path(root, "ant").mkdir()
         ...     for name in "abc":
         ...         Image.new("RGB", (50, 40)).save(Path(root, "ant", f"{name}.jpg"))
-        ...     [tuple(x.shape) for x, y in JpegBatches(find_jpegs(root), 2, CenterCrop(32, resize=36))]
+        ...     batches = JpegBatches(find_jpegs(root), 2, CenterCrop(32, resize=36))
+        ...     [tuple(x.shape) for x, y in batches]
         [(2, 3, 32, 32), (1, 3, 32, 32)]
     """
 
@@ -341,17 +365,18 @@ class JpegBatches(ResumablePasses):
         check_rank(rank, world_size)
         self.files, self.batch_size, self.crop = files, batch_size, crop
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.device, self.gpu_decoding, self.memory_format = torch.device(device), gpu_decoding, memory_format
+        self.device = torch.device(device)
+        self.gpu_decoding, self.memory_format = gpu_decoding, memory_format
         self.is_training = isinstance(crop, RandomCrop)
         if self.is_training and batch_size * world_size > len(files):
             raise ValueError(
-                f"batch_size must be at most {len(files) // world_size} for {len(files)} images and {world_size} "
-                f"workers, not {batch_size}"
+                f"batch_size must be at most {len(files) // world_size} for {len(files)} images "
+                f"and {world_size} workers, not {batch_size}"
             )
         if gpu_decoding and (self.device.type != "cuda" or decoder_name() != "torchvision"):
             raise ConfigurationError(
-                f"gpu_decoding needs a CUDA device and a torchvision whose compiled operators load, not {self.device} "
-                f"and {decoder_name()}: leave it out"
+                "gpu_decoding needs a CUDA device and a torchvision whose compiled operators "
+                f"load, not {self.device} and {decoder_name()}: leave it out"
             )
         self._reader = _Reader(files, crop, seed, decodes=not gpu_decoding)
         # The loader reads this list at the start of each pass.
@@ -383,41 +408,51 @@ class JpegBatches(ResumablePasses):
         Args:
             epoch: The epoch, from 0.
         """
-        size, together = self.batch_size, self.batch_size * self.world_size
+        size = self.batch_size
         if self.is_training:
             order = np.random.default_rng([self.seed, _ORDER, epoch]).permutation(len(self.files))
-            starts = (number * together + self.rank * size for number in range(len(self)))
+            # Each step of all workers takes the next kb images of the common order.
+            first, stride = self.rank * size, self.world_size * size
         else:
             order = np.arange(self.rank, len(self.files), self.world_size)
-            starts = (number * size for number in range(len(self)))
+            first, stride = 0, size
+        starts = range(first, first + len(self) * stride, stride)
         return [order[start : start + size] for start in starts]
 
     def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from the first requested one."""
         requests = [_Request(epoch, positions) for positions in self.positions(epoch)[first:]]
         self._requests[:] = requests
-        for number, ((data, numbers), request) in enumerate(zip(self._loader, requests, strict=True), first):
+        for number, ((data, numbers), request) in enumerate(
+            zip(self._loader, requests, strict=True), first
+        ):
             self._mark_yielded(number)
             if self.gpu_decoding:
                 images = self._decode_on_gpu(list(data.split(numbers.tolist())), request)
                 labels = torch.from_numpy(self.files.targets[request.positions])
             else:
                 images, labels = send(data, self.device), numbers
-            yield normalize(images, Imagenet.mean, Imagenet.std, self.memory_format), send(labels, self.device)
+            yield (
+                normalize(images, Imagenet.mean, Imagenet.std, self.memory_format),
+                send(labels, self.device),
+            )
 
     def _decode_on_gpu(self, encoded: list[Tensor], request: _Request) -> Tensor:
         """Decode and crop the images of a batch on the GPU."""
         torchvision_io: Any = _torchvision.load("io")
         for data, position in zip(encoded, request.positions, strict=True):
             check_encoded(self.files.name(position), data.numpy().tobytes())
+        crops: list[Tensor] = []
         try:
-            images = torchvision_io.decode_jpeg(encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device)
-        # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then decodes the batch.
+            images = torchvision_io.decode_jpeg(
+                encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device
+            )
+        # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then
+        # decodes the batch.
         except RuntimeError:
-            pairs = zip(encoded, request.positions, strict=True)
-            crops = [self._reader.decode(data.numpy().tobytes(), request.epoch, index) for data, index in pairs]
+            for data, position in zip(encoded, request.positions, strict=True):
+                crops.append(self._reader.decode(data.numpy().tobytes(), request.epoch, position))
             return send(torch.stack(crops), self.device)
-        crops = []
         for image, position in zip(images, request.positions, strict=True):
             generator = self._reader.generator(request.epoch, position)
             part = _part(image, functools.partial(self.crop.box, generator=generator))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +32,15 @@ class _GraphBatches(NamedTuple):
 class DatasetCifar:
     """The batches of CIFAR-10 for one worker, for a graph with a session, or for eager mode.
 
-    Images, augmentation and the parts of the workers are those of task 1a: 4 pixels of zero padding, a random 32x32
-    crop, random mirroring, and normalization by channel. Each worker trains on its own part, and validates on all test
-    images. Every round of training is another epoch, with another order and other crops, which depend only on the seed,
-    the rank and the number of the epoch.
+    Images, augmentation and the parts of the workers are those of task 1a: 4 pixels of zero
+    padding, a random 32x32 crop, random mirroring, and normalization by channel. Each worker trains
+    on its own part, and validates on all test images. Every round of training is another epoch,
+    with another order and other crops, which depend only on the seed, the rank and the number of
+    the epoch.
 
-    A graph reads ``inputs``, ``labels`` and ``training`` after it has run ``train_init_op`` or ``validation_init_op``.
-    They exist only if the object is used within a graph. In eager mode, iterate over :meth:`input_fn`.
+    A graph reads ``inputs``, ``labels`` and ``training`` after it has run ``train_init_op`` or
+    ``validation_init_op``. They exist only if the object is used within a graph. In eager mode,
+    iterate over :meth:`input_fn`.
 
     Args:
         dataset: ``"cifar-10"``.
@@ -73,41 +75,58 @@ class DatasetCifar:
             raise ValueError(f"dataset must be one of {', '.join(_NAMES)}, not {dataset!r}")
         self.batch_size, self.world_size, self.rank, self.seed = batch_size, world_size, rank, seed
         self.tf_dtype = tf.as_dtype(tf_dtype)
-        self._arrays = {train: cifar10_arrays(dataset_root, train, download=True) for train in (True, False)}
+        self._arrays = {
+            True: cifar10_arrays(dataset_root, True, download=True),
+            False: cifar10_arrays(dataset_root, False, download=True),
+        }
         self._epochs = itertools.count()
         self.num_batches_per_epoch_for_train = len(self._batches(True, world_size, rank))
         self.num_batches_per_epoch_for_eval = len(self._batches(False, 1, 0))
 
     def _batches(self, is_train: bool, num_shards: int, shard_index: int) -> ArrayBatches:
         return ArrayBatches(
-            self._arrays[is_train], self.batch_size, train=is_train, rank=shard_index, world_size=num_shards,
+            self._arrays[is_train],
+            self.batch_size,
+            train=is_train,
+            rank=shard_index,
+            world_size=num_shards,
             seed=self.seed,
-        )  # fmt: skip
+        )
 
-    def input_fn(self, is_train: bool, repeat_count: int = -1, num_shards: int = 1, shard_index: int = 0) -> Any:
+    def input_fn(
+        self, is_train: bool, repeat_count: int = -1, num_shards: int = 1, shard_index: int = 0
+    ) -> Any:
         """Return batches as a ``tf.data.Dataset``.
 
         Args:
-            is_train: True for augmented training images in random order, False for validation images.
+            is_train: True for augmented training images in random order, False for validation
+                images.
             repeat_count: Number of epochs; -1 for no limit.
             num_shards: Number of parts of the images.
             shard_index: The part to return.
 
         Returns:
-            Pairs of images, shape (batch, 32, 32, 3) and type ``tf_dtype``, and one-hot classes, float32 of shape
-            (batch, 10). The last batch of an epoch may be smaller.
+            Pairs of images, shape (batch, 32, 32, 3) and type ``tf_dtype``, and one-hot classes,
+            float32 of shape (batch, 10). The last batch of an epoch may be smaller.
         """
         batches = self._batches(is_train, num_shards, shard_index)
         one_hot = np.eye(_CLASSES, dtype=np.float32)
 
         def generate() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for _ in itertools.count() if repeat_count == -1 else range(repeat_count):
+            rounds: Iterable[int] = itertools.count()
+            if repeat_count != -1:
+                rounds = range(repeat_count)
+            for _ in rounds:
                 # Each pass is another epoch, also one of a dataset that is initialized again.
-                for images, labels in batches.epoch(next(self._epochs) if is_train else 0):
+                epoch = next(self._epochs) if is_train else 0
+                for images, labels in batches.epoch(epoch):
                     yield images, one_hot[labels]
 
         shape = self._arrays[is_train].images.shape[1:]
-        signature = (tf.TensorSpec((None, *shape), tf.float32), tf.TensorSpec((None, _CLASSES), tf.float32))
+        signature = (
+            tf.TensorSpec((None, *shape), tf.float32),
+            tf.TensorSpec((None, _CLASSES), tf.float32),
+        )
         data = tf.data.Dataset.from_generator(generate, output_signature=signature)
         return data.map(lambda images, labels: (tf.cast(images, self.tf_dtype), labels))
 
@@ -115,31 +134,31 @@ class DatasetCifar:
     def _graph(self) -> _GraphBatches:
         if tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError(
-                "train_init_op, validation_init_op, inputs, labels and training must be read in a graph, not eagerly: "
-                "create and use the data set within `with tf.Graph().as_default():`, or iterate over input_fn()"
+                "train_init_op, validation_init_op, inputs, labels and training must be read "
+                "in a graph, not eagerly: create and use the data set within "
+                "`with tf.Graph().as_default():`, or iterate over input_fn()"
             )
-        # The batches say themselves if they are for training, so no session has to feed it.
-        training, validation = (
-            data.map(lambda images, labels, flag=flag: (images, labels, tf.constant(flag)))
-            for data, flag in (
-                (self.input_fn(True, 1, self.world_size, self.rank), True),
-                (self.input_fn(False, 1), False),
-            )
-        )
+        training = self.input_fn(True, 1, self.world_size, self.rank)
+        validation = self.input_fn(False, 1)
+        # Each batch has a flag for training, so that no session has to feed it.
+        training = training.map(lambda images, labels: (images, labels, tf.constant(True)))
+        validation = validation.map(lambda images, labels: (images, labels, tf.constant(False)))
         iterator = tf.compat.v1.data.Iterator.from_structure(
-            tf.compat.v1.data.get_output_types(training), tf.compat.v1.data.get_output_shapes(training)
+            tf.compat.v1.data.get_output_types(training),
+            tf.compat.v1.data.get_output_shapes(training),
         )
-        inits = (iterator.make_initializer(data) for data in (training, validation))
-        return _GraphBatches(*inits, *iterator.get_next())
+        train_init_op = iterator.make_initializer(training)
+        validation_init_op = iterator.make_initializer(validation)
+        return _GraphBatches(train_init_op, validation_init_op, *iterator.get_next())
 
     @property
     def train_init_op(self) -> Any:
-        """Return the operation that begins an epoch of training; the batches end after one epoch."""
+        """Return the operation that begins an epoch of training, after which the batches end."""
         return self._graph.train_init_op
 
     @property
     def validation_init_op(self) -> Any:
-        """Return the operation that begins a validation; the batches end after all validation images."""
+        """Return the operation that begins a validation of all images, after which batches end."""
         return self._graph.validation_init_op
 
     @property

@@ -24,7 +24,7 @@ __all__ = ["LMDBDataset", "Rows", "collate_rows"]
 
 
 class Rows(Sequence[tuple[Tensor, Tensor]]):
-    """Several rows that were fetched at once, as a sequence of (features, label) and as two tensors.
+    """Several rows that were fetched at once: a sequence of (features, label), and two tensors.
 
     Attributes:
         features: Features of all rows, shape (rows, n_features).
@@ -44,14 +44,14 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.features.layout == torch.strided:
             return zip(self.features.unbind(), self.labels.unbind(), strict=True)
-        return (self[row] for row in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
 
 def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
     """Make a batch from the result of :meth:`LMDBDataset.__getitems__` without another copy.
 
-    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default function makes the same batch from dense rows, but it
-    is slower and does not support sparse rows.
+    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default function makes the same batch
+    from dense rows, but it is slower and does not support sparse rows.
 
     Args:
         rows: The fetched rows.
@@ -66,32 +66,34 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 
 
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`.
+    """Labeled rows in LMDB files.
 
-    A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
-    linear model's output. Each process opens the files at its first use, read-only and without locks. Therefore objects
-    can be sent to the worker processes of a ``DataLoader``, forked or spawned, and data may be on a read-only file
-    system.
+    :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm` creates the files. A sample is a row of
+    ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
+    linear model's output. Each process opens the files at its first use, read-only and without
+    locks. Therefore objects can be sent to the worker processes of a ``DataLoader``, forked or
+    spawned, and data may be on a read-only file system.
 
-    A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with :func:`collate_rows` and
-    :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler` for best speed.
-    :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster still.
+    A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with
+    :func:`collate_rows` and :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler`
+    for best speed. :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster
+    still.
 
     Args:
         name: Name of the data set, for example ``"epsilon"``.
         data_type: ``"train"`` or ``"test"``.
-        root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
-            the order of the files' names; or the path of a single store.
+        root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows
+            follow one another in the order of the files' names; or the path of a single store.
         target_transform: Function that is applied to each label, a tensor of shape (1,).
-        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of either storage
-            layout can be read as either; dense batches of many features are large.
+        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of
+            either storage layout can be read as either; dense batches of many features are large.
         cache: If True, keep data in memory after the first read, separately in each process.
 
     Raises:
         ValueError: ``data_type`` or ``layout`` is not one of the above.
         DatasetNotFoundError: The data does not exist in ``root``.
-        DatasetError: A file is damaged or has another format, or the files do not belong together. Files of version 3.0
-            are refused, because they contain pickles, which can run any code.
+        DatasetError: A file is damaged or has another format, or the files do not belong together.
+            Files of version 3.0 are refused, because they contain pickles, which can run any code.
 
     Example:
         >>> import pathlib, tempfile
@@ -123,10 +125,12 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.name, self.data_type, self.root = name, data_type, Path(root)
         self.target_transform = target_transform
         self.layout = layout
-        self.stores = [LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)]
-        # Files of different conversions may differ in columns or labels. A run would silently train on wrong data.
+        paths = find_stores(self.root, name, data_type)
+        self.stores = [LinearStore(path, cache=cache) for path in paths]
+        # Files of different conversions may differ in columns or labels. A run would silently train
+        # on wrong data.
         _check_together(self.stores)
-        self._ends = list(accumulate(len(store) for store in self.stores))
+        self._ends = list(accumulate(map(len, self.stores)))
         self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
 
     @property
@@ -141,16 +145,18 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def targets(self) -> Tensor:
-        """Return the labels of all rows as they are stored, before ``target_transform``; shape (rows,)."""
+        """Return the labels of all rows as they are stored, shape (rows,).
+
+        ``target_transform`` has not been applied to them.
+        """
         return self._labels
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
         """Return the first row of each stored block, and the number of rows at the end."""
-        firsts = [
-            np.arange(0, len(store), store.header.rows_per_block) + end - len(store)
-            for store, end in zip(self.stores, self._ends, strict=True)
-        ]
+        firsts = []
+        for store, end in zip(self.stores, self._ends, strict=True):
+            firsts.append(np.arange(0, len(store), store.header.rows_per_block) + end - len(store))
         return np.concatenate([*firsts, [len(self)]]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -163,14 +169,17 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             index: Its position; negative ones count from the end.
 
         Returns:
-            Features, shape (n_features,), and the label: without ``target_transform`` of shape (1,).
+            Features, shape (n_features,), and the label: without ``target_transform`` of shape
+            (1,).
 
         Raises:
             IndexError: The row does not exist.
         """
         features, labels = self.batch([operator.index(index)])
         # torch's CSR layout has no vectors, so a sparse row stays a matrix of one row.
-        return (features[0] if self.layout == "dense" else features), labels[0]
+        if self.layout == "dense":
+            features = features[0]
+        return features, labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Rows:
         """Return several rows at once, as a ``DataLoader`` requests them.
@@ -193,7 +202,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             rows: Their positions; negative ones count from the end. Sorted positions are fastest.
 
         Returns:
-            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows, 1).
+            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels,
+            shape (rows, 1).
 
         Raises:
             IndexError: The row does not exist.
@@ -202,16 +212,19 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         outside = (wanted < -len(self)) | (wanted >= len(self))
         if outside.any():
             raise IndexError(
-                f"rows of {self.name} {self.data_type} must be from {-len(self)} to {len(self) - 1}, not "
-                f"{wanted[outside][0]}"
+                f"rows of {self.name} {self.data_type} must be from {-len(self)} to "
+                f"{len(self) - 1}, not {wanted[outside][0]}"
             )
         return self.fetch(np.where(wanted < 0, wanted + len(self), wanted))
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, but do not check the positions: loaders call this with correct ones.
+        """Return rows as :meth:`batch` does, but do not check the positions.
+
+        Loaders call this method with correct positions.
 
         Args:
-            positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is undefined.
+            positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is
+                undefined.
 
         Returns:
             Features and labels.
@@ -219,16 +232,21 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         # Labels are in memory, only features are read from the file.
         labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
-            labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
-        return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels
+            transformed = map(self.target_transform, labels)
+            labels = torch.stack(list(map(torch.as_tensor, transformed)))
+        if self.layout == "dense":
+            return self._dense(positions), labels
+        return self._sparse(positions), labels
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
         for store in self.stores:
             store.close()
 
-    def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
-        """Yield runs of neighboring rows in one store: the store, the rows in it, and their place in ``rows``."""
+    def _runs(
+        self, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
+        """Yield runs of neighbors in one store: the store, rows in it, the slice of ``rows``."""
         if len(self.stores) == 1:
             yield self.stores[0], rows, slice(0, len(rows))
             return
@@ -238,7 +256,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             number = bisect_right(self._ends, rows[start])
             first = self._ends[number] - len(self.stores[number])
             outside = (rows[start:] < first) | (rows[start:] >= self._ends[number])
-            stop = start + int(outside.argmax()) if outside.any() else len(rows)
+            stop = len(rows)
+            if outside.any():
+                stop = start + int(outside.argmax())
             yield self.stores[number], rows[start:stop] - first, slice(start, stop)
             start = stop
 
@@ -252,7 +272,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
         indptr, columns, values = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
         with warnings.catch_warnings():
-            # torch warns once per process that its sparse layout is in beta, in the middle of a training's output.
+            # torch warns once per process that its sparse layout is in beta, in the middle of a
+            # training's output.
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(
                 indptr, columns, values, (len(rows), self.n_features), check_invariants=False
@@ -268,11 +289,13 @@ def _check_together(stores: list[LinearStore]) -> None:
             mine, other = getattr(store.header, field), getattr(first.header, field)
             if mine != other:
                 raise DatasetError(
-                    f"{store.path} has {field} {mine}, but {first.path} has {other}: convert them again together"
+                    f"{store.path} has {field} {mine}, but {first.path} has {other}: convert "
+                    "them again together"
                 )
     count = first.header.shard[1]
     numbers = [store.header.shard[0] for store in stores]
     if count > 1 and numbers != list(range(count)):
         raise DatasetError(
-            f"{first.path.parent} must have parts 0 to {count - 1} of the data set, not {numbers}: convert it again"
+            f"{first.path.parent} has the parts {numbers} of the data set, not 0 to "
+            f"{count - 1}: convert it again"
         )

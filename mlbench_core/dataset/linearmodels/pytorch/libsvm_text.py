@@ -57,8 +57,8 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Parse a text with scikit-learn's reader in chunks, so that it may be larger than the memory.
 
-    A line ends with a line feed, which a carriage return may precede. A byte order mark at the start is ignored. Values
-    are rounded to the nearest number of the dtype.
+    A line ends with a line feed, which a carriage return may precede. A byte order mark at the
+    start is ignored. Values are rounded to the nearest number of the dtype.
 
     Args:
         path: The file, plain or compressed: ``.gz``, ``.bz2`` or ``.xz``.
@@ -71,8 +71,8 @@ def read_chunks(
 
     Raises:
         DatasetNotFoundError: The file does not exist.
-        DatasetError: A line is wrong (the message gives its number, counted by line feeds), or the compressed file is
-            damaged.
+        DatasetError: A line is wrong (the message gives its number, counted by line feeds), or the
+            compressed file is damaged.
     """
     reader: Any = require("sklearn.datasets", "linear")
 
@@ -90,10 +90,14 @@ def read_chunks(
     if not path.is_file():
         raise DatasetNotFoundError(f"the file {path} does not exist")
     with open_file(path) as file:
-        # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
+        # A read may end inside a line. Read the rest of this line too, because the parser needs
+        # whole lines.
         while text := file.read(CHUNK_BYTES) + (rest := file.readline(MOST_LINE_BYTES)):
             if len(rest) == MOST_LINE_BYTES:
-                raise DatasetError(f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not LIBSVM text")
+                raise DatasetError(
+                    f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not "
+                    "LIBSVM text"
+                )
             if line == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
             try:
@@ -105,9 +109,12 @@ def read_chunks(
                 yield Chunk(features, labels, len(text))
 
 
-def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:
+def _wrong_line(
+    path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]
+) -> DatasetError:
     """Find the first line that cannot be parsed, by bisection, and describe its error."""
-    # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage returns.
+    # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage
+    # returns.
     lines = text.split(b"\n")
 
     def failure(start: int, stop: int) -> Exception | None:
@@ -128,14 +135,17 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
     shown = lines[low][:_SHOWN_BYTES].decode(errors="replace").strip()
     reason = str(failure(low, high))
     if b"\r" in lines[low].rstrip(b"\r"):
-        reason = f"it has a carriage return without a line feed, which does not end a line ({reason})"
+        reason = (
+            f"it has a carriage return without a line feed, which does not end a line ({reason})"
+        )
     return DatasetError(
-        f"{path}, line {first_line + low}: a line must be 'label index:value index:value ...', not {shown!r}: {reason}"
+        f"{path}, line {first_line + low}: {shown!r} is not "
+        f"'label index:value index:value ...': {reason}"
     )
 
 
 def line_of_row(path: Path, row: int) -> int:
-    """Return the line of a row, for messages: lines without a row are empty or comments.
+    """Return the line of a row, for messages. Lines without a row are empty or comments.
 
     Args:
         path: The text.
@@ -172,8 +182,12 @@ def scan(path: Path, *, zero_based: bool = False) -> TextShape:
     return TextShape(rows, features, values)
 
 
-def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]) -> str:
-    """Format compressed sparse rows as text, with enough digits to read back exactly the same numbers.
+def format_rows(
+    indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]
+) -> str:
+    """Format compressed sparse rows as text.
+
+    The text has enough digits to read back exactly the same numbers.
 
     Args:
         indptr: Start of each row, (rows + 1).
@@ -185,15 +199,21 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
         Lines, each ended by a newline.
 
     Example:
-        >>> format_rows(np.array([0, 2]), np.array([0, 3]), np.array([0.5, 2.0], np.float32), np.array([-1.0]))
+        >>> indptr, columns = np.array([0, 2]), np.array([0, 3])
+        >>> format_rows(indptr, columns, np.array([0.5, 2.0], np.float32), np.array([-1.0]))
         '-1 1:0.5 4:2\\n'
     """
-    # 9 significant digits restore every float32, and 17 every float64.
-    digits, label_digits = (9 if array.dtype == np.float32 else 17 for array in (values, labels))
+    digits, label_digits = _digits(values.dtype), _digits(labels.dtype)
     bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
     lines = []
     for row, label in enumerate(labels.tolist()):
         start, stop = bounds[row], bounds[row + 1]
-        pairs = [f"{i}:{v:.{digits}g}" for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)]
-        lines.append(" ".join([f"{label:.{label_digits}g}", *pairs]) + "\n")
+        pairs = zip(indices[start:stop], numbers[start:stop], strict=True)
+        words = [f"{index}:{number:.{digits}g}" for index, number in pairs]
+        lines.append(" ".join([f"{label:.{label_digits}g}", *words]) + "\n")
     return "".join(lines)
+
+
+def _digits(dtype: np.dtype) -> int:
+    """Return the number of significant digits that restore every number of a dtype."""
+    return 9 if dtype == np.float32 else 17

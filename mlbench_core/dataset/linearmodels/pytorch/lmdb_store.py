@@ -1,15 +1,17 @@
-"""Read the rows of a linear model's data from an LMDB file that holds blocks of raw numbers, and no pickles.
+"""Read the rows of a linear model's data from an LMDB file.
 
-A store is one file. It has these values, by key:
+A store is one file that holds blocks of raw numbers, and no pickles. It has these values, by key:
 
 * ``header``: a JSON object, see :class:`StoreHeader`.
 * ``labels``: the labels of all rows, in the store's dtype.
 * ``checksums``: the CRC-32 of each block, unsigned 32-bit integers.
-* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each; the last block may have fewer.
+* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each; the last block may
+  have fewer.
 
-A dense block is a matrix (rows, n_features). A sparse block (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
-integers), then the values, then their columns (32-bit integers). All numbers are little-endian, without padding. The
-page "Data of linear models" of the documentation describes the header too.
+A dense block is a matrix (rows, n_features). A sparse block (compressed sparse rows) is ``indptr``
+(rows + 1 64-bit integers), then the values, then their columns (32-bit integers). All numbers are
+little-endian, without padding. The page "Data of linear models" of the documentation describes the
+header too.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class StoreHeader:
         n_rows: Number of rows.
         n_features: Number of columns.
         rows_per_block: Number of rows in each block except the last.
-        label_map: The labels of the text and their new values, for example ``{"-1": 0, "1": 1}``; None if the labels
-            were kept.
+        label_map: The labels of the text and their new values, for example ``{"-1": 0, "1": 1}``;
+            None if the labels were kept.
         shard: Position of this store among the stores of the same data set, and their number.
         source: Names of the files that the store was created from.
         labels_crc32: CRC-32 of the labels.
@@ -95,7 +97,9 @@ class StoreHeader:
 
     def to_json(self) -> bytes:
         """Return the header as the JSON text that is stored."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1).encode()
+        return json.dumps(
+            {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1
+        ).encode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> StoreHeader:
@@ -112,45 +116,59 @@ class StoreHeader:
             DatasetError: The text is not a header, or the header is damaged or has another version.
         """
         try:
-            found = json.loads(text)
-            kind, version = found.pop("format"), found.pop("version")
+            fields = json.loads(text)
+            kind, version = fields.pop("format"), fields.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise _other_format(path) from error
         # An LMDB of another program may have a key `header` too.
         if kind != FORMAT:
             raise _other_format(path)
         if version != VERSION:
-            raise DatasetError(f"{path} has version {version} of the format; this library reads version {VERSION}")
-        try:
-            header = cls(**{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])})
-            counts = (header.n_rows, header.n_features, header.rows_per_block)
-            is_valid = (
-                all(isinstance(count, int) and 0 < count < _MOST for count in (*counts, header.shard[1]))
-                and isinstance(header.shard[0], int)
-                and isinstance(header.labels_crc32, int)
-                and (header.label_map is None or all(map(math.isfinite, map(float, header.label_map))))
+            raise DatasetError(
+                f"{path} has version {version} of the format; this library reads version {VERSION}"
             )
+        try:
+            fields["shard"], fields["source"] = tuple(fields["shard"]), tuple(fields["source"])
+            header = cls(**fields)
+            is_valid = header._is_valid()
         except (TypeError, KeyError, ValueError, IndexError) as error:
-            raise DatasetError(f"the header of {path} is damaged: {error}; convert the data again") from error
-        if not is_valid or header.layout not in LAYOUTS or header.dtype not in DTYPES:
-            raise DatasetError(f"the header of {path} is damaged: {str(header)[:300]}; convert the data again")
+            raise DatasetError(
+                f"the header of {path} is damaged: {error}; convert the data again"
+            ) from error
+        if not is_valid:
+            raise DatasetError(
+                f"the header of {path} is damaged: {str(header)[:300]}; convert the data again"
+            )
         return header
+
+    def _is_valid(self) -> bool:
+        """Return True if all fields have possible values; fields of other types may raise."""
+        for count in (self.n_rows, self.n_features, self.rows_per_block, self.shard[1]):
+            if not isinstance(count, int) or not 0 < count < _MOST:
+                return False
+        if not isinstance(self.shard[0], int) or not isinstance(self.labels_crc32, int):
+            return False
+        if self.label_map is not None and not all(map(math.isfinite, map(float, self.label_map))):
+            return False
+        return self.layout in LAYOUTS and self.dtype in DTYPES
 
 
 def _other_format(path: Path) -> DatasetError:
     """Return the error for an LMDB that another program made."""
     return DatasetError(
-        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled rows. They are never loaded, "
-        "because a pickle can run any code: convert the text again, "
-        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file TEXT]"
+        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled rows. "
+        "They are never loaded, because a pickle can run any code: convert the text again, "
+        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR "
+        "[--file TEXT]"
     )
 
 
 class LinearStore:
     """Read rows of one store from the pages of its file.
 
-    Each process opens the file by itself, at its first use. Therefore an object can be pickled, sent to worker
-    processes, and used on both sides of a ``fork``. All objects of a process on the same file share the open file.
+    Each process opens the file at its first use. Therefore an object can be pickled, sent to worker
+    processes, and used on both sides of a ``fork``. All objects of a process on the same file share
+    the open file.
 
     Args:
         path: The file (or the folder of an LMDB that is a folder).
@@ -175,22 +193,25 @@ class LinearStore:
         # Labels are small compared with features, so read all of them at the start.
         labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
-            raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
+            raise DatasetError(
+                f"{self.path} is damaged: its labels are not complete; convert the data again"
+            )
         if zlib.crc32(labels) != self.header.labels_crc32:
             raise DatasetError(
-                f"the labels of {self.path} have another checksum than when written; convert the data again, or copy "
-                "it again"
+                f"the labels of {self.path} have another checksum than when written; "
+                "convert the data again, or copy it again"
             )
         # A wrong number of columns would make a batch of any size, before the first block shows it.
         if self.header.layout == "dense":
             _get_dense(self._open(), 0, self.header, self.path)
-        self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
+        stored: NDArray[Any] = np.frombuffer(labels, self.header.number)
+        self.labels = stored.astype(self.header.dtype)
 
     def __len__(self) -> int:
         return self.header.n_rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # The open file and its views belong to this process. Another process opens the file by itself.
+        # The open file and its views belong to this process. Another process opens the file again.
         return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
@@ -224,11 +245,12 @@ class LinearStore:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
         if self.header.layout == "csr":
-            # Select neighboring rows of the same block together, so that the block is decoded once for all of them.
-            parts = [
-                self._take_sparse(number, rows[start:stop] - number * self.header.rows_per_block)
-                for number, start, stop in self._runs(rows)
-            ]
+            # Select neighboring rows of the same block together, so that the block is decoded once
+            # for all of them.
+            parts = []
+            for number, start, stop in self._runs(rows):
+                local = rows[start:stop] - number * self.header.rows_per_block
+                parts.append(self._take_sparse(number, local))
             return join_csr(parts, np.dtype(self.header.dtype))
         out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
         self.take(rows, out)
@@ -244,22 +266,26 @@ class LinearStore:
         Raises:
             DatasetError: The checksum of a block is wrong; the message gives its number.
         """
-        # Only this method compares the checksums of blocks; those of the labels were compared at the start.
+        # Only this method compares the checksums of blocks; those of the labels were compared at
+        # the start.
         advice = "convert the data again, or copy it again"
         opened = self._open()
         stored = _get(opened, CHECKSUMS_KEY, self.path)
         if len(stored) != self.header.n_blocks * CHECKSUM.itemsize:
             raise DatasetError(
-                f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for {self.header.n_blocks} blocks; "
-                f"{advice}"
+                f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for "
+                f"{self.header.n_blocks} blocks; {advice}"
             )
         sums = np.frombuffer(stored, CHECKSUM)
         for number, expected in enumerate(sums.tolist()):
             if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
-                raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {advice}")
+                raise DatasetError(
+                    f"block {number} of {self.path} has another checksum than when written; "
+                    f"{advice}"
+                )
 
     def _open(self) -> _ReadEnvironment:
-        """Return the file as this process has opened it; views of the file are valid while it is open."""
+        """Return the file as this process has opened it; its views are valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
             self._opened, self._dense = _open_for_reading(self.path), None
         return self._opened
@@ -278,7 +304,7 @@ class LinearStore:
         return self._dense
 
     def _runs(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
-        """Yield runs of neighboring rows in the same block: the block's number, start and stop in ``rows``."""
+        """Yield runs of neighbors in one block: the block's number, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
         # A run starts at each change of the block's number; -1 starts the first run.
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
@@ -303,7 +329,10 @@ class LinearStore:
             is_valid = False
         # torch does not check columns, so a wrong one would read or write any memory.
         if not is_valid:
-            raise DatasetError(f"block {number} of {self.path} is damaged; convert the data again, or copy it again")
+            raise DatasetError(
+                f"block {number} of {self.path} is damaged; convert the data again, or copy it "
+                "again"
+            )
         self._checked.add(number)
         lengths = indptr[rows + 1] - indptr[rows]
         chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -314,26 +343,31 @@ class LinearStore:
 
 def _is_csr(indptr: NDArray[np.int64], columns: NDArray[np.int32], n_features: int) -> bool:
     """Return True if starts of rows and columns are those of compressed sparse rows."""
-    has_rows = indptr[0] == 0 and bool((np.diff(indptr) >= 0).all())
-    return has_rows and (not columns.size or bool(0 <= columns.min() <= columns.max() < n_features))
+    if indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        return False
+    return not columns.size or bool(0 <= columns.min() <= columns.max() < n_features)
 
 
 def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
     """Return a required value."""
     value = opened.get(key)
     if value is None:
-        raise DatasetError(f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again")
+        raise DatasetError(
+            f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again"
+        )
     return value
 
 
-def _get_dense(opened: _ReadEnvironment, number: int, header: StoreHeader, path: Path) -> memoryview:
+def _get_dense(
+    opened: _ReadEnvironment, number: int, header: StoreHeader, path: Path
+) -> memoryview:
     """Return a dense block."""
     block = _get(opened, block_key(number), path)
     expected = header.rows_of(number) * header.n_features * header.number.itemsize
     if len(block) != expected:
         raise DatasetError(
-            f"block {number} of {path} is damaged: it must have {expected} bytes, not {len(block)}; convert the data "
-            "again, or copy it again"
+            f"block {number} of {path} is damaged: it has {len(block)} bytes, not {expected}; "
+            "convert the data again, or copy it again"
         )
     return block
 
@@ -353,10 +387,16 @@ def join_csr(parts: Sequence[Csr], dtype: np.dtype) -> Csr:
     Returns:
         ``indptr``, columns and values of all parts together.
     """
-    lengths = [np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)]
-    columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
-    values = np.concatenate([np.empty(0, dtype), *(values for _, _, values in parts)])
-    return np.cumsum(np.concatenate(lengths)), columns, values.astype(dtype, copy=False)
+    # The first elements keep the concatenations valid without parts.
+    lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+    columns: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    values: list[NDArray[Any]] = [np.empty(0, dtype)]
+    for part_indptr, part_columns, part_values in parts:
+        lengths.append(np.diff(part_indptr))
+        columns.append(part_columns)
+        values.append(part_values)
+    indptr = np.cumsum(np.concatenate(lengths))
+    return indptr, np.concatenate(columns), np.concatenate(values).astype(dtype, copy=False)
 
 
 def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
@@ -376,34 +416,43 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
     if root.is_file() or (root / "data.mdb").is_file():
         return [root]
     stem = f"{name}_{data_type}"
-    found = [root / f"{stem}.lmdb"] if (root / f"{stem}.lmdb").exists() else sorted(root.glob(f"{stem}-*.lmdb"))
-    if not found:
-        existing = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
+    single = root / f"{stem}.lmdb"
+    if single.exists():
+        return [single]
+    stores = sorted(root.glob(f"{stem}-*.lmdb"))
+    if not stores:
+        existing = sorted(path.name for path in root.glob("*.lmdb")) or ["no *.lmdb"]
         raise DatasetNotFoundError(
-            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has {', '.join(existing) or 'no *.lmdb'}); "
-            f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} {root}"
+            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has {', '.join(existing)}); "
+            f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} "
+            f"{root}"
         )
-    return found
+    return stores
 
 
 class _ReadEnvironment:
-    """An LMDB environment that this process opened for reading; it is closed when its last user is deleted."""
+    """An LMDB environment that this process opened for reading.
+
+    It is closed when its last user is deleted.
+    """
 
     def __init__(self, environment: Any, path: Path, failure: type[Exception]) -> None:
         self._path, self._failure = path, failure
-        # A process that `fork` creates inherits the object, but must open the file by itself.
+        # A process that `fork` creates inherits the object, but must open the file again.
         self.pid = os.getpid()
         self._environment = environment
         self._transaction = environment.begin(buffers=True)
         self._lock = threading.Lock()  # two threads must not use a transaction at the same time
 
     def get(self, key: bytes) -> memoryview | None:
-        """Return a view of the file's pages, valid as long as this object lives; None if the key does not exist."""
+        """Return a view of the file's pages, valid while this object lives; None without a key."""
         try:
             with self._lock:
                 return self._transaction.get(key)
         except self._failure as error:
-            raise DatasetError(f"{self._path} is damaged: {error}; convert the data again, or copy it again") from error
+            raise DatasetError(
+                f"{self._path} is damaged: {error}; convert the data again, or copy it again"
+            ) from error
 
     def close(self) -> None:
         """Close the file; every view of it becomes invalid."""
@@ -411,13 +460,16 @@ class _ReadEnvironment:
         self._environment.close()
 
 
-# LMDB allows a process to open a file only once, so all users share it. The keys are device and inode.
-_environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
+# LMDB allows a process to open a file only once, so all users share it. The keys are device and
+# inode.
+_environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = (
+    weakref.WeakValueDictionary()
+)
 _opening = threading.Lock()  # two threads must not open one file at the same time
 
 
 def _open_for_reading(path: Path) -> _ReadEnvironment:
-    """Return an LMDB, a file or a folder with a ``data.mdb``; open it unless this process has opened it before."""
+    """Return an LMDB, a file or a folder with a ``data.mdb``, that this process opens once."""
     lmdb: Any = require("lmdb", "linear")
     file = path / "data.mdb" if path.is_dir() else path
     try:
@@ -425,19 +477,22 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
     except FileNotFoundError:
         raise DatasetNotFoundError(f"the LMDB {path} does not exist") from None
     with _opening:
-        found = _environments.get((status.st_dev, status.st_ino))
-        if found is not None and found.pid == os.getpid():
-            return found
+        shared = _environments.get((status.st_dev, status.st_ino))
+        if shared is not None and shared.pid == os.getpid():
+            return shared
         # Inherited through fork: close this process's copy. The parent's stays open.
-        if found is not None:
-            found.close()
+        if shared is not None:
+            shared.close()
         if not stat.S_ISREG(status.st_mode):
-            raise DatasetError(f"{file} must be a regular file, not a folder, a pipe or a device")
+            raise DatasetError(f"{file} is a folder, a pipe or a device, not a regular file")
         # A damaged page number could end the process with a bus error.
         check_pages(file)
         try:
-            # Without a lock and without writing, read-only file systems and any number of processes work.
-            environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
+            # Without a lock and without writing, read-only file systems and any number of processes
+            # work.
+            environment = lmdb.open(
+                str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
+            )
             opened = _ReadEnvironment(environment, file, lmdb.Error)
         except lmdb.Error as error:
             raise DatasetError(f"{path} cannot be read as an LMDB: {error}") from error
@@ -448,23 +503,27 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
 class _DenseRows:
     """The rows of dense blocks, gathered from many blocks with one call.
 
-    A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the copying itself. All
-    blocks of a store are in one mapping of its file, so the distance from the first byte identifies a row. This class
-    views the mapping as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
-    this matrix copies all requested rows.
+    A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the
+    copying itself. All blocks of a store are in one mapping of its file, so the distance from the
+    first byte identifies a row. This class views the mapping as a matrix of bytes whose row i
+    begins at the i-th byte, so rows overlap. One ``index_select`` on this matrix copies all
+    requested rows.
 
     Args:
-        load: Function that returns a block's bytes: a view of a mapping that holds all blocks and outlives this object.
+        load: Function that returns a block's bytes: a view of a mapping that holds all blocks and
+            outlives this object.
         header: Description of the store.
         cache: If True, copy each block to memory at its first use.
     """
 
     def __init__(self, load: Callable[[int], memoryview], header: StoreHeader, cache: bool) -> None:
         self._load, self._header = load, header
-        # The system only reserves this memory: the array takes up physical memory when blocks are written to it.
+        # The system only reserves this memory: the array takes up physical memory when blocks are
+        # written to it.
         self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
         self._row_bytes = header.n_features * header.number.itemsize
-        self._firsts = np.zeros(header.n_blocks, np.int64)  # address of each block; 0 if it is not known yet
+        # The address of each block; 0 if it is not known yet.
+        self._firsts = np.zeros(header.n_blocks, np.int64)
         self._low = self._high = 0  # the range of addresses that the matrix covers
         self._matrix = torch.empty(0)
 
@@ -477,7 +536,8 @@ class _DenseRows:
         if not firsts.all():
             self._locate(np.unique(blocks[firsts == 0]))
             firsts = self._firsts[blocks]
-        begins = firsts - self._low + (rows - blocks * self._header.rows_per_block) * self._row_bytes
+        local = rows - blocks * self._header.rows_per_block
+        begins = firsts - self._low + local * self._row_bytes
         torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
     def _locate(self, blocks: Rows) -> None:
@@ -498,4 +558,6 @@ class _DenseRows:
             memory = (ctypes.c_char * (high - low)).from_address(low)
             content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
             # The rows overlap in memory, so the view takes no space; it must never be written to.
-            self._matrix = content.as_strided((high - low - self._row_bytes + 1, self._row_bytes), (1, 1))
+            self._matrix = content.as_strided(
+                (high - low - self._row_bytes + 1, self._row_bytes), (1, 1)
+            )

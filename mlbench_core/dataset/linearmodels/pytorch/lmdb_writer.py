@@ -1,4 +1,7 @@
-"""Write stores of a linear model's rows; :mod:`mlbench_core.dataset.linearmodels.pytorch.lmdb_store` reads them."""
+"""Write stores of a linear model's rows.
+
+:mod:`mlbench_core.dataset.linearmodels.pytorch.lmdb_store` describes their format and reads them.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ _FLOAT64_WHOLE = 1 << 53  # below it, float64 holds every whole number
 def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]:
     """Return the positions of the labels that a store cannot hold.
 
-    A whole number must be stored exactly, because it may be a class or an id: two of them must not become one. A
-    fraction is rounded to the nearest number of the dtype, but must not overflow or become 0.
+    A whole number must be stored exactly, because it may be a class or an id: two of them must not
+    become one. A fraction is rounded to the nearest number of the dtype, but must not overflow or
+    become 0.
 
     Args:
         labels: The labels.
@@ -63,24 +67,27 @@ def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]
 
 
 def describe_inexact(label: float, dtype: str) -> str:
-    """Describe a label of :func:`inexact_labels`, as the end of a sentence that begins with its place."""
-    other = "" if dtype == "float64" else "store it as float64, or "
-    return f"has the label {label:.17g}, which {dtype} cannot hold: {other}number the classes from 0"
+    """Describe a label of :func:`inexact_labels`, as the end of a sentence about its row."""
+    advice = "number the classes from 0"
+    if dtype != "float64":
+        advice = f"store it as float64, or {advice}"
+    return f"has the label {label:.17g}, which {dtype} cannot hold: {advice}"
 
 
 class StoreWriter:
     """Write a store, which gets its name only when it is complete.
 
-    Rows go to a hidden file in the same folder, which :meth:`finish` renames. The end of the ``with`` block deletes an
-    unfinished file. The next writer of the same store overwrites a file that a killed process left. Two processes that
-    write the same store do so one after the other.
+    Rows go to a hidden file in the same folder, which :meth:`finish` renames. The end of the
+    ``with`` block deletes an unfinished file. The next writer of the same store overwrites a file
+    that a killed process left. Two processes that write the same store do so one after the other.
 
     Args:
         path: The store's final name.
         n_features: Number of columns, from 1 to 2^31.
         layout: ``"dense"`` or ``"csr"``.
         dtype: ``"float32"`` or ``"float64"``.
-        rows_per_block: Rows in a block; if None, a number that makes blocks of about half a megabyte.
+        rows_per_block: Rows in a block; if None, a number that makes blocks of about half a
+            megabyte.
 
     Raises:
         ValueError: An argument is outside the values listed above.
@@ -109,11 +116,16 @@ class StoreWriter:
         self._lmdb: Any = require("lmdb", "linear")
         self._sparse: Any = require("scipy.sparse", "linear")
         if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
-            raise ValueError(f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}")
+            raise ValueError(
+                f"n_features and rows_per_block must be at least 1, not {n_features} and "
+                f"{rows_per_block}"
+            )
         if n_features > _MOST_FEATURES:
             raise ValueError(f"n_features must be at most {_MOST_FEATURES}, not {n_features}")
         if layout not in LAYOUTS or dtype not in DTYPES:
-            raise ValueError(f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}")
+            raise ValueError(
+                f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}"
+            )
         self.path = Path(path)
         self.n_features, self.layout, self.dtype = n_features, layout, dtype
         self.n_rows = 0
@@ -127,12 +139,14 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         with contextlib.ExitStack() as stack:
-            # Take the lock first: a second writer must wait here, and not delete the file that the first one writes.
+            # Take the lock first: a second writer must wait here, and not delete the file that the
+            # first one writes.
             stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
             with self._disk_errors():
-                # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
+                # `sync=False` makes writing fast; `finish` syncs once before the store gets its
+                # name.
                 self._environment = self._lmdb.open(
                     str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
                 )
@@ -151,23 +165,30 @@ class StoreWriter:
             labels: The rows' labels, real numbers.
 
         Raises:
-            ValueError: The shapes do not fit, a number is not real, or it is not finite in the store's dtype.
+            ValueError: The shapes do not fit, a number is not real, or it is not finite in the
+                store's dtype.
             DatasetError: The disk is full.
         """
         if features.shape != (len(labels), self.n_features):
-            raise ValueError(f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}")
-        given = np.asarray(labels)
-        for name, dtype in (("features", features.dtype), ("labels", given.dtype)):
+            raise ValueError(
+                f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}"
+            )
+        raw_labels = np.asarray(labels)
+        for name, dtype in (("features", features.dtype), ("labels", raw_labels.dtype)):
             if dtype.kind not in "biuf":
                 raise ValueError(f"{name} must be real numbers, not {dtype}")
-        as_float64 = given.astype(np.float64)
+        as_float64 = raw_labels.astype(np.float64)
         # Large integers are rounded; in the other direction they would be equal only by chance.
         with np.errstate(invalid="ignore"):
-            wrong = np.flatnonzero(as_float64.astype(given.dtype) != given)
+            wrong = np.flatnonzero(as_float64.astype(raw_labels.dtype) != raw_labels)
         if wrong.size:
             row = wrong[0]
-            raise ValueError(f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}")
-        # Copy the rows, because the caller may change its array. Sparse rows become dense later, block by block.
+            raise ValueError(
+                f"labels must be numbers that float64 holds, not {raw_labels[row]} in row "
+                f"{self.n_rows + row}"
+            )
+        # Copy the rows, because the caller may change its array. Sparse rows become dense later,
+        # block by block.
         with np.errstate(over="ignore"):  # the check below reports an overflow
             if isinstance(features, np.ndarray) and self.layout == "dense":
                 rows = features.astype(self.dtype)
@@ -180,11 +201,12 @@ class StoreWriter:
         self.n_rows += len(labels)
         if self._rows_per_block is None:
             self._rows_per_block = self._choose_rows(self._pending[0])
-        # Write blocks as soon as they are full, so that only labels and pending rows stay in memory.
+        # Write blocks as soon as they are full, so that only labels and pending rows stay in
+        # memory.
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
 
-    def _check_finite(self, rows: Any, given: Any) -> None:
+    def _check_finite(self, rows: Any, features: Any) -> None:
         """Refuse values that are not finite in the store's dtype."""
         values = rows if isinstance(rows, np.ndarray) else rows.data
         if np.isfinite(values).all():
@@ -193,10 +215,13 @@ class StoreWriter:
         if isinstance(rows, np.ndarray):
             row, column = first.tolist()
         else:
-            row, column = int(np.searchsorted(rows.indptr, first[0], "right")) - 1, int(rows.indices[first[0]])
-        value = (given if isinstance(given, np.ndarray) else given.tocsr())[row, column]
+            row = int(np.searchsorted(rows.indptr, first[0], "right")) - 1
+            column = int(rows.indices[first[0]])
+        if not isinstance(features, np.ndarray):
+            features = features.tocsr()
         raise ValueError(
-            f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, column {column}"
+            f"features must be finite in {self.dtype}, not {features[row, column]} in row "
+            f"{self.n_rows + row}, column {column}"
         )
 
     def labels_found(self) -> NDArray[np.float64]:
@@ -211,7 +236,7 @@ class StoreWriter:
         source: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> StoreHeader:
-        """Write the remaining rows, the labels and the header, and rename the store to its final name.
+        """Write the remaining rows, the labels and the header, and give the store its final name.
 
         Args:
             label_map: The labels of the text and their new values; None keeps the labels.
@@ -223,22 +248,33 @@ class StoreWriter:
             The header.
 
         Raises:
-            DatasetError: The input has no rows, a label is not in the map, the store's dtype cannot hold a label
-                (see :func:`inexact_labels`), or the disk is full.
+            DatasetError: The input has no rows, a label is not in the map, the store's dtype cannot
+                hold a label (see :func:`inexact_labels`), or the disk is full.
         """
         if not self.n_rows or self._rows_per_block is None:
-            raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
+            raise DatasetError(
+                f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none"
+            )
         if self._pending_rows:
             self._write_blocks(1)
         labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
         header = StoreHeader(
-            self.layout, self.dtype, self.n_rows, self.n_features, self._rows_per_block, label_map, shard, source,
-            zlib.crc32(labels), extra or {},
-        )  # fmt: skip
+            self.layout,
+            self.dtype,
+            self.n_rows,
+            self.n_features,
+            self._rows_per_block,
+            label_map,
+            shard,
+            source,
+            zlib.crc32(labels),
+            extra or {},
+        )
         checksums = np.array(self._checksums, CHECKSUM).tobytes()
         self._put((LABELS_KEY, labels), (CHECKSUMS_KEY, checksums), (HEADER_KEY, header.to_json()))
         with self._disk_errors():
-            # Without this, a crash after the renaming could leave a complete name with incomplete content.
+            # Without this, a crash after the renaming could leave a complete name with incomplete
+            # content.
             self._environment.sync(True)
         self._environment.close()
         files.move_into_place(self._part, self.path)
@@ -249,7 +285,8 @@ class StoreWriter:
         if self.layout == "dense":
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
-            # Only the first rows are known here. If later rows of sparse data are longer, blocks become larger.
+            # Only the first rows are known here. If later rows of sparse data are longer, blocks
+            # become larger.
             per_value = np.dtype(self.dtype).itemsize + COLUMN.itemsize
             row_bytes = INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
         return max(1, _BLOCK_BYTES // max(1, row_bytes))
@@ -261,21 +298,22 @@ class StoreWriter:
         if all(isinstance(part, np.ndarray) for part in self._pending):
             rows = np.concatenate(self._pending)
         else:
-            rows = self._sparse.vstack([self._sparse.csr_matrix(part) for part in self._pending], "csr")
+            rows = self._sparse.vstack(list(map(self._sparse.csr_matrix, self._pending)), "csr")
         start = 0
         while rows.shape[0] - start >= at_least:
             stop = min(start + self._rows_per_block, rows.shape[0])
             self._write_block(rows[start:stop])
             start = stop
-        self._pending = [rows[start:]] if start < rows.shape[0] else []
         self._pending_rows = rows.shape[0] - start
+        self._pending = [rows[start:]] if self._pending_rows else []
 
     def _write_block(self, rows: Any) -> None:
         """Write one block."""
         number = np.dtype(self.dtype).newbyteorder("<")
         if self.layout == "dense":
-            dense = rows if isinstance(rows, np.ndarray) else rows.toarray()
-            value = np.ascontiguousarray(dense, number).tobytes()
+            if not isinstance(rows, np.ndarray):
+                rows = rows.toarray()
+            value = np.ascontiguousarray(rows, number).tobytes()
         else:
             indptr, columns = rows.indptr.astype(INDPTR), rows.indices.astype(COLUMN)
             value = indptr.tobytes() + rows.data.astype(number).tobytes() + columns.tobytes()
@@ -292,7 +330,8 @@ class StoreWriter:
                             transaction.put(key, value)
                     return
                 except self._lmdb.MapFullError:
-                    # A failed transaction has no effect, so the next round writes all of its items again.
+                    # A failed transaction has no effect, so the next round writes all of its items
+                    # again.
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
@@ -300,14 +339,19 @@ class StoreWriter:
         labels = np.concatenate(self._labels)
         if label_map is None:
             if (wrong := inexact_labels(labels, self.dtype)).size:
-                raise DatasetError(f"row {wrong[0]} {describe_inexact(labels[wrong[0]], self.dtype)}")
+                raise DatasetError(
+                    f"row {wrong[0]} {describe_inexact(labels[wrong[0]], self.dtype)}"
+                )
             return labels
         mapped = np.full(len(labels), np.nan)
         for label, target in label_map.items():
             mapped[labels == float(label)] = target
         # A label outside the map would otherwise be stored as NaN.
         if (wrong := np.flatnonzero(np.isnan(mapped))).size:
-            raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
+            raise DatasetError(
+                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; "
+                f"the labels are {list(label_map)}"
+            )
         return mapped
 
     @contextlib.contextmanager
@@ -319,8 +363,12 @@ class StoreWriter:
             raise  # the disk is not full; `_put` enlarges the map
         except (self._lmdb.Error, OSError) as error:
             # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
-            if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
+            if any(
+                os.strerror(code) in str(error)
+                for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+            ):
                 raise DatasetError(
-                    f"the disk is full: {self.path} could not be written; free some space and start again"
+                    f"the disk is full: {self.path} could not be written; free some space and "
+                    "start again"
                 ) from error
             raise DatasetError(f"{self.path} could not be written: {error}") from error

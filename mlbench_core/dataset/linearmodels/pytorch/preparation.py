@@ -1,4 +1,4 @@
-"""Create the missing stores of a data set: from local text, from the network, or from a generator."""
+"""Create the missing stores of a data set from local text, the network, or a generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 
 from mlbench_core import files
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, text_names
-from mlbench_core.dataset.linearmodels.pytorch.libsvm import convert, generate_lmdb_from_libsvm, show_text_progress
+from mlbench_core.dataset.linearmodels.pytorch.libsvm import (
+    convert,
+    generate_lmdb_from_libsvm,
+    show_text_progress,
+)
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import find_stores
 from mlbench_core.dataset.local_files import COMPRESSIONS, find_file
@@ -21,22 +25,25 @@ __all__ = ["find_text", "prepare_stores"]
 
 logger = logging.getLogger(__name__)
 
-_PARTS = ("train", "test")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
+def prepare_stores(
+    name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None
+) -> Path:
     """Create the stores of a data set, unless they exist.
 
-    Any number of processes may call it at the same time: of the processes that share ``root``, one creates the stores
-    and the others wait. The processes do not communicate, so hosts with separate disks create their own stores.
+    Any number of processes may call it at the same time: of the processes that share ``root``, one
+    creates the stores and the others wait. The processes do not communicate, so hosts with separate
+    disks create their own stores.
 
     Args:
-        name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with ``text_folder`` any name.
-        root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own folder below it, and
-            are created again if the text is newer.
-        text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with stores. None
-            downloads the text, or generates ``synthetic_dense``.
+        name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with
+            ``text_folder`` any name.
+        root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own
+            folder below it, and are created again if the text is newer.
+        text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with
+            stores. None downloads the text, or generates ``synthetic_dense``.
 
     Returns:
         The folder with the stores.
@@ -44,12 +51,15 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
     Raises:
         DatasetNotFoundError: ``text_folder`` lacks a part of the data set.
         DownloadError: The text could not be downloaded.
-        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is
+            full.
         ValueError: The name is unknown and ``text_folder`` is None.
     """
-    folder, texts = Path(root), None if text_folder is None else Path(text_folder)
-    if texts is not None:
-        if _found(find_stores, texts, name, "train"):
+    folder = Path(root)
+    texts: Path | None = None
+    if text_folder is not None:
+        texts = Path(text_folder)
+        if _find_or_none(find_stores, texts, name, "train"):
             return texts
         # Stores of different texts with the same data set name must not be confused.
         folder = folder / f"text-{zlib.crc32(os.fsencode(texts.resolve())):08x}"
@@ -62,8 +72,9 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
 def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     """Return the path of the LIBSVM text of one part of a data set.
 
-    The name of the file is the published one (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME`` for
-    training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
+    The name of the file is the published one (``epsilon_normalized.t`` for the test part of
+    epsilon), or ``NAME`` for training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or
+    ``.xz``.
 
     Args:
         folder: Folder to search.
@@ -80,11 +91,13 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     if path := find_file([Path(folder)], names):
         return path
     wanted = [stem + ending for stem in names for ending in COMPRESSIONS]
-    raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
+    raise DatasetNotFoundError(
+        f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}"
+    )
 
 
-def _found(find: Callable[..., Found], *arguments: Any) -> Found | None:
-    """Return the result of :func:`find_text` or :func:`find_stores`, or None if they find nothing."""
+def _find_or_none(find: Callable[..., Result], *arguments: Any) -> Result | None:
+    """Return the result of :func:`find_text` or :func:`find_stores`, or None without one."""
     try:
         return find(*arguments)
     except DatasetNotFoundError:
@@ -96,16 +109,19 @@ def _parts(name: str, text_folder: Path | None) -> list[str]:
     if name in KNOWN:
         return list(KNOWN[name].files)
     if text_folder is not None:
-        return [part for part in _PARTS if part == "train" or _found(find_text, text_folder, name, part) is not None]
+        has_test = _find_or_none(find_text, text_folder, name, "test") is not None
+        return ["train", "test"] if has_test else ["train"]
     if name == SYNTHETIC:
-        return list(_PARTS)
-    known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
-    raise ValueError(f"name must be one of {known}, not {name!r}: any other needs a folder with its text")
+        return ["train", "test"]
+    names = ", ".join(sorted([*KNOWN, SYNTHETIC]))
+    raise ValueError(
+        f"name must be one of {names}, not {name!r}: any other needs a folder with its text"
+    )
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     """Create one store, unless it exists and is not older than its text."""
-    stores = _found(find_stores, folder, name, part)
+    stores = _find_or_none(find_stores, folder, name, part)
     if text_folder is None:
         if not stores:
             generate_lmdb_from_libsvm(name, part, folder)
@@ -117,8 +133,8 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     dest = folder / f"{name}_{part}.lmdb"
     logger.info("converting %s to %s", text, dest)
     settings: dict[str, Any] = {}
-    if known := KNOWN.get(name):
-        settings = {"n_features": known.n_features, "layout": known.layout, "labels": known.labels}
+    if data := KNOWN.get(name):
+        settings = {"n_features": data.n_features, "layout": data.layout, "labels": data.labels}
     else:
         # Both parts must have the same columns, but the largest index of one part may be smaller.
         texts = [find_text(text_folder, name, other) for other in _parts(name, text_folder)]

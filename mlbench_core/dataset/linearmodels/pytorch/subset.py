@@ -31,11 +31,20 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         ValueError: ``rows`` is empty, not in increasing order, or outside the data set.
     """
 
-    def __init__(self, dataset: LMDBDataset | RowSubset, rows: Sequence[int] | NDArray[np.int64]) -> None:
+    def __init__(
+        self, dataset: LMDBDataset | RowSubset, rows: Sequence[int] | NDArray[np.int64]
+    ) -> None:
         self.dataset = dataset
         self.rows = np.asarray(rows, dtype=np.int64)
-        if not self.rows.size or self.rows[0] < 0 or self.rows[-1] >= len(dataset) or (np.diff(self.rows) <= 0).any():
-            raise ValueError(f"rows must be some of 0 to {len(dataset) - 1} in increasing order, not {rows!r}")
+        if (
+            not self.rows.size
+            or self.rows[0] < 0
+            or self.rows[-1] >= len(dataset)
+            or (np.diff(self.rows) <= 0).any()
+        ):
+            raise ValueError(
+                f"rows must be some of 0 to {len(dataset) - 1} in increasing order, not {rows!r}"
+            )
 
     @property
     def n_features(self) -> int:
@@ -49,7 +58,10 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
-        """Return the first row of each stored block with rows in this subset, and the number of rows at the end."""
+        """Return the first row of each stored block, and the number of rows at the end.
+
+        Blocks without a row in this subset are left out.
+        """
         return np.unique(np.searchsorted(self.rows, self.dataset.row_blocks))
 
     def __len__(self) -> int:
@@ -74,7 +86,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, but do not check the positions; see :meth:`LMDBDataset.fetch`.
+        """Return rows as :meth:`batch` does, but do not check the positions.
 
         Args:
             positions: Rows of this subset, each from 0 to ``len(self) - 1``.
@@ -90,14 +102,16 @@ def train_and_validation(
 ) -> tuple[LMDBDataset | RowSubset, LMDBDataset | RowSubset]:
     """Return the rows for training and the rows for validation.
 
-    The rows for validation are the data set's test part. If the data set has none, they are a fifth of each class of
-    the training part, the same in every run (:func:`~mlbench_core.dataset.parts.stratified_split`).
+    The rows for validation are the data set's test part. If the data set has none, they are a fifth
+    of each class of the training part, the same in every run
+    (:func:`~mlbench_core.dataset.parts.stratified_split`).
 
     Args:
-        name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`, or the name of a
-            user's own data.
+        name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`,
+            or the name of a user's own data.
         root: Folder with its stores.
-        layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as they are stored.
+        layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as
+            they are stored.
 
     Returns:
         Two data sets without a common row.
@@ -107,12 +121,15 @@ def train_and_validation(
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)
+    if not layout:
+        layout = "sparse_csr" if train.stores[0].header.layout == "csr" else "dense"
     # Read both parts in one layout, because the test part may be stored in the other one.
-    train.layout = layout = layout or ("sparse_csr" if train.stores[0].header.layout == "csr" else "dense")
+    train.layout = layout
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)
     except DatasetNotFoundError:
-        # A test part that is published but not stored here must not be replaced by rows of the training part.
+        # A test part that is published but not stored here must not be replaced by rows of the
+        # training part.
         if name in KNOWN and "test" in KNOWN[name].files:
             raise
     training, validation = stratified_split(train.targets.numpy())

@@ -1,4 +1,7 @@
-"""Generate dense data from a known logistic model, the same bytes on every machine, and minimize its training loss."""
+"""Generate dense data from a known logistic model, and minimize its training loss.
+
+The data has the same bytes on every machine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ __all__ = [
 
 DEFAULT_FEATURES = 2_000  # as epsilon has
 DEFAULT_ROWS: Mapping[str, int] = {"train": 40_000, "test": 10_000}
-CHUNK_ROWS = 1_024  # each chunk has its own random stream, so this number is part of the definition of the data
+# Each chunk has its own random stream, so this number is part of the definition of the data.
+CHUNK_ROWS = 1_024
 LOGIT_SCALE = 6.0  # standard deviation of the logits
 # The purpose of a stream of random bits is part of its seed.
 _WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}
@@ -37,7 +41,8 @@ _ROWS_AT_ONCE = 4_096  # keeps the float64 copy of the features small
 
 
 def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
-    """Return random bits: numpy guarantees that the raw stream of PCG64 never changes, unlike its distributions."""
+    """Return random bits."""
+    # numpy guarantees that the raw stream of PCG64 never changes, unlike its distributions.
     return np.random.PCG64(np.random.SeedSequence(purpose)).random_raw(count)
 
 
@@ -48,7 +53,8 @@ def _whole_numbers(count: int, *purpose: int) -> NDArray[np.int16]:
 
 
 def _feature_exponent(n_features: int) -> int:
-    """Return e: features are integers times 2^e, so that rows have a norm near 1 and products are exact."""
+    """Return e: features are integers times 2^e."""
+    # Rows then have a norm near 1, and a power of two keeps products exact.
     return -15 - round(0.5 * math.log2(n_features / 3))
 
 
@@ -66,7 +72,7 @@ def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
 
 
 def _weight_scale(n_features: int) -> float:
-    """Return the factor of the integer weights that gives logits the standard deviation LOGIT_SCALE."""
+    """Return the factor of the weights that gives logits the standard deviation LOGIT_SCALE."""
     deviation = math.sqrt(n_features) * 2.0**30 / 3 * 2.0 ** _feature_exponent(n_features)
     return LOGIT_SCALE / deviation
 
@@ -76,12 +82,14 @@ def synthetic_rows(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     r"""Return rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
 
-    Features are independent and uniform: 16-bit integers times a power of two, so that a row's norm is near 1. Labels
-    are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with :func:`synthetic_weights`.
+    Features are independent and uniform: 16-bit integers times a power of two, so that a row's norm
+    is near 1. Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)`
+    with :func:`synthetic_weights`.
 
-    The random bits are numpy's PCG64 stream, which never changes. All sums are sums of integers below 2^53, so they are
-    exact in any order of addition. Only the exponential of the last step may differ in its last digit between machines.
-    This changes a label with a probability of about 2^-52.
+    The random bits are numpy's PCG64 stream, which never changes. All sums are sums of integers
+    below 2^53, so they are exact in any order of addition. Only the exponential of the last step
+    may differ in its last digit between machines. This changes a label with a probability of about
+    2^-52.
 
     Args:
         chunk: Number of the chunk of rows, from 0.
@@ -103,12 +111,14 @@ def synthetic_rows(
     if data_type not in _STREAMS:
         raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
     stream = _STREAMS[data_type]
-    whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk).reshape(CHUNK_ROWS, n_features)
+    whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk)
+    whole = whole.reshape(CHUNK_ROWS, n_features)
     weights = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
     factor = 2.0 ** _feature_exponent(n_features)
     logits = (whole.astype(np.float64) @ weights) * factor * _weight_scale(n_features)
     # 53 random bits fit the mantissa of a float64, so the conversion is exact.
-    uniform = (_bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bits = _bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)
+    uniform = bits.astype(np.float64) * 2.0**-53
     labels = uniform < 1 / (1 + np.exp(-logits))
     return (whole * np.float32(factor)).astype(np.float32), labels.astype(np.float32)
 
@@ -120,9 +130,9 @@ class LogisticOptimum:
     Attributes:
         l2: The penalty :math:`\lambda`.
         loss: The loss at ``weights``, penalty included.
-        gap: Upper bound on the difference between ``loss`` and the true minimum. The loss is :math:`\lambda`-strongly
-            convex, so :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. The bound does not include
-            rounding, which is about 1e-15 of the loss.
+        gap: Upper bound on the difference between ``loss`` and the true minimum. The loss is
+            :math:`\lambda`-strongly convex, so :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2
+            / (2 \lambda)`. The bound does not include rounding, which is about 1e-15 of the loss.
         accuracy: Fraction of the rows that are classified correctly at ``weights``.
         weights: The weights and, last, the bias; float64, shape (n_features + 1,).
     """
@@ -135,7 +145,9 @@ class LogisticOptimum:
 
     def summary(self) -> dict[str, float]:
         """Return all fields except the weights."""
-        return {name: value for name, value in asdict(self).items() if name != "weights"}
+        summary = asdict(self)
+        del summary["weights"]
+        return summary
 
 
 def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) -> LogisticOptimum:
@@ -145,8 +157,9 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
         f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr]
         + \frac{\lambda}{2} \lVert w \rVert^2, \quad z_i = w^\top (x_i, 1)
 
-    This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows; the bias is penalized
-    too. The function uses Newton's method. Conjugate gradients compute each step, which is halved until the loss falls.
+    This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows;
+    the bias is penalized too. The function uses Newton's method. Conjugate gradients compute each
+    step, which is halved until the loss falls.
 
     Args:
         features: Rows, shape (n, n_features); converted to float64 in chunks.
@@ -161,8 +174,8 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
 
     Example:
         >>> x = np.array([[1.0], [-1.0]])
-        >>> found = logistic_optimum(x, np.array([1.0, 0.0]), l2=1.0)
-        >>> round(float(found.weights[0]), 6)  # w = sigma(-w)
+        >>> optimum = logistic_optimum(x, np.array([1.0, 0.0]), l2=1.0)
+        >>> round(float(optimum.weights[0]), 6)  # w = sigma(-w)
         0.401058
     """
     # Without a penalty, separable data has no minimum: the loss falls as the weights grow.
@@ -170,7 +183,8 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
     n = len(features)
     if features.ndim != 2 or labels.shape not in ((n,), (n, 1)) or not n:
         raise ValueError(
-            f"features and labels must have shapes (n, d) and (n,), not {features.shape} and {labels.shape}"
+            f"features and labels must have shapes (n, d) and (n,), not {features.shape} and "
+            f"{labels.shape}"
         )
     loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2)
     weights = np.zeros(features.shape[1] + 1)
@@ -201,30 +215,41 @@ class _Loss:
 
     def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float) -> None:
         self.features, self.labels, self.l2 = features, labels, l2
-        self.slices = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(features), _ROWS_AT_ONCE)]
+        starts = range(0, len(features), _ROWS_AT_ONCE)
+        self.slices = [slice(start, start + _ROWS_AT_ONCE) for start in starts]
 
     def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return z = X w + b."""
-        return np.concatenate([self.features[s].astype(np.float64) @ weights[:-1] for s in self.slices]) + weights[-1]
+        parts = [self.features[rows].astype(np.float64) @ weights[:-1] for rows in self.slices]
+        return np.concatenate(parts) + weights[-1]
 
     def _transposed(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the product of (X, 1) transposed with a vector."""
-        product = sum(vector[s] @ self.features[s].astype(np.float64) for s in self.slices)
+        product: Any = 0
+        for rows in self.slices:
+            product = product + vector[rows] @ self.features[rows].astype(np.float64)
         return np.append(product, vector.sum())
 
-    def at(self, weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """Return loss, gradient, and the second derivative of each row's loss with respect to its logit."""
+    def at(
+        self, weights: NDArray[np.float64]
+    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """Return loss, gradient, and the second derivative of each row's loss by its logit."""
         z = self.logits(weights)
-        loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights))
-        # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size, unlike the exponential.
+        penalty = self.l2 / 2 * (weights @ weights)
+        loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + penalty)
+        # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size,
+        # unlike the exponential.
         p = 0.5 * (1 + np.tanh(z / 2))
         gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
         return loss, gradient, p * (1 - p) / len(z)
 
-    def newton_step(self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Solve H d = -g by conjugate gradients, with a tolerance that shrinks with the gradient."""
+    def newton_step(
+        self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Solve H d = -g by conjugate gradients; the tolerance shrinks with the gradient."""
         norm = float(np.linalg.norm(gradient))
-        # Exact solutions far from the minimum waste work; this tolerance still gives superlinear convergence.
+        # Exact solutions far from the minimum waste work; this tolerance still gives superlinear
+        # convergence.
         tolerance = norm * min(0.1, math.sqrt(norm))
         step, residual = np.zeros_like(gradient), -gradient
         direction, square = residual.copy(), float(residual @ residual)
@@ -253,8 +278,8 @@ def write_synthetic_dense(
 ) -> Path:
     """Write :func:`synthetic_rows` as a store.
 
-    The header of the store describes the data under ``extra["synthetic_dense"]``. With ``l2``, ``extra["optimum"]``
-    holds the minimum of the training loss, see :class:`LogisticOptimum`.
+    The header of the store describes the data under ``extra["synthetic_dense"]``. With ``l2``,
+    ``extra["optimum"]`` holds the minimum of the training loss, see :class:`LogisticOptimum`.
 
     Args:
         path: The store.
@@ -262,8 +287,10 @@ def write_synthetic_dense(
         n_rows: Number of rows, at least 1.
         seed: Seed of the data.
         data_type: ``"train"`` or ``"test"``.
-        l2: Penalty of the optimum to compute, which needs all rows in memory; None computes no optimum.
-        rows_per_block: Rows of a block; if None, a number that makes blocks of about half a megabyte.
+        l2: Penalty of the optimum to compute, which needs all rows in memory; None computes no
+            optimum.
+        rows_per_block: Rows of a block; if None, a number that makes blocks of about half a
+            megabyte.
         advance: Function that is called with the number of rows in each written chunk.
 
     Returns:
@@ -274,19 +301,25 @@ def write_synthetic_dense(
         DatasetError: The disk is full.
     """
     check_at_least("n_rows", n_rows, 1)
-    extra: dict[str, Any] = {"synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}}
-    kept: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
+    extra: dict[str, Any] = {
+        "synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}
+    }
+    all_features: list[NDArray[np.float32]] = []
+    all_labels: list[NDArray[np.float32]] = []
     with StoreWriter(path, n_features, rows_per_block=rows_per_block) as writer:
         for chunk in range(-(-n_rows // CHUNK_ROWS)):
             count = min(CHUNK_ROWS, n_rows - chunk * CHUNK_ROWS)
-            features, labels = (part[:count] for part in synthetic_rows(chunk, n_features, seed, data_type))
+            features, labels = synthetic_rows(chunk, n_features, seed, data_type)
+            features, labels = features[:count], labels[:count]
             writer.append(features, labels)
             if l2 is not None:
-                kept.append((features, labels))
+                all_features.append(features)
+                all_labels.append(labels)
             if advance is not None:
                 advance(count)
         if l2 is not None:
-            optimum = logistic_optimum(np.concatenate([x for x, _ in kept]), np.concatenate([y for _, y in kept]), l2)
+            features, labels = np.concatenate(all_features), np.concatenate(all_labels)
+            optimum = logistic_optimum(features, labels, l2)
             extra["optimum"] = optimum.summary()
         writer.finish(label_map={"0": 0, "1": 1}, source=("synthetic_dense",), extra=extra)
     return Path(path)

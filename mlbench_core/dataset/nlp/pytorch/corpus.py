@@ -1,8 +1,9 @@
 """Convert texts to ids with a dictionary, and cache the ids for later runs.
 
-The cache of a corpus is a folder. Its name contains a digest of the source files, so that it is never out of date.
-``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The folder is
-created under another name and then renamed, so several processes can create the same cache at the same time.
+The cache of a corpus is a folder. Its name contains a digest of the source files, so that it is
+never out of date. ``dictionary.json`` has the words and the number of tokens of each part,
+``<part>.npy`` the ids as int32. The folder is created under another name and then renamed, so
+several processes can create the same cache at the same time.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Dictionary:
         return word in self.word2idx
 
     def __eq__(self, other: object) -> bool:
-        return self.idx2word == other.idx2word if isinstance(other, Dictionary) else NotImplemented
+        if not isinstance(other, Dictionary):
+            return NotImplemented
+        return self.idx2word == other.idx2word
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -99,14 +102,14 @@ class Corpus:
 def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     """Read a text in parts, or map the result of an earlier call from the cache.
 
-    A text is split at white space, and each line, also an empty one, ends with one more word, ``<eos>``. Only a line
-    feed ends a line. The dictionary reads the parts in the given order, so the ids of the first part do not depend on
-    the others.
+    A text is split at white space, and each line, also an empty one, ends with one more word,
+    ``<eos>``. Only a line feed ends a line. The dictionary reads the parts in the given order, so
+    the ids of the first part do not depend on the others.
 
     Args:
         texts: The file of each part, UTF-8, plain or compressed.
-        cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is not writable, no
-            cache is used.
+        cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is
+            not writable, no cache is used.
 
     Returns:
         The corpus.
@@ -125,7 +128,11 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     try:
         _save_cache(folder, corpus)
     except OSError as error:
-        _log.warning("the cache %s cannot be written (%s); the text will be read again at each start", folder, error)
+        _log.warning(
+            "the cache %s cannot be written (%s); the text will be read again at each start",
+            folder,
+            error,
+        )
         return corpus
     # Map the new cache, so that the workers of one machine share the pages of one file.
     return _load_cache(folder, texts) or corpus
@@ -140,8 +147,10 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
             for word in (*line.split(), EOS):
                 yield dictionary.add_word(word)
 
-    # `ids` is an iterator, because a list of the words of a large text would take many times the memory of their ids.
-    return Corpus(dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()})
+    # `ids` is an iterator, because a list of the words of a large text would take many times the
+    # memory of their ids.
+    parts = {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()}
+    return Corpus(dictionary, parts)
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
@@ -151,11 +160,12 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
             np.save(new / f"{part}.npy", ids, allow_pickle=False)
         tokens = {part: len(ids) for part, ids in corpus.parts.items()}
         content = {"format": _FORMAT, "tokens": tokens, "words": corpus.dictionary.idx2word}
-        (new / "dictionary.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(content, ensure_ascii=False)
+        (new / "dictionary.json").write_text(text, encoding="utf-8")
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
-    """Map a cache into memory; return None if it does not exist, or if it was damaged and is deleted now."""
+    """Map a cache into memory, or return None without one; a damaged cache is deleted."""
     # Do not delete anything in this case: another process may be creating the cache.
     if not folder.is_dir():
         return None

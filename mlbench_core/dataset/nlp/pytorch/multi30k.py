@@ -1,4 +1,7 @@
-"""Multi30k, English-German: captions of photos, small enough to train both translation models on two cores."""
+"""Multi30k, English-German: captions of photos.
+
+The data is small enough to train both translation models on two cores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, Trans
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
-from mlbench_core.dataset.registry import MULTI30K_ARCHIVE_SHA256, MULTI30K_NAMES, MULTI30K_SHA256, MULTI30K_URL
+from mlbench_core.dataset.registry import (
+    MULTI30K_ARCHIVE_SHA256,
+    MULTI30K_NAMES,
+    MULTI30K_SHA256,
+    MULTI30K_URL,
+)
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["Multi30k", "download_text"]
@@ -24,11 +32,13 @@ _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 class Multi30k(RecurrentPairs):
     """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
 
-    The raw text must be in ``root``: ``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``,
-    plain or compressed. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
+    The raw text must be in ``root``: ``train.en``, ``val.en``, ``test_2016_flickr.en``, and the
+    same with ``.de``, plain or compressed. Vocabulary and store are created as for WMT16, and kept
+    in the user's cache folder.
 
-    Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
-    :meth:`for_transformer` returns the same pairs in the format of
+    Items and methods are those of
+    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`; :meth:`for_transformer`
+    returns the same pairs in the format of
     :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`.
 
     Args:
@@ -37,8 +47,10 @@ class Multi30k(RecurrentPairs):
         train: If True, load the training part.
         validation: If True, load the validation part.
         test: If True, load the test part of 2016.
-        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a multiple of 8.
-        tokens: ``"subwords"`` divides Moses' words into parts; ``"spacy"`` uses whole words by spaCy's rules.
+        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a
+            multiple of 8.
+        tokens: ``"subwords"`` divides Moses' words into parts; ``"spacy"`` uses whole words by
+            spaCy's rules.
         vocab_size: Number of sub-words.
         min_count: Minimum count of a word with ``"spacy"``; a rarer one is unknown.
         sort: If True, sort the pairs by the length of the source, the longest first.
@@ -48,23 +60,26 @@ class Multi30k(RecurrentPairs):
         cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed
+            above.
         DatasetNotFoundError: The text of the part, or the training text, does not exist.
         DatasetError: The text is damaged, or its languages have different numbers of lines.
 
     Example:
         >>> import tempfile
+        >>> english, german = "A dog runs.\\nIt sleeps.\\n", "Ein Hund rennt.\\nEr schläft.\\n"
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "train.en").write_text("A dog runs.\\nIt sleeps.\\n", encoding="utf-8")
-        ...     _ = Path(folder, "train.de").write_text("Ein Hund rennt.\\nEr schläft.\\n", encoding="utf-8")
+        ...     _ = Path(folder, "train.en").write_text(english, encoding="utf-8")
+        ...     _ = Path(folder, "train.de").write_text(german, encoding="utf-8")
         ...     pairs = Multi30k(folder, train=True, vocab_size=60, cache_dir=Path(folder, "cache"))
         ...     source, target = pairs[1]
-        ...     len(pairs), pairs.tokenizer.detokenize(target), pairs.for_transformer()[0]["source"][-1].item()
+        ...     sample = pairs.for_transformer()[0]
+        ...     len(pairs), pairs.tokenizer.detokenize(target), sample["source"][-1].item()
         (2, 'Er schläft.', 1)
 
     References:
-        Elliott, Frank, Sima'an and Specia 2016, Multi30K: Multilingual English-German Image Descriptions,
-        arXiv 1605.00459.
+        Elliott, Frank, Sima'an and Specia 2016, Multi30K: Multilingual English-German Image
+        Descriptions, arXiv 1605.00459.
     """
 
     def __init__(
@@ -86,15 +101,26 @@ class Multi30k(RecurrentPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if tokens not in _TOKENIZERS:
-            raise ValueError(f"tokens must be one of {', '.join(map(repr, _TOKENIZERS))}, not {tokens!r}")
+            raise ValueError(
+                f"tokens must be one of {', '.join(map(repr, _TOKENIZERS))}, not {tokens!r}"
+            )
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
         recipe = Recipe(lang, tokenizer=_TOKENIZERS[tokens], size=vocab_size, min_count=min_count)
         # 29,000 pairs fit in memory easily.
         part = load_part(
-            functools.partial(_files, folder, lang), name, recipe, root=folder, cache_dir=cache_dir, in_memory=True
+            functools.partial(_files, folder, lang),
+            name,
+            recipe,
+            root=folder,
+            cache_dir=cache_dir,
+            in_memory=True,
         )
-        tokenizer = WMT16Tokenizer(part.vocabulary_folder, math_precision, lang=lang[0], tokenizer=recipe.tokenizer)
-        super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
+        tokenizer = WMT16Tokenizer(
+            part.vocabulary_folder, math_precision, lang=lang[0], tokenizer=recipe.tokenizer
+        )
+        super().__init__(
+            part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size
+        )
 
     def for_transformer(self, **options: Any) -> TransformerPairs:
         """Return the same pairs for the Transformer, with its dictionary, samples and ``collater``.
@@ -110,14 +136,14 @@ class Multi30k(RecurrentPairs):
 
 
 def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
-    found = find_files(folder, MULTI30K_NAMES[name], languages)
-    if found is None:
+    files = find_files(folder, MULTI30K_NAMES[name], languages)
+    if files is None:
         names = " and ".join(f"{MULTI30K_NAMES[name][0]}.{lang}" for lang in languages)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' downloads them from "
-            f"data/task1/raw of https://github.com/multi30k/dataset"
+            f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' "
+            "downloads them from data/task1/raw of https://github.com/multi30k/dataset"
         )
-    return found
+    return files
 
 
 def download_text(folder: Path) -> None:
@@ -131,4 +157,8 @@ def download_text(folder: Path) -> None:
     """
     for name in MULTI30K_SHA256:
         if find_file([folder], [name]) is None:
-            progress_download(f"{MULTI30K_URL}{name}.gz", folder / f"{name}.gz", sha256=MULTI30K_ARCHIVE_SHA256[name])
+            progress_download(
+                f"{MULTI30K_URL}{name}.gz",
+                folder / f"{name}.gz",
+                sha256=MULTI30K_ARCHIVE_SHA256[name],
+            )

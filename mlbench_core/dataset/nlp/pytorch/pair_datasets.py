@@ -38,10 +38,11 @@ class _PartPairs(Dataset[Item]):
     indices: Lengths
 
     def references(self) -> list[str]:
-        """Return the targets as they are in the text, in this data set's order; not for training parts.
+        """Return the targets as they are in the text, in this data set's order.
 
         Raises:
-            ValueError: This is a training part, from which pairs were left out, or its text is not raw.
+            ValueError: This is a training part, from which pairs were left out, or its text is not
+                raw.
         """
         return self.part.read_targets(self.indices)
 
@@ -49,7 +50,8 @@ class _PartPairs(Dataset[Item]):
         """Return the store's numbers of the source and the target of a pair."""
         if not 0 <= index < len(self.indices):
             raise IndexError(
-                f"index must be at least 0 and below {len(self.indices)}, the number of pairs, not {index}"
+                f"index must be at least 0 and below {len(self.indices)}, the number of pairs, "
+                f"not {index}"
             )
         number = int(self.indices[index])
         return self.part.store.source[number], self.part.store.target[number]
@@ -59,12 +61,13 @@ class _PartPairs(Dataset[Item]):
 
 
 class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
-    """Pairs for GNMT: each side begins with the id of the beginning and ends with the id of the end.
+    """Pairs for GNMT: each side begins with the id of the beginning and ends with that of the end.
 
     Attributes:
         tokenizer: The tokenizer that creates the ids.
         indices: Numbers of the pairs in the store, in this data set's order.
-        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of
+            shape (pairs, 2).
 
     Args:
         part: The part of the data set.
@@ -89,7 +92,9 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         max_size: int | None = None,
     ) -> None:
         if min_len < 0 or (max_len is not None and max_len < min_len):
-            raise ValueError(f"min_len must be from 0 to max_len, not {min_len} with max_len {max_len}")
+            raise ValueError(
+                f"min_len must be from 0 to max_len, not {min_len} with max_len {max_len}"
+            )
         if max_size is not None:
             check_at_least("max_size", max_size, 1)
         self.part = part
@@ -99,11 +104,17 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         kept = lengths.min(axis=1) >= min_len
         if max_len is not None:
             kept &= lengths.max(axis=1) <= max_len
-        # Scores are comparable only on the whole text, so log a warning if pairs of a validation or test part are left
-        # out.
+        # Scores are comparable only on the whole text, so log a warning if pairs of a validation or
+        # test part are left out.
         if part.has_references and not kept.all():
-            _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
-                         "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
+            _log.warning(
+                "%d of %d pairs are left out, with sides of fewer than %d or more than %s "
+                "sub-words: a score is not that of the whole text",
+                (~kept).sum(),
+                len(kept),
+                min_len,
+                max_len,
+            )
         self.indices: Lengths = np.flatnonzero(kept)[:max_size]
         if sort:
             self.indices = self.indices[np.argsort(-lengths[self.indices, 0], kind="stable")]
@@ -116,24 +127,31 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
 
     @property
     def sizes(self) -> Lengths:
-        """Return the number of ids of each pair's longer side, with beginning and end; int64 of shape (pairs,)."""
+        """Return the number of ids of each pair's longer side, int64 of shape (pairs,).
+
+        Beginning and end count.
+        """
         return self.lengths.max(axis=1, initial=0) + 2
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return source and target, int64 of shape (tokens + 2,)."""
-        source, target = (torch.from_numpy(self.tokenizer.to_ids(numbers)) for numbers in self._numbers(index))
-        return source, target
+        source, target = map(self.tokenizer.to_ids, self._numbers(index))
+        return torch.from_numpy(source), torch.from_numpy(target)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {self.vocab_size} ids)"
+        return (
+            f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, "
+            f"{self.vocab_size} ids)"
+        )
 
 
 class TransformerPairs(_PartPairs[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
-        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2. With a vocabulary of sub-tokens,
-            no text is without a symbol, and all numbers are those of its file.
+        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2. With a
+            vocabulary of sub-tokens, no text is without a symbol, and all numbers are those of its
+            file.
         src_dict: The same dictionary.
         trg_dict: The same dictionary.
         indices: Numbers of the pairs in the store, in this data set's order.
@@ -142,11 +160,12 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     Args:
         part: The part of the data set.
         left_pad: For source and target: if True, pad on the left.
-        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of a training part are
-            left out. Longer sentences of other parts are cut, because these parts must stay complete.
+        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of
+            a training part are left out. Longer sentences of other parts are cut, because these
+            parts must stay complete.
         seq_len_multiple: Pad source and target to multiples of this length.
-        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles pairs of the same
-            length.
+        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles
+            pairs of the same length.
         indices: Numbers of the pairs in the store to take; None for all.
 
     Raises:
@@ -165,7 +184,10 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         indices: npt.ArrayLike | None = None,
     ) -> None:
         if min(max_positions) < 2:
-            raise ValueError(f"max_positions must be at least 2 each, one for the end, not {tuple(max_positions)}")
+            raise ValueError(
+                "max_positions must be at least 2 each, one for the end, not "
+                f"{tuple(max_positions)}"
+            )
         check_at_least("seq_len_multiple", seq_len_multiple, 1)
         self.part = part
         self.lang = part.recipe.languages
@@ -173,30 +195,43 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         if isinstance(part.subwords, SubtokenVocabulary):
             pad, eos, *symbols = part.subwords.symbols
-            self.dictionary, self._shift = Dictionary(pad, eos, symbols=symbols), 0
+            self.dictionary = Dictionary(pad, eos, symbols=symbols)
+            self._shift = 0
         else:
             self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
             # In the store, unknown text has the number 0 and symbols have numbers from 1.
             self._shift = _FIRST_SYMBOL - 1
-        # If a special symbol were in the vocabulary too, the numbers of all later symbols would be wrong.
+        # If a special symbol were in the vocabulary too, the numbers of all later symbols would be
+        # wrong.
         if len(self.dictionary) != self._shift + part.subwords.size:
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
-            raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
+            raise DatasetError(
+                f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line"
+            )
         self.src_dict = self.trg_dict = self.dictionary
         lengths = _lengths(part) + 1
-        wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
+        wanted: Lengths = np.arange(len(lengths))
+        if indices is not None:
+            wanted = np.asarray(indices, dtype=np.int64)
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
+            message = "%d of %d pairs %s: they have more than %s tokens"
             effect = "are left out" if part.is_cleaned else "are cut"
-            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), effect,
-                         " and ".join(map(str, max_positions)))  # fmt: skip
-        self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
-        # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a batch.
+            limits = " and ".join(map(str, max_positions))
+            _log.warning(message, too_long.sum(), len(wanted), effect, limits)
+        if part.is_cleaned:
+            wanted = wanted[~too_long]
+        self.indices: Lengths = wanted
+        # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a
+        # batch.
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
     def sizes(self) -> Lengths:
-        """Return the tokens of each pair in a batch: those of its longer side, rounded up; int64 of shape (pairs,)."""
+        """Return the tokens of each pair in a batch, int64 of shape (pairs,).
+
+        They are those of its longer side, rounded up.
+        """
         longest = self.lengths.max(axis=1, initial=0)
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
 
@@ -204,8 +239,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         """Join sub-words to text; a generator with ``remove_bpe=None`` returns such sub-words.
 
         Args:
-            text: Symbols of the dictionary with spaces between them. Whole words, which a generator with
-                ``remove_bpe="@@ "`` returns, are accepted too, except with a vocabulary of sub-tokens.
+            text: Symbols of the dictionary with spaces between them. Whole words, which a generator
+                with ``remove_bpe="@@ "`` returns, are accepted too, except with a vocabulary of
+                sub-tokens.
 
         Returns:
             Text with normal punctuation.
@@ -214,12 +250,17 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``id``, the index, and ``source`` and ``target``, int64 of shape (tokens,)."""
-        sides = zip(self._numbers(index), self.max_positions, strict=True)
-        source, target = (self._symbols(numbers[: limit - 1]) for numbers, limit in sides)
-        return {"id": index, "source": source, "target": target}
+        source, target = self._numbers(index)
+        source_limit, target_limit = self.max_positions
+        return {
+            "id": index,
+            "source": self._symbols(source, source_limit),
+            "target": self._symbols(target, target_limit),
+        }
 
-    def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Convert a sentence from the store's numbers to the dictionary's."""
+    def _symbols(self, numbers: npt.NDArray[Any], limit: int) -> Tensor:
+        """Convert a sentence from the store's numbers to the dictionary's, and cut it."""
+        numbers = numbers[: limit - 1]
         # The end symbol fills the array; all but its last element are overwritten.
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers
@@ -236,11 +277,18 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
             The batch that :func:`~mlbench_core.dataset.nlp.pytorch.batches.collate_batch` makes.
         """
         return collate_batch(
-            samples, self.dictionary.pad(), self.dictionary.eos(), *self.left_pad, self.seq_len_multiple
+            samples,
+            self.dictionary.pad(),
+            self.dictionary.eos(),
+            *self.left_pad,
+            self.seq_len_multiple,
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {len(self.dictionary)} symbols)"
+        return (
+            f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, "
+            f"{len(self.dictionary)} symbols)"
+        )
 
 
 def _lengths(part: Part) -> Lengths:

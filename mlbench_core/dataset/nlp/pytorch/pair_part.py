@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SPECIAL_SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")
-"""Symbols that other programs write into their vocabulary files. Here they have fixed numbers and are not written."""
+"""Symbols that other programs write into their vocabulary files.
+
+Here they have fixed numbers and are not written.
+"""
 
 _NEWSTEST2014_LINES = 3_003
 _NEWSTEST2014_FILTERED_LINES = 2_737
@@ -78,18 +82,20 @@ class Part:
             Lines of text.
 
         Raises:
-            ValueError: The text is not raw; or pairs were left out, as in training parts, so that lines and pairs do
-                not correspond.
+            ValueError: The text is not raw; or pairs were left out, as in training parts, so that
+                lines and pairs do not correspond.
         """
         if self.recipe.tokenizer is None:
-            raise ValueError("references must be raw text, not text that is divided into sub-words: use raw text")
+            raise ValueError(
+                "references must be raw text, not text that is divided into sub-words: use raw text"
+            )
         if self.is_cleaned:
             raise ValueError(
-                "references must be of a complete part, not of a training part, from which pairs were left out: use "
-                "another part"
+                "references must be of a complete part, not of a training part, from which "
+                "pairs were left out: use another part"
             )
         # Read the text, because the store has sub-words and not the original lines.
-        lines = [line for path in self.files.targets for line in read_lines(path)]
+        lines = list(itertools.chain.from_iterable(map(read_lines, self.files.targets)))
         return [lines[index] for index in indices]
 
 
@@ -106,15 +112,18 @@ def choose_part(**parts: bool) -> str:
     chosen = [part for part, wanted in parts.items() if wanted]
     if len(chosen) != 1:
         raise ValueError(
-            f"exactly one of {', '.join(parts)} must be True, not {' and '.join(chosen) or 'none of them'}"
+            f"exactly one of {', '.join(parts)} must be True, not "
+            f"{' and '.join(chosen) or 'none of them'}"
         )
     return chosen[0]
 
 
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
-    """Return the text of a part, under the first of its names that exists as ``NAME.LANG`` in both languages."""
+    """Return the first of some names that exists as ``NAME.LANG`` in both languages."""
+    source_lang, target_lang = languages
     for name in names:
-        source, target = (find_file([folder], [f"{name}.{lang}"]) for lang in languages)
+        source = find_file([folder], [f"{name}.{source_lang}"])
+        target = find_file([folder], [f"{name}.{target_lang}"])
         if source and target:
             if name.startswith("newstest2014"):
                 _check_newstest2014(source)
@@ -122,7 +131,9 @@ def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> 
     return None
 
 
-def download_files(folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool) -> PairFiles:
+def download_files(
+    folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool
+) -> PairFiles:
     """Return the text of a part from its archives; download and unpack them if they are missing.
 
     Args:
@@ -144,15 +155,16 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
     pairs = []
     for archive in archives:
         paths = [folder / archive.text_path(lang) for lang in languages]
-        missing = next((path for path in paths if not path.is_file()), None)
-        if missing is not None:
-            if not download:
-                raise DatasetNotFoundError(
-                    f"{missing} does not exist; download=True or 'mlbench data fetch' gets it from {archive.url}"
-                )
+        missing = [path for path in paths if not path.is_file()]
+        if missing and not download:
+            raise DatasetNotFoundError(
+                f"{missing[0]} does not exist; download=True or 'mlbench data fetch' gets it "
+                f"from {archive.url}"
+            )
+        if missing:
             # One process downloads. The others find the files once they have the lock.
             with lock(folder / ".download.lock"):
-                if not all(path.is_file() for path in paths):
+                if not all(map(Path.is_file, paths)):
                     _download(folder, archive, languages)
         pairs.append(paths)
     sources, targets = zip(*pairs, strict=True)
@@ -172,65 +184,77 @@ def load_part(
     """Load vocabulary and store of a part; create both if they do not exist yet.
 
     Args:
-        find: Function that returns the text of the part with a given name. If ``name`` is not ``"train"``, it is called
-            for the training text only to learn a vocabulary.
+        find: Function that returns the text of the part with a given name. If ``name`` is not
+            ``"train"``, it is called for the training text only to learn a vocabulary.
         name: Name of the part; raw text of ``"train"`` is cleaned.
         recipe: The settings for words and symbols.
-        root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of a learned one.
+        root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of
+            a learned one.
         cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
         in_memory: If True, read the store into memory.
-        vocabulary: File with sub-tokens that is used instead of any other vocabulary; None for no such file. The
-            recipe's tokenizer must be ``"lines"`` with a file.
+        vocabulary: File with sub-tokens that is used instead of any other vocabulary; None for no
+            such file. The recipe's tokenizer must be ``"lines"`` with a file.
 
     Returns:
         The part.
 
     Raises:
-        DatasetNotFoundError: The file with sub-tokens does not exist; or the text is divided already, and the
-            vocabulary is missing.
+        DatasetNotFoundError: The file with sub-tokens does not exist; or the text is divided
+            already, and the vocabulary is missing.
         DatasetError: The file is not a vocabulary.
     """
+    subwords: Subwords | SubtokenVocabulary | None = None
     # Before find(): an error in the file must show before a long download.
-    given = None if vocabulary is None else (SubtokenVocabulary.load(vocabulary), vocabulary.parent)
+    if vocabulary is not None:
+        subwords, folder = SubtokenVocabulary.load(vocabulary), vocabulary.parent
     files = find(name)
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
-    subwords: Subwords | SubtokenVocabulary
-    if given is not None:
-        subwords, folder = given
-    elif any(root.glob("vocab.bpe.*")):
-        subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
-    elif recipe.tokenizer is None:
-        raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
-    else:
-        subwords, folder = prepare_subwords(find("train"), recipe, cache)
+    if subwords is None:
+        subwords, folder = _find_subwords(find, recipe, root, cache)
     # Drop the merges, because divided text must not be divided again.
     if recipe.tokenizer is None:
         subwords = Subwords(subwords.symbols, None, recipe.separator)
+    cleaning = None
     # The program that divided a text has also cleaned it.
-    cleaning = Cleaning() if name == "train" and recipe.tokenizer is not None else None
+    if name == "train" and recipe.tokenizer is not None:
+        cleaning = Cleaning()
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
     return Part(files, store, subwords, folder, recipe, cleaning is not None)
 
 
+def _find_subwords(
+    find: Callable[[str], PairFiles], recipe: Recipe, root: Path, cache: Path
+) -> tuple[Subwords, Path]:
+    """Return the vocabulary of the data's folder, or learn one from the training text."""
+    if any(root.glob("vocab.bpe.*")):
+        return Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
+    if recipe.tokenizer is None:
+        raise DatasetNotFoundError(
+            f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs"
+        )
+    return prepare_subwords(find("train"), recipe, cache)
+
+
 def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
-    """Download and unpack an archive below ``downloads``; move its text into place if it is complete."""
+    """Download and unpack an archive, and move its text into place if it is complete."""
     file_name = archive.url.rsplit("/", 1)[1]
     unpacked = folder / "downloads" / file_name.partition(".")[0]
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
-    texts = [archive.text_path(lang) for lang in languages]
-    found = [unpacked / text for text in texts]
-    # Count the lines of all files before the first one gets its place, so that a wrong text is never used.
-    for path in found:
+    # Count the lines of all files before the first one is moved, so that a wrong text is never
+    # used.
+    for lang in languages:
+        path = unpacked / archive.text_path(lang)
         lines = count_lines(path) if path.is_file() else 0
         if lines != archive.lines:
             raise DownloadError(
-                f"{path} from {archive.url} must have {archive.lines} lines, not {lines}: delete {path.parent} and get "
-                f"the archive from another place"
+                f"{path} from {archive.url} has {lines} lines, not {archive.lines}: delete "
+                f"{path.parent} and get the archive from another place"
             )
-    for path, text in zip(found, texts, strict=True):
-        place = folder / text
-        place.parent.mkdir(parents=True, exist_ok=True)
-        move_into_place(path, place)
+    for lang in languages:
+        text = archive.text_path(lang)
+        target = folder / text
+        target.parent.mkdir(parents=True, exist_ok=True)
+        move_into_place(unpacked / text, target)
 
 
 def _check_newstest2014(path: Path) -> None:
@@ -238,8 +262,8 @@ def _check_newstest2014(path: Path) -> None:
     lines = count_lines(path)
     if lines == _NEWSTEST2014_FILTERED_LINES:
         raise DatasetError(
-            f"{path} must be the whole newstest2014 of {_NEWSTEST2014_LINES} lines, not its filtered copy of {lines}: "
-            f"get https://www.statmt.org/wmt14/test-full.tgz"
+            f"{path} is the filtered copy of newstest2014 with {lines} lines, not the whole text "
+            f"of {_NEWSTEST2014_LINES}: get https://www.statmt.org/wmt14/test-full.tgz"
         )
     if lines != _NEWSTEST2014_LINES:
         _log.warning("%s has %d lines; newstest2014 has %d", path, lines, _NEWSTEST2014_LINES)

@@ -2,13 +2,14 @@
 
 A store is a folder:
 
-* ``header.json``: the fields of :class:`PairHeader`: version of the format, number of pairs and tokens, both languages,
-  checksum and size of the vocabulary, and further entries;
+* ``header.json``: the fields of :class:`PairHeader`: version of the format, number of pairs and
+  tokens, both languages, checksum and size of the vocabulary, and further entries;
 * ``source.npy`` and ``target.npy``: the numbers of all sentences, concatenated;
-* ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end of the last one.
+* ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end
+  of the last one.
 
-Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created under another name
-and renamed when it is complete. Nothing in it is a pickle.
+Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created
+under another name and renamed when it is complete. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ FORMAT_VERSION = 1
 
 Numbers = npt.NDArray[np.integer[Any]]
 
-_SIDES = ("source", "target")
 _ADVICE = "delete the folder, and it is created again"
 
 
@@ -89,9 +89,12 @@ class Sentences:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Numbers:
-        """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
+        """Return a view of the numbers of a sentence, of shape (tokens,); do not write to it."""
         if not 0 <= index < len(self):
-            raise IndexError(f"index must be at least 0 and below {len(self)}, the number of sentences, not {index}")
+            raise IndexError(
+                f"index must be at least 0 and below {len(self)}, the number of sentences, not "
+                f"{index}"
+            )
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -123,24 +126,26 @@ class PairStore:
         ...     header = PairHeader(("en", "de"), vocabulary_size=10, vocabulary_checksum="")
         ...     pair = (np.array([1, 2, 3]), np.array([4, 5]))
         ...     store = write_pairs(Path(folder, "store"), header, [([pair[0]], [pair[1]])])
-        ...     len(store), store.source[0].tolist(), store.target.lengths.tolist(), store.source.numbers.dtype
-        (1, [1, 2, 3], [2], dtype('uint16'))
+        ...     len(store), store.source[0].tolist(), store.target.lengths.tolist()
+        (1, [1, 2, 3], [2])
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], in_memory: bool = False, vocabulary_checksum: str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        in_memory: bool = False,
+        vocabulary_checksum: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.header = _read_header(self.folder)
-        if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
+        if vocabulary_checksum not in (None, self.header.vocabulary_checksum):
             raise DatasetError(
-                f"{self.folder} must have the vocabulary {vocabulary_checksum}, not "
-                f"{self.header.vocabulary_checksum}: {_ADVICE}"
+                f"{self.folder} has the vocabulary {self.header.vocabulary_checksum}, not "
+                f"{vocabulary_checksum}: {_ADVICE}"
             )
-        self.source, self.target = (
-            self._load(side, tokens, mapped=not in_memory)
-            for side, tokens in zip(_SIDES, self.header.tokens, strict=True)
-        )
+        source_tokens, target_tokens = self.header.tokens
+        self.source = self._load("source", source_tokens, mapped=not in_memory)
+        self.target = self._load("target", target_tokens, mapped=not in_memory)
 
     def _load(self, side: str, tokens: int, mapped: bool) -> Sentences:
         try:
@@ -150,14 +155,14 @@ class PairStore:
             raise DatasetError(f"{error}; {_ADVICE}") from error
         if (numbers.dtype, numbers.shape) != (self.header.dtype, (tokens,)):
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} must have {tokens} numbers of {self.header.dtype}, not "
-                f"{numbers.dtype} of shape {numbers.shape}; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} is {numbers.dtype} of shape "
+                f"{numbers.shape}, not {tokens} numbers of {self.header.dtype}; {_ADVICE}"
             )
-        is_known = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
-        if not is_known or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+        has_form = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
+        if not has_form or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} must have {self.header.pairs} sentences, one after the other, "
-                f"with {tokens} numbers; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} does not have {self.header.pairs} "
+                f"sentences, one after the other, with {tokens} numbers; {_ADVICE}"
             )
         return Sentences(numbers, offsets)
 
@@ -178,32 +183,45 @@ def write_pairs(
     Args:
         folder: The store to create.
         header: Description of the store. The function fills in the numbers of pairs and tokens.
-        blocks: Blocks of sources and their targets, each a list of integer arrays of shape (tokens,). Only one block at
-            a time is in memory.
+        blocks: Blocks of sources and their targets, each a list of integer arrays of shape
+            (tokens,). Only one block at a time is in memory.
 
     Returns:
         The store, mapped into memory.
 
     Raises:
-        ValueError: A block has different numbers of sources and targets, or a number is not in the vocabulary.
+        ValueError: A block has different numbers of sources and targets, or a number is not in the
+            vocabulary.
     """
     with files.creating_folder(folder) as new:
-        with _NumberFile(new / "source.npy", header) as source, _NumberFile(new / "target.npy", header) as target:
+        with (
+            _NumberFile(new / "source.npy", header) as source,
+            _NumberFile(new / "target.npy", header) as target,
+        ):
             for sources, targets in blocks:
                 if len(sources) != len(targets):
-                    raise ValueError(f"a block must have {len(sources)} targets, one per source, not {len(targets)}")
+                    raise ValueError(
+                        f"a block must have {len(sources)} targets, one per source, not "
+                        f"{len(targets)}"
+                    )
                 source.append(sources)
                 target.append(targets)
-        counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
-        content = {**asdict(header), **counts}
-        (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        # The new store is complete here. Remove the old one, because leaving this block renames the new one.
+        content = asdict(header)
+        content["pairs"] = len(source.offsets) - 1
+        content["tokens"] = (source.offsets[-1], target.offsets[-1])
+        text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+        (new / "header.json").write_text(text, encoding="utf-8")
+        # The new store is complete here. Remove the old one, because leaving this block renames the
+        # new one.
         shutil.rmtree(folder, ignore_errors=True)
     return PairStore(folder)
 
 
 class _NumberFile:
-    """A one-dimensional .npy file that grows; closing it also writes the file of its sentences' offsets."""
+    """A one-dimensional .npy file that grows.
+
+    Closing it also writes the file of its sentences' offsets.
+    """
 
     def __init__(self, path: Path, header: PairHeader) -> None:
         self.path = path
@@ -220,16 +238,21 @@ class _NumberFile:
         largest = self.header.vocabulary_size - 1
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= largest:
             raise ValueError(
-                f"numbers must be those of the vocabulary, 0 to {largest}, not {numbers.min()} to {numbers.max()}"
+                f"numbers must be those of the vocabulary, 0 to {largest}, not {numbers.min()} "
+                f"to {numbers.max()}"
             )
         # Write block by block, so that a text of millions of pairs is never in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
-        ends = self.offsets[-1] + np.cumsum([len(sentence) for sentence in sentences])
+        ends = self.offsets[-1] + np.cumsum(list(map(len, sentences)))
         self.offsets += ends.tolist()
 
     def _write_header(self) -> None:
         """Write the header; numpy pads it, so that a larger number of tokens fits later."""
-        content = {"descr": self.header.dtype.str, "fortran_order": False, "shape": (self.offsets[-1],)}
+        content = {
+            "descr": self.header.dtype.str,
+            "fortran_order": False,
+            "shape": (self.offsets[-1],),
+        }
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, content)
 
@@ -249,10 +272,12 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} must have version {FORMAT_VERSION} of the format, not {content['version']}: {_ADVICE}"
+                f"{folder} has version {content['version']} of the format, not "
+                f"{FORMAT_VERSION}: {_ADVICE}"
             )
         # JSON has no tuples, only lists.
-        content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
+        content["languages"] = tuple(content["languages"])
+        content["tokens"] = tuple(content["tokens"])
         return PairHeader(**content)
     except FileNotFoundError:
         raise DatasetNotFoundError(f"the store {folder} does not exist") from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mlbench_core.dataset.download import show_progress
 from mlbench_core.dataset.local_files import count_lines, digest_texts, read_lines
@@ -32,8 +31,8 @@ class PairFiles:
     """The text of one part of a data set: line i of the targets translates line i of the sources.
 
     Attributes:
-        sources: Files in the first language, read one after another: plain or compressed text, or ``.sgm`` as in the
-            archives of the translation conferences.
+        sources: Files in the first language, read one after another: plain or compressed text, or
+            ``.sgm`` as in the archives of the translation conferences.
         targets: Files in the second language.
     """
 
@@ -67,8 +66,9 @@ class Recipe:
 
     Attributes:
         languages: Languages of source and target.
-        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, ``"lines"`` for lines
-            that the vocabulary itself splits, None for text that is already split into words and divided.
+        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words,
+            ``"lines"`` for lines that the vocabulary itself splits, None for text that is already
+            split into words and divided.
         merges: Number of merges. Pass either this or ``size``.
         size: Number of symbols. Pass either this or ``merges``.
         min_count: Minimum count of a whole word; a rarer one gets no symbol.
@@ -98,8 +98,8 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
     Args:
         files: The text.
         recipe: The settings.
-        cache_dir: Folder for the vocabulary and the text in words. If several processes call this, one of them creates
-            the files and the others wait.
+        cache_dir: Folder for the vocabulary and the text in words. If several processes call this,
+            one of them creates the files and the others wait.
 
     Returns:
         The vocabulary, and its folder.
@@ -114,7 +114,9 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
             lines = itertools.chain.from_iterable(map(read_lines, (*words.sources, *words.targets)))
             if recipe.tokenizer == "spacy":
-                subwords = learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
+                subwords = learn_words(
+                    lines, min_count=recipe.min_count, separator=recipe.separator
+                )
             else:
                 subwords = learn_subwords(
                     lines,
@@ -143,8 +145,8 @@ def prepare_store(
         files: The text.
         recipe: The settings for words.
         subwords: The vocabulary.
-        cache_dir: Folder for the store. If several processes call this, one of them creates the store and the others
-            wait.
+        cache_dir: Folder for the store. If several processes call this, one of them creates the
+            store and the others wait.
         cleaning: Rules for the pairs to keep; None keeps all.
         in_memory: If True, read the store into memory instead of mapping it.
 
@@ -154,8 +156,10 @@ def prepare_store(
     Raises:
         DatasetError: The text is damaged, or its languages have different numbers of lines.
     """
-    how = {**asdict(recipe), "cleaning": asdict(cleaning) if cleaning else None, "vocabulary": subwords.checksum}
-    folder = cache_dir / f"pairs-{_digest(files, how)}"
+    settings = asdict(recipe)
+    settings["cleaning"] = asdict(cleaning) if cleaning else None
+    settings["vocabulary"] = subwords.checksum
+    folder = cache_dir / f"pairs-{_digest(files, settings)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         try:
             # Opening an existing store checks it. A damaged one is replaced below.
@@ -163,23 +167,36 @@ def prepare_store(
         except DatasetError as error:
             if folder.exists():
                 _log.warning("%s", error)
-        # The words come before the progress bar of the store, because a terminal shows one bar at a time.
-        is_split = recipe.tokenizer in ("moses", "spacy")
-        text = _prepare_words(files, recipe, cleaning, cache_dir) if is_split else files
-        header = PairHeader(recipe.languages, subwords.size, subwords.checksum, extra={"recipe": how})
+        extra = {"recipe": settings}
+        header = PairHeader(recipe.languages, subwords.size, subwords.checksum, extra=extra)
+        # The words come before the progress bar of the store, because a terminal shows one bar at a
+        # time.
+        if recipe.tokenizer in ("moses", "spacy"):
+            files = _prepare_words(files, recipe, cleaning, cache_dir)
+            # These files have only the pairs that the rules keep.
+            cleaning = None
         with show_progress("sub-words", None) as advance:
-            blocks = _blocks(text, None if is_split else cleaning)
-            store = write_pairs(folder, header, _encode(blocks, subwords, advance))
-    return PairStore(folder, in_memory) if in_memory else store
+            blocks = _encode(_blocks(files, cleaning), subwords, advance)
+            store = write_pairs(folder, header, blocks)
+    if in_memory:
+        return PairStore(folder, in_memory)
+    return store
 
 
 def _blocks(text: PairFiles, cleaning: Cleaning | None) -> Iterator[tuple[list[str], list[str]]]:
     """Yield blocks of pairs, without white space at the ends of lines."""
-    pairs = _read_pairs(text)
-    if cleaning:
-        pairs = (pair for pair in pairs if cleaning.keeps(pair[0].split(), pair[1].split()))
-    while block := list(itertools.islice(pairs, _BLOCK)):
-        yield [source.strip() for source, _ in block], [target.strip() for _, target in block]
+    sources: list[str] = []
+    targets: list[str] = []
+    for source, target in _read_pairs(text):
+        if cleaning and not cleaning.keeps(source.split(), target.split()):
+            continue
+        sources.append(source.strip())
+        targets.append(target.strip())
+        if len(sources) == _BLOCK:
+            yield sources, targets
+            sources, targets = [], []
+    if sources:
+        yield sources, targets
 
 
 def _encode(
@@ -193,47 +210,50 @@ def _encode(
         advance(len(sources))
 
 
-def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> PairFiles:
+def _prepare_words(
+    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
+) -> PairFiles:
     """Return a text in words, from which both the vocabulary and the store are created.
 
-    Each file of the text has a result of its own. After an interruption, finished files are therefore not split again.
+    Each file of the text has its own result. After an interruption, finished files are therefore
+    not split again.
     """
-    folders = [
-        _split_words(PairFiles((source,), (target,)), recipe, cleaning, cache_dir)
-        for source, target in zip(files.sources, files.targets, strict=True)
-    ]
-    return PairFiles(*(tuple(folder / f"{side}.txt" for folder in folders) for side in ("source", "target")))
+    sources, targets = [], []
+    for source, target in zip(files.sources, files.targets, strict=True):
+        folder = _split_words(PairFiles((source,), (target,)), recipe, cleaning, cache_dir)
+        sources.append(folder / "source.txt")
+        targets.append(folder / "target.txt")
+    return PairFiles(tuple(sources), tuple(targets))
 
 
-def _split_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
-    """Split one file of a text and its translation into words, and return the folder of the result."""
-    how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
-    folder = cache_dir / f"words-{_digest(files, how)}"
+def _split_words(
+    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
+) -> Path:
+    """Split one file and its translation into words, and return the folder of the result."""
+    settings = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
+    folder = cache_dir / f"words-{_digest(files, settings)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         if folder.is_dir():
             return folder
         read = kept = 0
         source = files.sources[0]
+        source_lang, target_lang = recipe.languages
+        tokenizer = recipe.tokenizer or "moses"
         with (
             creating_folder(folder) as new,
-            ExitStack() as stack,
+            # Do not translate line ends: a text must have the same bytes on every system.
+            (new / "source.txt").open("w", encoding="utf-8", newline="\n") as source_file,
+            (new / "target.txt").open("w", encoding="utf-8", newline="\n") as target_file,
             show_progress(f"words of {source.name}", count_lines(source)) as advance,
         ):
-            sides: list[IO[str]] = [
-                # Do not translate line ends: a text must have the same bytes on every system.
-                stack.enter_context((new / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
-                for side in ("source", "target")
-            ]
-            for pair in _read_pairs(files):
+            for source_line, target_line in _read_pairs(files):
                 read += 1
-                words = [
-                    split_words(line, lang, recipe.tokenizer or "moses")
-                    for line, lang in zip(pair, recipe.languages, strict=True)
-                ]
-                if cleaning is None or cleaning.keeps(*words):
+                source_words = split_words(source_line, source_lang, tokenizer)
+                target_words = split_words(target_line, target_lang, tokenizer)
+                if cleaning is None or cleaning.keeps(source_words, target_words):
                     kept += 1
-                    for file, side in zip(sides, words, strict=True):
-                        file.write(" ".join(side) + "\n")
+                    source_file.write(" ".join(source_words) + "\n")
+                    target_file.write(" ".join(target_words) + "\n")
                 # Not for each pair, because an update of the bar takes time.
                 if read % _BLOCK == 0:
                     advance(_BLOCK)
@@ -248,11 +268,12 @@ def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
                 raise DatasetError(
-                    f"{source} has {count_lines(source)} lines and {target} {count_lines(target)}; each line must be "
-                    f"the translation of the same line of the other file"
+                    f"{source} has {count_lines(source)} lines and {target} "
+                    f"{count_lines(target)}; each line must be the translation of the same line of "
+                    "the other file"
                 )
             yield lines
 
 
-def _digest(files: PairFiles, how: Any) -> str:
-    return digest_texts((*files.sources, *files.targets), [_VERSION, how])
+def _digest(files: PairFiles, settings: Any) -> str:
+    return digest_texts((*files.sources, *files.targets), [_VERSION, settings])

@@ -1,12 +1,13 @@
-r"""The vocabulary of MLPerf's Transformer reference: sub-tokens in the file format of Tensor2Tensor.
+r"""The vocabulary of MLPerf's Transformer reference: sub-tokens in Tensor2Tensor's format.
 
-A file has one sub-token per line, in single or double quotes; padding and end come first. The number of a sub-token is
-that of its line, from 0. Text becomes numbers in three steps:
+A file has one sub-token per line, in single or double quotes; padding and end come first. The
+number of a sub-token is that of its line, from 0. Text becomes numbers in three steps:
 
-1. Tokens are the longest runs of letters and digits, and of other characters. A space between two tokens of letters and
-   digits is left out, because two such tokens in a row always have a space between them.
-2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character that no sub-token has becomes
-   ``\NUMBER;`` with its code point. Then ``_`` marks the end of the token.
+1. Tokens are the longest runs of letters and digits, and of other characters. A space between two
+   tokens of letters and digits is left out, because two such tokens in a row always have a space
+   between them.
+2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character that no sub-token has
+   becomes ``\NUMBER;`` with its code point. Then ``_`` marks the end of the token.
 3. From left to right, the longest sub-token that fits is cut off.
 
 Every step can be reversed, so any text is restored exactly. No text is unknown.
@@ -30,9 +31,11 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError
 __all__ = ["SubtokenVocabulary"]
 
 _PAD, _EOS = 0, 1
-# MLPerf's reference writes the first form, Tensor2Tensor the second one, with the mark of a token's end.
+# MLPerf's reference writes the first form, Tensor2Tensor the second one, with the mark of a token's
+# end.
 _SPECIAL = (("<pad>", "<pad>_"), ("<EOS>", "<EOS>_"))
-# Letters and digits: `isalnum` is true for the Unicode categories L and N alone, and `\w` for these and "_".
+# Letters and digits: `isalnum` is true for the Unicode categories L and N alone, and `\w` for these
+# and "_".
 _TOKENS = re.compile(r"[^\W_]+|[\W_]+")
 _ESCAPE_CHARACTERS = "\\_u;0123456789"
 _ESCAPES = re.compile(r"\\u|\\\\|\\([0-9]+);")
@@ -44,60 +47,69 @@ _KEPT_TOKENS = 1 << 16
 class SubtokenVocabulary:
     r"""A vocabulary of sub-tokens, with the rules that divide text into them and restore it.
 
-    Files such as ``vocab.translate_ende_wmt32k.32768.subwords`` of Tensor2Tensor and ``vocab.ende.32768`` of MLPerf's
-    reference have this format. The numbers are those of these programs.
+    Files such as ``vocab.translate_ende_wmt32k.32768.subwords`` of Tensor2Tensor and
+    ``vocab.ende.32768`` of MLPerf's reference have this format. The numbers are those of these
+    programs.
 
     Attributes:
         subtokens: The sub-tokens, as given.
-        symbols: The same, in a form that can be separated by spaces: white space in a sub-token is escaped, for example
-            a space as ``\32;``.
+        symbols: The same, in a form that can be separated by spaces: white space in a sub-token is
+            escaped, for example a space as ``\32;``.
 
     Args:
-        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
-            them must be each of their characters by itself, and ``\``, ``_``, ``u``, ``;`` and ``0`` to ``9`` for
-            escapes.
+        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then
+            all others. Among them must be each of their characters as a sub-token, and ``\``,
+            ``_``, ``u``, ``;`` and ``0`` to ``9`` for escapes.
 
     Raises:
-        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character is
-            missing.
+        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a
+            character is missing.
 
     Example:
-        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *"dogs\\_u;0123456789"])
+        >>> characters = "dogs\\_u;0123456789"
+        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *characters])
         >>> (numbers,) = vocabulary.encode(["dog dogs"])
         >>> [vocabulary.symbols[number] for number in numbers], vocabulary.decode(numbers)
         (['dog_', 'do', 'g', 's', '_'], 'dog dogs')
 
     References:
-        The class ``SubwordTextEncoder`` of https://github.com/tensorflow/tensor2tensor, described in: Vaswani et al.
-        2018, Tensor2Tensor for Neural Machine Translation, arXiv 1803.07416. The benchmark "translation" with a
-        Transformer: Mattson et al. 2019, MLPerf Training Benchmark, arXiv 1910.01500.
+        The class ``SubwordTextEncoder`` of https://github.com/tensorflow/tensor2tensor, described
+        in: Vaswani et al. 2018, Tensor2Tensor for Neural Machine Translation, arXiv 1803.07416. The
+        benchmark "translation" with a Transformer: Mattson et al. 2019, MLPerf Training Benchmark,
+        arXiv 1910.01500.
     """
 
     def __init__(self, subtokens: Sequence[str]) -> None:
         self.subtokens = list(subtokens)
         self.symbols = [_WHITE_SPACE.sub(_escape, subtoken) for subtoken in self.subtokens]
         for number, allowed in enumerate(_SPECIAL):
-            found = self.subtokens[number] if number < len(self.subtokens) else "nothing"
-            if found not in allowed:
-                raise ValueError(f"line {number + 1} must be the sub-token {allowed[0]}, not {found}")
+            subtoken = "nothing"
+            if number < len(self.subtokens):
+                subtoken = self.subtokens[number]
+            if subtoken not in allowed:
+                raise ValueError(
+                    f"line {number + 1} must be the sub-token {allowed[0]}, not {subtoken}"
+                )
         first: dict[str, int] = {}
         for number, symbol in enumerate(self.symbols):
             if not symbol:
                 raise ValueError(f"line {number + 1} must be a sub-token, not empty")
             if first.setdefault(symbol, number) != number:
                 raise ValueError(
-                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both lines {first[symbol] + 1} "
-                    f"and {number + 1}"
+                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both lines "
+                    f"{first[symbol] + 1} and {number + 1}"
                 )
         # The special sub-tokens are not text.
-        self._numbers = {subtoken: number for number, subtoken in enumerate(self.subtokens) if number > _EOS}
+        self._numbers = {
+            subtoken: number for number, subtoken in enumerate(self.subtokens) if number > _EOS
+        }
         # A character that is in a longer sub-token only could neither be cut off nor escaped.
         characters = {*_ESCAPE_CHARACTERS}.union(*self._numbers)
         missing = sorted(characters - self._numbers.keys())
         if missing:
             raise ValueError(
-                f"each character of sub-tokens and of escapes must be a sub-token of its own, but {len(missing)} are "
-                f"missing: {' '.join(map(repr, missing[:10]))}"
+                "each character of sub-tokens and of escapes must also be a sub-token, but "
+                f"{len(missing)} are missing: {' '.join(map(repr, missing[:10]))}"
             )
         self._longest = max(map(len, self._numbers))
         self._cut_tokens: dict[str, list[int]] = {}
@@ -125,15 +137,17 @@ class SubtokenVocabulary:
         Raises:
             IndexError: A number is not in the vocabulary.
         """
-        found = []
+        pieces = []
         for number in numbers:
             if not 0 <= number < len(self.subtokens):
-                raise IndexError(f"numbers must be from 0 to {len(self.subtokens) - 1}, not {number}")
+                raise IndexError(
+                    f"numbers must be from 0 to {len(self.subtokens) - 1}, not {number}"
+                )
             if number == _EOS:
                 break
             if number != _PAD:
-                found.append(self.subtokens[number])
-        return _restore("".join(found))
+                pieces.append(self.subtokens[number])
+        return _restore("".join(pieces))
 
     def join(self, text: str) -> str:
         """Return the text that symbols represent.
@@ -153,11 +167,13 @@ class SubtokenVocabulary:
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 in hexadecimal digits of the file with single quotes that has these sub-tokens.
+        """Return the SHA-256 of the file with these sub-tokens, in hexadecimal digits.
 
-        Tensor2Tensor and MLPerf's reference write single quotes, so this is what ``sha256sum`` shows for their files.
+        The file has single quotes, as Tensor2Tensor and MLPerf's reference write them. Therefore
+        ``sha256sum`` shows the same digits for their files.
         """
-        return files.digest("".join(f"'{subtoken}'\n" for subtoken in self.subtokens).encode("utf-8"))
+        content = "".join(f"'{subtoken}'\n" for subtoken in self.subtokens)
+        return files.digest(content.encode("utf-8"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SubtokenVocabulary:
@@ -181,8 +197,8 @@ class SubtokenVocabulary:
             quoted = line.rstrip()
             if len(quoted) < 2 or quoted[0] not in "'\"" or quoted[-1] != quoted[0]:
                 raise DatasetError(
-                    f"{file} is not a vocabulary of sub-tokens: line {number} must be a sub-token in quotes, not "
-                    f"{quoted[:40]!r}"
+                    f"{file} is not a vocabulary of sub-tokens: line {number} is {quoted[:40]!r}, "
+                    "not a sub-token in quotes"
                 )
             subtokens.append(quoted[1:-1])
         try:
@@ -211,11 +227,14 @@ class SubtokenVocabulary:
     def _cut(self, token: str) -> list[int]:
         """Return the numbers of the longest sub-tokens of a token, from left to right."""
         escaped = token.replace("\\", "\\\\").replace("_", "\\u")
-        escaped = "".join(c if c in self._numbers else f"\\{ord(c)};" for c in escaped) + "_"
+        # The characters of escapes are sub-tokens, so no escape is escaped again.
+        for character in set(escaped) - self._numbers.keys():
+            escaped = escaped.replace(character, f"\\{ord(character)};")
+        escaped += "_"
         numbers, start = [], 0
         while start < len(escaped):
             end = min(start + self._longest, len(escaped))
-            # This ends, because each character that is left has a sub-token of its own.
+            # This ends, because each character that is left is a sub-token.
             while escaped[start:end] not in self._numbers:
                 end -= 1
             numbers.append(self._numbers[escaped[start:end]])
@@ -228,7 +247,10 @@ def _restore(escaped: str) -> str:
     tokens = [_ESCAPES.sub(_unescape, token) for token in escaped.split("_") if token]
     pieces = tokens[:1]
     for before, token in itertools.pairwise(tokens):
-        pieces += [" ", token] if before[0].isalnum() and token[0].isalnum() else [token]
+        # The space between two tokens of letters and digits was left out.
+        if before[0].isalnum() and token[0].isalnum():
+            pieces.append(" ")
+        pieces.append(token)
     return "".join(pieces)
 
 

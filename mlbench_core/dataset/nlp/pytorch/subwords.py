@@ -1,9 +1,12 @@
-"""Sub-words: byte pair encoding of words, learned from a text or read from files in the format of subword-nmt.
+"""Sub-words: byte pair encoding of words.
 
-Words are divided into parts; each part except the last one ends with a separator, ``@@``. A model has two files.
-``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version: 0.2``; ``</w>`` marks a part at the
-end of a word. ``vocab.bpe.NAME`` has the symbols, one per line. The number of a symbol depends only on its line, so it
-is the same in every process and on every platform.
+The encoding is learned from a text, or read from files in the format of subword-nmt.
+
+Words are divided into parts; each part except the last one ends with a separator, ``@@``. A model
+has two files. ``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version:
+0.2``; ``</w>`` marks a part at the end of a word. ``vocab.bpe.NAME`` has the symbols, one per line.
+The number of a symbol depends only on its line, so it is the same in every process and on every
+platform.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 __all__ = ["UNKNOWN", "Subwords", "join_parts", "learn_subwords", "learn_words"]
 
 UNKNOWN = 0
-"""The number of text without a symbol. Symbol i of the vocabulary, counted from 0, has the number i + 1."""
+"""The number of text without a symbol.
+
+Symbol i of the vocabulary, counted from 0, has the number i + 1.
+"""
 
 _END = "</w>"
 _VERSION = "#version: 0.2"
@@ -38,8 +44,8 @@ class Subwords:
 
     Attributes:
         symbols: The symbols. Parts that do not end a word end with the separator.
-        merges: Pairs of parts in the order in which they are merged. None if words are not divided, because each symbol
-            is a whole word or the text is divided already.
+        merges: Pairs of parts in the order in which they are merged. None if words are not divided,
+            because each symbol is a whole word or the text is divided already.
         separator: As given.
 
     Args:
@@ -56,16 +62,19 @@ class Subwords:
         [[5, 4, 0], [1, 0]]
     """
 
-    def __init__(self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@") -> None:
-        if not separator or any(c.isspace() for c in separator):
+    def __init__(
+        self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@"
+    ) -> None:
+        if not separator or any(map(str.isspace, separator)):
             raise ValueError(f"separator must be a text without white space, not {separator!r}")
         self.symbols = list(symbols)
         self.merges = None if merges is None else list(merges)
         self.separator = separator
-        self._numbers = {symbol: number for number, symbol in enumerate(self.symbols, 1)}
-        if len(self._numbers) != len(self.symbols):
-            twice = next(symbol for symbol, count in Counter(self.symbols).items() if count > 1)
-            raise ValueError(f"symbols must be different, not contain {twice!r} twice")
+        self._numbers: dict[str, int] = {}
+        for number, symbol in enumerate(self.symbols, 1):
+            if symbol in self._numbers:
+                raise ValueError(f"symbols must be different, not contain {symbol!r} twice")
+            self._numbers[symbol] = number
         self._encoder: Any = None
         self._table: npt.NDArray[np.int32] | None = None
 
@@ -76,31 +85,39 @@ class Subwords:
             lines: Words with white space between them.
 
         Returns:
-            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text without a symbol.
+            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text without a
+            symbol.
 
         Raises:
-            MissingDependencyError: The model has merges, and the package tokenizers is not installed.
+            MissingDependencyError: The model has merges, and the package tokenizers is not
+                installed.
         """
         # Whole words need neither an encoder nor the package tokenizers.
         if self.merges is None:
-            get = self._numbers.get
-            return [np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32) for line in lines]
+            encoded = []
+            for line in lines:
+                numbers = [self._numbers.get(word, UNKNOWN) for word in line.split()]
+                encoded.append(np.array(numbers, dtype=np.int32))
+            return encoded
         if self._encoder is None:
             self._encoder, self._table = self._build_encoder(self.merges)
         assert self._table is not None
         return [self._table[encoding.ids] for encoding in self._encoder.encode_batch_fast(lines)]
 
     def _build_encoder(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
-        """Build the fast encoder, and a table from its own numbers of parts to the numbers of this vocabulary."""
+        """Build the fast encoder, and a table from its numbers of parts to this vocabulary's."""
         tokenizers: Any = require("tokenizers", "text")
-        parts = dict.fromkeys(_part(symbol, self.separator) for symbol in self.symbols)
-        for left, right in merges:
-            parts |= dict.fromkeys((left, right, left + right))
-        # No part contains white space, so a space can stand for unknown text.
+        # No part contains white space, so a space can represent unknown text.
         unknown = " "
-        # The encoder must number every part that a merge can create, even if it has no symbol in this vocabulary.
-        ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
-        model = tokenizers.models.BPE(vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END)
+        parts = [unknown, *(_part(symbol, self.separator) for symbol in self.symbols)]
+        # The encoder must number every part that a merge can create, even if it has no symbol in
+        # this vocabulary.
+        for left, right in merges:
+            parts += [left, right, left + right]
+        ids = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+        model = tokenizers.models.BPE(
+            vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END
+        )
         encoder = tokenizers.Tokenizer(model)
         encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         table = np.zeros(len(ids), dtype=np.int32)
@@ -126,7 +143,8 @@ class Subwords:
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 of symbols, merges and separator in hexadecimal digits; a store records it."""
+        """Return the SHA-256 of symbols, merges and separator in hexadecimal digits."""
+        # A store records it, so that it is never read with another vocabulary.
         content = json.dumps([self.separator, self.symbols, self.merges], ensure_ascii=True)
         return files.digest(content.encode("ascii"))
 
@@ -150,7 +168,8 @@ class Subwords:
         Args:
             folder: Folder with one ``vocab.bpe.NAME``.
             separator: Mark of a part that does not end its word.
-            skip: Symbols of the file to leave out, such as special symbols that other programs write.
+            skip: Symbols of the file to leave out, such as special symbols that other programs
+                write.
 
         Returns:
             The model.
@@ -159,19 +178,24 @@ class Subwords:
             DatasetNotFoundError: The vocabulary does not exist.
             DatasetError: There are several vocabularies, or a file is damaged.
         """
-        found = sorted(path for path in folder.glob("vocab.bpe.*") if path.is_file())
-        if not found:
-            raise DatasetNotFoundError(f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000")
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found)
-            raise DatasetError(f"{folder} must have one vocabulary, not {names}: remove the others")
+        paths = sorted(filter(Path.is_file, folder.glob("vocab.bpe.*")))
+        if not paths:
+            raise DatasetNotFoundError(
+                f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000"
+            )
+        if len(paths) > 1:
+            names = ", ".join(path.name for path in paths)
+            raise DatasetError(f"{folder} has several vocabularies, {names}: remove all but one")
         left_out = set(skip)
-        symbols = [symbol for symbol in _read_symbols(found[0]) if symbol not in left_out]
-        merges = folder / found[0].name.removeprefix("vocab.")
+        symbols = [symbol for symbol in _read_symbols(paths[0]) if symbol not in left_out]
+        merges_file = folder / paths[0].name.removeprefix("vocab.")
+        merges = None
         try:
-            return cls(symbols, _read_merges(merges) if merges.is_file() else None, separator)
+            if merges_file.is_file():
+                merges = _read_merges(merges_file)
+            return cls(symbols, merges, separator)
         except ValueError as error:
-            raise DatasetError(f"{found[0]} is not a vocabulary: {error}") from error
+            raise DatasetError(f"{paths[0]} is not a vocabulary: {error}") from error
 
     def __len__(self) -> int:
         """Return the number of symbols."""
@@ -203,7 +227,9 @@ def join_parts(symbols: Iterable[str], separator: str = "@@") -> list[str]:
         else:
             words.append(open_word + symbol)
             open_word = ""
-    return [*words, open_word] if open_word else words
+    if open_word:
+        words.append(open_word)
+    return words
 
 
 def learn_subwords(
@@ -215,10 +241,12 @@ def learn_subwords(
     min_count: int = 2,
     min_character_count: int = 1,
 ) -> Subwords:
-    """Learn a vocabulary of parts of words: repeatedly merge the most frequent pair of neighboring parts.
+    """Learn a vocabulary of parts of words.
 
-    The first symbols are the characters inside words, then those at the end of words, both sorted by code point. The
-    results of the merges follow in the order of the merges.
+    The most frequent pair of neighboring parts is merged again and again.
+
+    The first symbols are the characters inside words, then those at the end of words, both sorted
+    by code point. The results of the merges follow in the order of the merges.
 
     Args:
         lines: Words with white space between them.
@@ -232,11 +260,13 @@ def learn_subwords(
         The model. It depends only on the text, not on the order of lines.
 
     Raises:
-        ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than the alphabet.
+        ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than
+            the alphabet.
         MissingDependencyError: tokenizers is not installed.
 
     References:
-        Sennrich, Haddow and Birch 2016, Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+        Sennrich, Haddow and Birch 2016, Neural Machine Translation of Rare Words with Subword
+        Units, arXiv 1508.07909.
 
     Example:
         >>> learn_subwords(["low low lower"], merges=2).merges
@@ -244,21 +274,32 @@ def learn_subwords(
     """
     if (merges is None) == (size is None):
         raise ValueError(f"exactly one of merges and size must be given, not {merges} and {size}")
-    words = _count_words(lines, separator, min_character_count)
+    words = _common_words(lines, separator, min_character_count)
     # Characters inside words and at their ends are different symbols, and always in the vocabulary.
-    inner = sorted({c for word in words for c in word[:-1]})
-    final = sorted({word[-1] for word in words} | {SPACING_MARK})
-    base = [c + separator for c in inner] + final
-    if size is not None and size < len(base):
-        raise ValueError(f"size must be at least {len(base)}, the number of characters of the text, not {size}")
-    count = merges if merges is not None else (size or 0) - len(base)
-    learned = _learn_merges(words, final, count, min_count)
-    symbols = dict.fromkeys([*base, *(_symbol(left + right, separator) for left, right in learned)])
-    return Subwords(list(symbols), learned, separator)
+    inner: set[str] = set()
+    final = {SPACING_MARK}
+    for word in words:
+        inner.update(word[:-1])
+        final.add(word[-1])
+    symbols = [character + separator for character in sorted(inner)] + sorted(final)
+    if size is not None:
+        if size < len(symbols):
+            raise ValueError(
+                f"size must be at least {len(symbols)}, the number of characters of the text, "
+                f"not {size}"
+            )
+        merges = size - len(symbols)
+    assert merges is not None
+    learned = _learn_merges(words, sorted(final), merges, min_count)
+    symbols += [_symbol(left + right, separator) for left, right in learned]
+    # Different merges can create the same part.
+    return Subwords(list(dict.fromkeys(symbols)), learned, separator)
 
 
 def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@@") -> Subwords:
-    """Return a vocabulary of whole words, the most frequent first, and equally frequent ones by code point.
+    """Return a vocabulary of whole words, the most frequent first.
+
+    Equally frequent words are in the order of code points.
 
     Args:
         lines: Words with white space between them.
@@ -272,34 +313,50 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
         >>> learn_words(["a b b", "c c b"]).symbols[:2]
         ['b', 'c']
     """
-    counts = Counter(word for line in lines for word in line.split())
-    frequent = [word for word, n in counts.items() if n >= min_count and not word.endswith(separator)]
+    counts = _count_words(lines)
+    frequent = []
+    for word, count in counts.items():
+        if count >= min_count and not word.endswith(separator):
+            frequent.append(word)
     frequent.sort(key=lambda word: (-counts[word], word))
     return Subwords(list(dict.fromkeys([*frequent, SPACING_MARK])), None, separator)
 
 
-def _count_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
-    """Count words, sorted by code point, except those that contain a rare character or the separator."""
-    counts = Counter(word for line in lines for word in line.split())
+def _count_words(lines: Iterable[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line.split())
+    return counts
+
+
+def _common_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
+    """Count the words without a rare character and without the separator."""
+    counts = _count_words(lines)
     characters: Counter[str] = Counter()
     for word, count in counts.items():
-        for c in word:
-            characters[c] += count
-    rare = {c for c, count in characters.items() if count < min_character_count}
+        for character in word:
+            characters[character] += count
+    rare = {character for character, count in characters.items() if count < min_character_count}
+    words = {}
     # Sorted words make the result independent of the order of lines.
-    return {word: counts[word] for word in sorted(counts) if rare.isdisjoint(word) and separator not in word}
+    for word in sorted(counts):
+        if rare.isdisjoint(word) and separator not in word:
+            words[word] = counts[word]
+    return words
 
 
-def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_count: int) -> list[Pair]:
+def _learn_merges(
+    words: dict[str, int], final: list[str], merges: int, min_count: int
+) -> list[Pair]:
     """Learn the merges, the same in every process.
 
-    The trainer resolves ties between equally frequent pairs by the numbers of their parts. It numbers characters by
-    code point, but characters at the end of words in the order of a hash table. As special tokens, they get numbers in
-    the given order.
+    The trainer resolves ties between equally frequent pairs by the numbers of their parts. It
+    numbers characters by code point, but characters at the end of words in the order of a hash
+    table. As special tokens, they get numbers in the given order.
     """
     tokenizers: Any = require("tokenizers", "text")
-    finals = [c + _END for c in final]
-    alphabet = {c for word in words for c in word}
+    finals = [character + _END for character in final]
+    alphabet = set("".join(words))
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=len(finals) + len(alphabet) + merges,
         min_frequency=min_count,
@@ -323,39 +380,54 @@ def _repeated(words: dict[str, int]) -> Iterator[str]:
 
 def _symbol(part: str, separator: str) -> str:
     """Return the form of a part in the vocabulary."""
-    return part.removesuffix(_END) if part.endswith(_END) else part + separator
+    if part.endswith(_END):
+        return part.removesuffix(_END)
+    return part + separator
 
 
 def _part(symbol: str, separator: str) -> str:
     """Return the part of a word that a symbol represents."""
-    return symbol.removesuffix(separator) if symbol.endswith(separator) and symbol != separator else symbol + _END
+    if symbol.endswith(separator) and symbol != separator:
+        return symbol.removesuffix(separator)
+    return symbol + _END
 
 
 def _read_symbols(path: Path) -> list[str]:
-    """Read the symbols of a vocabulary; a count after each symbol, as subword-nmt writes it, is ignored."""
+    """Read the symbols of a vocabulary."""
     lines = [line.split(" ") for line in _read_lines(path) if line]
-    if all(len(line) == 2 and line[1].isdecimal() for line in lines):
-        return [symbol for symbol, _ in lines]
+    # subword-nmt writes a count after each symbol.
+    has_counts = all(len(line) == 2 and line[1].isdecimal() for line in lines)
+    symbols = []
     for line in lines:
-        if len(line) > 1 or line[0].endswith("\r"):
-            raise DatasetError(f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without white space")
-    return [symbol for (symbol,) in lines]
+        if not has_counts and (len(line) > 1 or line[0].endswith("\r")):
+            raise DatasetError(
+                f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without "
+                "white space"
+            )
+        symbols.append(line[0])
+    return symbols
 
 
 def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
-        raise DatasetError(f"{path} must begin with {_VERSION!r}: other versions of the format are not supported")
-    # Split at spaces only: a part may contain other white space of Unicode.
-    pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
-    for number, pair in enumerate(pairs, 2):
-        if len(pair) != 2 or not all(pair) or pair[1].endswith("\r"):
-            raise DatasetError(f"{path}, line {number}: {' '.join(pair)!r} is not a pair of parts")
-    return [(pair[0], pair[1]) for pair in pairs]
+        raise DatasetError(
+            f"{path} does not begin with {_VERSION!r}: other versions of the format are not "
+            "supported"
+        )
+    merges = []
+    for number, line in enumerate(filter(None, lines[1:]), 2):
+        # Split at spaces only: a part may contain other white space of Unicode.
+        parts = line.split(" ")
+        if len(parts) != 2 or not all(parts) or parts[1].endswith("\r"):
+            raise DatasetError(f"{path}, line {number}: {line!r} is not a pair of parts")
+        merges.append((parts[0], parts[1]))
+    return merges
 
 
 def _read_lines(path: Path) -> list[str]:
-    # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as line ends.
+    # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as
+    # line ends.
     try:
         return path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
 """Reversible tokenization: split lines of text into words, and join them again.
 
-Words are those of the Moses tokenizer, without its escapes. The detokenizer of Moses restores the usual spaces around
-words, which is correct for about 98 % of the lines of a news text. For the other lines, the words contain
-:data:`SPACING_MARK`, which reverses the rule for the next word. Therefore every line is restored exactly, and a
-vocabulary of plain Moses words can still be used.
+Words are those of the Moses tokenizer, without its escapes. The detokenizer of Moses restores the
+usual spaces around words, which is correct for about 98 % of the lines of a news text. For the
+other lines, the words contain :data:`SPACING_MARK`, which reverses the rule for the next word.
+Therefore every line is restored exactly, and a vocabulary of plain Moses words can still be used.
 """
 
 from __future__ import annotations
@@ -15,21 +15,39 @@ from typing import Any
 
 from mlbench_core.errors import require
 
-__all__ = ["SPACING_MARK", "clean_line", "escape_words", "join_words", "split_words", "unescape_words"]
+__all__ = [
+    "SPACING_MARK",
+    "clean_line",
+    "escape_words",
+    "join_words",
+    "split_words",
+    "unescape_words",
+]
 
 SPACING_MARK = "\uffed"
-"""The mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
+"""The mark before a word whose spacing is the reverse of Moses' rules.
+
+It is ``U+FFED``, a small black square.
+"""
 
 _REPLACEMENT = "\u25a0"
-_ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
+_ESCAPES = {
+    "|": "&#124;",
+    "<": "&lt;",
+    ">": "&gt;",
+    "'": "&apos;",
+    '"': "&quot;",
+    "[": "&#91;",
+    "]": "&#93;",
+}
 _HYPHEN = "@-@"  # Moses' optional mark for a hyphen at which a word was split
 
 
 def clean_line(line: str) -> str:
     """Normalize white space in a line and remove control characters.
 
-    A run of white space, no-break spaces included, becomes one space. If the text contains the spacing mark, it becomes
-    U+25A0, the large black square.
+    A run of white space, no-break spaces included, becomes one space. If the text contains the
+    spacing mark, it becomes U+25A0, the large black square.
 
     Args:
         line: Text, with or without its line end.
@@ -51,10 +69,12 @@ def split_words(line: str, lang: str = "en", tokenizer: str = "moses") -> list[s
     Args:
         line: Text; it is cleaned by :func:`clean_line` first.
         lang: Its language, for abbreviations and apostrophes.
-        tokenizer: ``"moses"``, or ``"spacy"`` for the rules of ``spacy.blank(lang)``, which need spaCy but no model.
+        tokenizer: ``"moses"``, or ``"spacy"`` for the rules of ``spacy.blank(lang)``, which need
+            spaCy but no model.
 
     Returns:
-        Words without white space in them, with spacing marks; ``join_words`` restores the cleaned line from them.
+        Words without white space in them, with spacing marks; ``join_words`` restores the cleaned
+        line from them.
 
     Raises:
         ValueError: The tokenizer is unknown.
@@ -78,7 +98,8 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
     """Restore the text from its words.
 
     Args:
-        words: Words and spacing marks, as :func:`split_words` returns them or a model generates them.
+        words: Words and spacing marks, as :func:`split_words` returns them or a model generates
+            them.
         delim: Text to put between words instead of a space.
 
     Returns:
@@ -100,7 +121,9 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
     spaces = _usual_spaces(plain) ^ toggled
     pieces, position = [], 0
     for word in plain:
-        pieces += [delim, word] if position and position in spaces else [word]
+        if position and position in spaces:
+            pieces.append(delim)
+        pieces.append(word)
         position += len(word)
     return "".join(pieces)
 
@@ -138,24 +161,27 @@ def _mark_spacing(words: list[str], spaces: set[int]) -> list[str]:
         return words
     marked, position = [], 0
     for word in words:
-        marked += [SPACING_MARK, word] if position in unusual else [word]
+        if position in unusual:
+            marked.append(SPACING_MARK)
+        marked.append(word)
         position += len(word)
     return marked
 
 
 def _spaces(text: str) -> set[int]:
     """Return the positions of spaces in a text, as the number of other characters before each."""
-    return set(itertools.accumulate(len(piece) for piece in text.split(" ")[:-1]))
+    return set(itertools.accumulate(map(len, text.split(" ")[:-1])))
 
 
 def _usual_spaces(words: list[str]) -> set[int]:
     """Return the positions at which Moses' detokenizer puts spaces between words.
 
-    It uses the English rules for every language, so that the language of a text need not be known. (German rules
-    differ in apostrophes alone.)
+    It uses the English rules for every language, so that the language of a text need not be known.
+    (German rules differ in apostrophes alone.)
     """
     text = str(_detokenizer().detokenize(words, unescape=False))
-    # If the detokenizer changed a character, its positions are not usable. The rule is then a space between all words.
+    # If the detokenizer changed a character, its positions are not usable. The rule is then a space
+    # between all words.
     if text.replace(" ", "") != "".join(words):
         text = " ".join(words)
     return _spaces(text)

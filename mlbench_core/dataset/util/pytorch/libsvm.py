@@ -1,4 +1,4 @@
-"""The import path of version 3.0 for :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`, and its command."""
+"""The import path of version 3.0 for the conversion of LIBSVM text, and for its command."""
 
 import sys
 

@@ -1,8 +1,9 @@
 """MPI as a backend of ``torch.distributed``, for a torch that was built without it.
 
-The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a backend whose process
-groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI built into torch, ``mpirun`` gives ranks
-and world size. :func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it by itself::
+The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a
+backend whose process groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI
+built into torch, ``mpirun`` gives ranks and world size.
+:func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it automatically::
 
     mpirun -n 2 python main.py
 
@@ -29,7 +30,13 @@ from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.mpi.group import MPIProcessGroup
 from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
 from mlbench_core.distributed.pytorch.mpi.store import connect, serve
-from mlbench_core.distributed.pytorch.mpi.world import check_launch, check_variables, fail_at_exit, why_not, world
+from mlbench_core.distributed.pytorch.mpi.world import (
+    check_launch,
+    check_variables,
+    fail_at_exit,
+    why_not,
+    world,
+)
 from mlbench_core.errors import BackendError, MissingDependencyError
 
 __all__ = [
@@ -49,7 +56,9 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 
 def is_available() -> bool:
-    """Return True if this process can use the backend ``mpi``: torch was built with it, or mpi4py is installed.
+    """Return True if this process can use the backend ``mpi``.
+
+    Torch was built with it, or mpi4py is installed.
 
     Example:
         >>> is_available() == (why_not() is None)
@@ -66,17 +75,18 @@ def is_registered() -> bool:
 def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     """Make ``mpi`` a backend of ``torch.distributed``; MPI starts with the first process group.
 
-    Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the time limit. A torch
-    that was built with MPI keeps its own.
+    Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the
+    time limit. A torch that was built with MPI keeps its own.
 
-    torch gives an MPI backend neither a time limit nor a store, because an MPI built into torch has no use for them. So
-    the limit is given here. Groups made by ``new_group`` have it too.
+    torch gives an MPI backend neither a time limit nor a store, because an MPI built into torch has
+    no use for them. So the limit is given here. Groups made by ``new_group`` have it too.
 
     Args:
         timeout_s: Seconds after which an operation fails that other workers do not join.
 
     Returns:
-        True if ``mpi`` is the backend of this package, False if it is one that was built into torch.
+        True if ``mpi`` is the backend of this package, False if it is one that was built into
+        torch.
 
     Raises:
         MissingDependencyError: mpi4py is not installed.
@@ -99,8 +109,8 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     _Maker.timeout_s = timeout_s
     if not is_registered():
         dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
-        # torch does not look among the registered backends for this one name: it uses the class that an MPI build
-        # would contain, which is this one from now on.
+        # torch does not look among the registered backends for this one name: it uses the class
+        # that an MPI build would contain, which is this one from now on.
         torch_private.set_mpi_class(_Maker)
     return True
 
@@ -112,37 +122,46 @@ class _Maker:
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> MPIProcessGroup:
-        """Create the group of the workers with these ranks in MPI's world; of all of them for an empty list."""
-        found = world()
-        check_variables(found, os.environ)
+        """Create the group of workers with these ranks in MPI's world; of all for an empty list."""
+        mpi_world = world()
+        check_variables(mpi_world, os.environ)
         made: list[Any] = []
 
         def make() -> None:
             if ranks:
-                members = found.mpi.COMM_WORLD.Get_group().Incl(list(ranks))
-                made.append(found.mpi.COMM_WORLD.Create_group(members))
+                members = mpi_world.mpi.COMM_WORLD.Get_group().Incl(list(ranks))
+                made.append(mpi_world.mpi.COMM_WORLD.Create_group(members))
                 members.Free()
-            else:
-                comm = found.mpi.COMM_WORLD.Dup()
-                made.extend([comm, *(serve(comm) if found.size > 1 else ())])
+                return
+            comm = mpi_world.mpi.COMM_WORLD.Dup()
+            made.append(comm)
+            if mpi_world.size > 1:
+                made.extend(serve(comm))
 
         def post() -> list[Test]:
-            # The workers of a smaller group have no communicator yet, so they cannot meet in a barrier before.
-            return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier().Test]
+            # The workers of a smaller group have no communicator yet, so they
+            # cannot meet in a barrier before.
+            if ranks:
+                return []
+            return [mpi_world.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.
-        name = f"making a process group, rank {found.rank} of {found.size}"
-        work = Work(found.works, cls, name, post, make, [], cls.timeout_s, in_order=True)
-        found.works.submit(work, background=False)
+        name = f"making a process group, rank {mpi_world.rank} of {mpi_world.size}"
+        work = Work(mpi_world.works, cls, name, post, make, [], cls.timeout_s, in_order=True)
+        mpi_world.works.submit(work, background=False)
         work.wait()
         fail_at_exit("")
         comm, *served = made
-        store = (served[0] or connect(*served[1])) if served else None
-        return MPIProcessGroup(found, comm, cls.timeout_s, store)
+        store = None
+        if served:
+            store, address = served
+            if store is None:
+                store = connect(*address)
+        return MPIProcessGroup(mpi_world, comm, cls.timeout_s, store)
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
-    """Create a group with the arguments of other backends, in case a later torch treats ``mpi`` like them."""
+    """Create a group with other backends' arguments, in case a later torch passes them."""
     check_launch(world(), rank, size, "init_process_group")
     group = _Maker.create(())
     group.set_timeout(timeout)

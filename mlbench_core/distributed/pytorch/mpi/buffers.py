@@ -14,8 +14,9 @@ __all__ = ["Buffer", "is_cuda_aware"]
 class Buffer:
     """A tensor's elements in contiguous memory that MPI can read and write.
 
-    That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI can work on.
-    Otherwise it is a copy. For a tensor on a GPU it lies in pinned host memory, unless MPI can work on the GPU's.
+    That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI
+    can work on. Otherwise it is a copy. For a tensor on a GPU it lies in pinned host memory, unless
+    MPI can work on the GPU's.
 
     Args:
         tensor: The tensor.
@@ -28,7 +29,9 @@ class Buffer:
 
     def __init__(self, tensor: torch.Tensor, fill: bool = True, on_host: bool = False) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized:
-            raise TypeError(f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()")
+            raise TypeError(
+                f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()"
+            )
         self.tensor = tensor
         stays = tensor.device.type == "cpu" or (tensor.is_cuda and not on_host and is_cuda_aware())
         # Conjugation and negation may be lazy flags on memory that has other values.
@@ -52,9 +55,13 @@ class Buffer:
 
 def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}")
+        raise TypeError(
+            f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}"
+        )
     device = tensor.device if stays else torch.device("cpu")
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda and not stays)
+    # Copies between pinned memory and a GPU do not block the host.
+    pin = tensor.is_cuda and not stays
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
     if fill:
         memory.copy_(tensor.detach(), non_blocking=True)
     return memory
@@ -62,7 +69,7 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Return True if the MPI library reports that it can work on the memory of CUDA GPUs; else False.
+    """Return True if the MPI library reports that it works on the memory of CUDA GPUs.
 
     Open MPI and MPICH report it through ``MPIX_Query_cuda_support``, which is called once.
     """

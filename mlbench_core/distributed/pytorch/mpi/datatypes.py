@@ -29,6 +29,7 @@ _NAMES = {
     torch.bool: "C_BOOL",
 }
 # Datatypes for moving elements without interpreting them, by their size in bytes.
+# MPI has no integer of 16 bytes, so a complex number stands for it.
 _BY_SIZE = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
 # torch's operators and MPI's. MPI has no average: it is a sum that is divided afterwards.
@@ -36,7 +37,15 @@ _ARITHMETIC = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX
 _BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _COMPLEX = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD"}
 # For bool: the sum and the maximum of truth values are "or", their product and minimum "and".
-_LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
+_LOGICAL = {
+    "SUM": "LOR",
+    "MAX": "LOR",
+    "BOR": "LOR",
+    "PRODUCT": "LAND",
+    "MIN": "LAND",
+    "BAND": "LAND",
+    "BXOR": "LXOR",
+}
 _HALF: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "PROD": torch.mul,
@@ -65,8 +74,8 @@ class Reduction:
 class Datatypes:
     """MPI's datatypes and operators for torch's.
 
-    No MPI standard before 5.0 knows float16 and bfloat16. They are reduced by operators of our own: torch combines two
-    blocks of elements, computing in float32, and rounds the result.
+    No MPI standard before 5.0 knows float16 and bfloat16. They are reduced by operators of our own:
+    torch combines two blocks of elements, computing in float32, and rounds the result.
 
     Args:
         mpi: The module ``mpi4py.MPI``.
@@ -94,11 +103,13 @@ class Datatypes:
 
         Example:
             >>> from mpi4py import MPI  # doctest: +SKIP
-            >>> Datatypes(MPI).reduction(torch.distributed.ReduceOp.AVG, torch.float32).divide  # doctest: +SKIP
+            >>> average = torch.distributed.ReduceOp.AVG  # doctest: +SKIP
+            >>> Datatypes(MPI).reduction(average, torch.float32).divide  # doctest: +SKIP
             True
         """
         name = str(getattr(op, "op", op).name)
-        # Kept: MPI has room for a limited number of operators, and a new one for each call would leak.
+        # Kept: MPI has room for a limited number of operators, and a new
+        # one for each call would leak.
         key = (dtype, name)
         if key not in self._reductions:
             self._reductions[key] = self._make(name, dtype)
@@ -106,17 +117,21 @@ class Datatypes:
 
     def _make(self, name: str, dtype: torch.dtype) -> Reduction:
         if dtype not in _NAMES and dtype not in (torch.float16, torch.bfloat16):
-            known = ", ".join(str(known).removeprefix("torch.") for known in (*_NAMES, torch.float16, torch.bfloat16))
-            raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {known}")
+            reducible = ", ".join(map(str, (*_NAMES, torch.float16, torch.bfloat16)))
+            reducible = reducible.replace("torch.", "")
+            raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {reducible}")
         allowed = _allowed(dtype)
         if name not in allowed:
             raise ValueError(
-                f"ReduceOp.{name} is not defined over MPI for tensors of {dtype}; defined are {', '.join(allowed)}"
+                f"ReduceOp.{name} is not defined over MPI for tensors of "
+                f"{dtype}; defined are {', '.join(allowed)}"
             )
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):
-            return Reduction(self._moving[2], self._half_operator(allowed[name], dtype), divide, on_host=True)
-        return Reduction(getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name]), divide)
+            operator = self._half_operator(allowed[name], dtype)
+            return Reduction(self._moving[2], operator, divide, on_host=True)
+        datatype, operator = getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name])
+        return Reduction(datatype, operator, divide)
 
     def _half_operator(self, name: str, dtype: torch.dtype) -> Any:
         combine = _HALF[name]
@@ -124,8 +139,9 @@ class Datatypes:
         def reduce(incoming: Any, inout: Any, _: Any) -> None:
             if not len(inout):
                 return
-            ours, theirs = torch.frombuffer(inout, dtype=dtype), torch.frombuffer(incoming, dtype=dtype)
-            for mine, other in zip(ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True):
+            ours = torch.frombuffer(inout, dtype=dtype).split(_BLOCK_ELEMENTS)
+            theirs = torch.frombuffer(incoming, dtype=dtype).split(_BLOCK_ELEMENTS)
+            for mine, other in zip(ours, theirs, strict=True):
                 combine(mine, other, out=mine)
 
         return self._mpi.Op.Create(reduce, commute=True)

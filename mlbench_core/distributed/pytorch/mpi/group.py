@@ -1,6 +1,7 @@
 """Implement torch's process group over MPI."""
 
-# torch's stubs have each method twice, for its two callers; only one of them calls a group written in Python.
+# torch's stubs have each method twice, for its two callers; only one of them calls a group written
+# in Python.
 # mypy: disable-error-code="override, assignment, attr-defined, call-arg"
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch import private_store
+from mlbench_core.distributed.pytorch.mpi.blocking import MAX_ELEMENTS, Transfers, chunks
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer, flat
 from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
-from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfers, chunks
 from mlbench_core.distributed.pytorch.mpi.world import World
 
 __all__ = ["MPIProcessGroup"]
@@ -30,20 +32,23 @@ class MPIProcessGroup(dist.ProcessGroup):
     """A process group whose operations are done by MPI.
 
     ``torch.distributed.init_process_group("mpi")`` and ``new_group`` create it after
-    :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions of
-    ``torch.distributed`` call.
+    :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions
+    of ``torch.distributed`` call.
 
     Args:
         world: MPI's world.
         comm: The communicator, which this group frees at its end.
         timeout_s: Seconds after which an operation fails that other workers do not join.
-        store: A store in which the workers of the whole world leave each other notices; None for other groups.
+        store: A store in which the workers of the whole world leave each other notices; None for
+            other groups.
 
     Attributes:
         notices: The store, until the group is shut down.
     """
 
-    def __init__(self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None
+    ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.timeout_s = timeout_s
         self.notices = store
@@ -84,11 +89,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Reductions
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.AllreduceOptions() if opts is None else opts
+        opts = _options(opts, dist.AllreduceOptions)
         return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        opts = _options(opts, dist.AllreduceCoalescedOptions)
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
@@ -100,22 +105,29 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._collective(name, jobs, tensors, opts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.ReduceOptions() if opts is None else opts
+        opts = _options(opts, dist.ReduceOptions)
         tensor = _only(tensors, "reduce")
         root = self._peer(opts.rootRank, "reduce")
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
         buffer = Buffer(tensor, on_host=reduction.on_host)
         reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
-        return self._collective("reduce", [(reduce, [buffer] if root == self.rank() else [])], tensors, opts)
+        # Only the root receives a result; the tensors of the others must keep their values.
+        filled = [buffer] if root == self.rank() else []
+        return self._collective("reduce", [(reduce, filled)], tensors, opts)
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        opts: Any = None,
     ) -> Work:
         output, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
         self._check_parts("reduce_scatter", parts, output)
         return self._reduce_scatter("reduce_scatter", [output], [flat(parts)], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._reduce_scatter("reduce_scatter_single", [output], [source], opts)
 
     def reduce_scatter_tensor_coalesced(
@@ -129,51 +141,72 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Work:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = _options(opts, dist.ReduceScatterOptions)
         jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "input", source, "output", output)
             reduction = self._world.datatypes.reduction(opts.reduceOp, output.dtype)
-            host = reduction.on_host
-            target, given = Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host)
-            jobs.append((partial(self._transfers.reduce_scatter, target.memory, given.memory, reduction), [target]))
+            target = Buffer(output, fill=False, on_host=reduction.on_host)
+            memory = Buffer(source, on_host=reduction.on_host).memory
+            call = partial(self._transfers.reduce_scatter, target.memory, memory, reduction)
+            jobs.append((call, [target]))
         return self._collective(name, jobs, outputs, opts)
 
     # Moving data
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        opts = dist.BroadcastOptions() if opts is None else opts
+        opts = _options(opts, dist.BroadcastOptions)
         root = self._peer(opts.rootRank, "broadcast")
         is_root = root == self.rank()
         jobs: list[Job] = []
         for tensor in tensors:
+            # The others' values are overwritten, so they need not be copied to the memory of MPI.
             buffer = Buffer(tensor, fill=is_root)
-            jobs.append((partial(self._transfers.broadcast, buffer.memory, root), [] if is_root else [buffer]))
+            call = partial(self._transfers.broadcast, buffer.memory, root)
+            jobs.append((call, [] if is_root else [buffer]))
         return self._collective("broadcast", jobs, tensors, opts)
 
     def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
         return self._all_gather_lists("all_gather", outputs, inputs, opts)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
-        by_input = [list(tensors) for tensors in zip(*outputs, strict=True)]
+        by_input = list(map(list, zip(*outputs, strict=True)))
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
     def _all_gather_lists(
-        self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+        self,
+        name: str,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
     ) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
             self._check_parts(name, parts, source)
-        # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then copy.
-        wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
-        spread: list[Job] = [(partial(_spread, whole, parts), ()) for parts, whole in zip(outputs, wholes, strict=True)]
-        tensors = [tensor for parts in outputs for tensor in parts]
+        # MPI gathers into one piece of memory, and the list's tensors lie
+        # apart: so gather, then copy.
+        wholes: list[torch.Tensor] = []
+        spread: list[Job] = []
+        tensors: list[torch.Tensor] = []
+        for parts, source in zip(outputs, inputs, strict=True):
+            whole = source.new_empty(self.size() * source.numel())
+            wholes.append(whole)
+            spread.append((partial(_spread, whole, parts), ()))
+            tensors += parts
         return self._all_gather(name, wholes, inputs, opts, tensors, spread)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._all_gather("all_gather_single", [output], [source], opts, [output])
 
     def allgather_into_tensor_coalesced(
@@ -196,15 +229,19 @@ class MPIProcessGroup(dist.ProcessGroup):
         jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "output", output, "input", source)
-            target, given = Buffer(output, fill=False), Buffer(source)
-            jobs.append((partial(self._transfers.all_gather, target.memory, given.memory), [target]))
-        opts = dist.AllgatherOptions() if opts is None else opts
+            target, memory = Buffer(output, fill=False), Buffer(source).memory
+            call = partial(self._transfers.all_gather, target.memory, memory)
+            jobs.append((call, [target]))
+        opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
         return self._collective(name, [*jobs, *then], result, opts)
 
     def gather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
-        opts = dist.GatherOptions() if opts is None else opts
+        opts = _options(opts, dist.GatherOptions)
         source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
         parts = list(_only(outputs, "gather")) if root == self.rank() else []
         buffer, whole = Buffer(source), None
@@ -217,9 +254,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._collective("gather", [(gather, ()), *then], parts, opts)
 
     def scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        opts: Any = None,
     ) -> Work:
-        opts = dist.ScatterOptions() if opts is None else opts
+        opts = _options(opts, dist.ScatterOptions)
         output, root = _only(outputs, "scatter"), self._peer(opts.rootRank, "scatter")
         buffer, whole = Buffer(output, fill=False), None
         if root == self.rank():
@@ -229,12 +269,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         scatter = partial(self._transfers.scatter, buffer.memory, whole, root)
         return self._collective("scatter", [(scatter, [buffer])], outputs, opts)
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
         for name, parts in (("output", outputs), ("input", inputs)):
             if len(parts) != self.size():
-                raise ValueError(f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} workers")
-        received, sent = [Buffer(part, fill=False) for part in outputs], [Buffer(part) for part in inputs]
-        incoming, outgoing = [part.memory for part in received], [part.memory for part in sent]
+                raise ValueError(
+                    f"all_to_all has {len(parts)} {name} tensors "
+                    f"for a group of {self.size()} workers"
+                )
+        received = [Buffer(part, fill=False) for part in outputs]
+        incoming = [buffer.memory for buffer in received]
+        outgoing = [Buffer(part).memory for part in inputs]
         return self._all_to_all(incoming, outgoing, received, outputs, opts)
 
     def all_to_all_single(
@@ -260,23 +306,30 @@ class MPIProcessGroup(dist.ProcessGroup):
         result: Sequence[torch.Tensor],
         opts: Any,
     ) -> Work:
-        opts = dist.AllToAllOptions() if opts is None else opts
+        opts = _options(opts, dist.AllToAllOptions)
         exchange = partial(self._transfers.all_to_all, incoming, outgoing)
         return self._collective("all_to_all", [(exchange, received)], result, opts)
 
     def _rows(self, name: str, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Split a tensor into each worker's rows (entries of the first dimension)."""
-        rows, size = (memory.shape[0] if memory.dim() else 1), self.size()
+        size = self.size()
+        # A tensor without dimensions counts as one row.
+        rows = memory.shape[0] if memory.dim() else 1
         if not sizes:
             if rows % size:
-                raise ValueError(f"all_to_all_single's {name} has {rows} rows: {size} workers cannot share them evenly")
+                raise ValueError(
+                    f"all_to_all_single's {name} has {rows} rows: "
+                    f"{size} workers cannot share them evenly"
+                )
             sizes = [rows // size] * size
         if len(sizes) != size or sum(sizes) != rows:
             raise ValueError(
-                f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be {size} numbers, one for each "
-                f"worker, whose sum is the {name}'s {rows} rows"
+                f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be {size} "
+                f"numbers, one for each worker, whose sum is the {name}'s {rows} rows"
             )
-        return list(memory.split(list(sizes))) if memory.dim() else [memory]
+        if memory.dim():
+            return list(memory.split(list(sizes)))
+        return [memory]
 
     # Messages
 
@@ -285,8 +338,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         peer, tag = self._peer(dst_rank, "send"), self._tag(tag)
 
         def post() -> list[Test]:
-            send = self._comm.Isend
-            return [send(self._transfers.message(chunk), peer, tag).Test for chunk in chunks(buffer.memory)]
+            messages = map(self._transfers.message, chunks(buffer.memory))
+            return [self._comm.Isend(message, peer, tag).Test for message in messages]
 
         return self._submit(self._work(f"send to {peer}", post, None, tensors), background=True)
 
@@ -295,10 +348,11 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
         elements = _only(tensors, "recv").numel()
+        # With any source, each of the messages could come from another worker.
         if elements > MAX_ELEMENTS:
             raise ValueError(
-                f"a tensor of {elements} elements comes in several messages, so its source has to be named: "
-                f"pass src, or send at most {MAX_ELEMENTS} elements"
+                f"a tensor of {elements} elements comes in several messages, so its source has to "
+                f"be named: pass src, or send at most {MAX_ELEMENTS} elements"
             )
         return self._receive(tensors, self._world.mpi.ANY_SOURCE, tag, "recv from any")
 
@@ -307,8 +361,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         status = self._world.mpi.Status()
 
         def post() -> list[Test]:
-            receive = self._comm.Irecv
-            requests = [receive(self._transfers.message(chunk), source, tag) for chunk in chunks(buffer.memory)]
+            messages = map(self._transfers.message, chunks(buffer.memory))
+            requests = [self._comm.Irecv(message, source, tag) for message in messages]
             # Only the first chunk's status is kept: all chunks come from the same worker.
             return [partial(requests[0].Test, status), *(request.Test for request in requests[1:])]
 
@@ -316,14 +370,15 @@ class MPIProcessGroup(dist.ProcessGroup):
             buffer.write_back()
             work.source = status.Get_source()
 
-        # Made before it is submitted: a message that has already arrived is finished while it is submitted.
+        # Made before it is submitted: a message that has already arrived is
+        # finished while it is submitted.
         work = self._work(name, post, finish, tensors)
         return self._submit(work, background=True)
 
     # Barrier, blocks of operations, and the end
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._collective("barrier", [], [], dist.BarrierOptions() if opts is None else opts)
+        return self._collective("barrier", [], [], _options(opts, dist.BarrierOptions))
 
     # torch calls these two around a block of operations, for which one handle is returned.
     def _start_coalescing(self, device: torch.device) -> None:
@@ -332,7 +387,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._collected = self._collected or [], None
 
-        # One work stands for all: it is due when they are done, and passes on the first error.
+        # One work represents all: it is due when they are done, and passes on the first error.
         def finish() -> None:
             for work in works:
                 work.wait()
@@ -340,8 +395,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         def post() -> list[Test]:
             return [partial(getattr, work, "done") for work in works]
 
-        tensors = [tensor for work in works for tensor in work.result()]
-        return self._submit(self._work("coalesced operations", post, finish, tensors), background=True)
+        tensors = list(chain.from_iterable(work.result() for work in works))
+        together = self._work("coalesced operations", post, finish, tensors)
+        return self._submit(together, background=True)
 
     def shutdown(self) -> None:
         """Finish the operations under way and free the communicator."""
@@ -362,15 +418,20 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # From an operation to a work
 
-    def _collective(self, name: str, jobs: Sequence[Job], result: Sequence[torch.Tensor], opts: Any) -> Work:
+    def _collective(
+        self, name: str, jobs: Sequence[Job], result: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
         def finish() -> None:
             for call, buffers in jobs:
                 call()
                 for buffer in buffers:
                     buffer.write_back()
 
-        # The barrier completes when all workers have come; only then does finish() block in MPI.
-        work = self._work(name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True)
+        def post() -> list[Test]:
+            # It completes when all workers have come; only then does finish() block in MPI.
+            return [self._comm.Ibarrier().Test]
+
+        work = self._work(name, post, finish, result, opts.timeout, in_order=True)
         return self._submit(work, opts.asyncOp)
 
     def _work(
@@ -382,14 +443,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         timeout: datetime.timedelta = datetime.timedelta(0),
         in_order: bool = False,
     ) -> Work:
+        limit_s = timeout.total_seconds()
         # Options that do not set a time limit have a negative one, which torch calls "unset".
-        limit_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.timeout_s
-        return Work(self._world.works, self, f"{name}, {self._place}", post, finish, result, limit_s, in_order)
+        if limit_s <= 0:
+            limit_s = self.timeout_s
+        works, full_name = self._world.works, f"{name}, {self._place}"
+        return Work(works, self, full_name, post, finish, result, limit_s, in_order)
 
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
-        # No caller waits for one of the collected operations alone, so the communication thread must do them.
+        # No caller waits for one of the collected operations alone, so the
+        # communication thread must do them.
         self._world.works.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)
@@ -397,31 +462,46 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _peer(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size():
-            raise ValueError(f"{name} needs a rank of the group, from 0 to {self.size() - 1}, not {rank}")
+            raise ValueError(
+                f"{name} needs a rank of the group, from 0 to {self.size() - 1}, not {rank}"
+            )
         return int(rank)
 
     def _tag(self, tag: int) -> int:
+        # The highest tag belongs to messages of collectives, see Transfers.
         if not 0 <= tag < self._transfers.own_tag:
             raise ValueError(f"tag must be from 0 to {self._transfers.own_tag - 1}, not {tag}")
         return int(tag)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
-        """Check that there is one part for each worker, of the shape and dtype that each worker gives or takes."""
+        """Check that there is one part per worker, of the shape and dtype it gives or takes."""
         if len(parts) != self.size():
-            raise ValueError(f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers")
+            raise ValueError(
+                f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers"
+            )
         for part in parts:
             if part.numel() != single.numel() or part.dtype != single.dtype:
                 raise ValueError(
-                    f"{name} needs tensors of one size and dtype, not {tuple(part.shape)} of {part.dtype} with "
-                    f"{tuple(single.shape)} of {single.dtype}"
+                    f"{name} needs tensors of one size and dtype, not {tuple(part.shape)} of "
+                    f"{part.dtype} with {tuple(single.shape)} of {single.dtype}"
                 )
 
-    def _check_whole(self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+    def _check_whole(
+        self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor
+    ) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
-                f"{name}'s {whole_name} must have {self.size()} times the elements of its {part_name}, in the same "
-                f"dtype: {tuple(whole.shape)} of {whole.dtype} and {tuple(part.shape)} of {part.dtype} do not fit"
+                f"{name}'s {whole_name} must have {self.size()} times the elements of its "
+                f"{part_name}, in the same dtype: {tuple(whole.shape)} of {whole.dtype} and "
+                f"{tuple(part.shape)} of {part.dtype} do not fit"
             )
+
+
+def _options(opts: Any, kind: Callable[[], Any]) -> Any:
+    """Return an operation's options: those of the caller, or torch's defaults."""
+    if opts is not None:
+        return opts
+    return kind()
 
 
 def _only(items: Sequence[Any], name: str) -> Any:

@@ -1,8 +1,8 @@
 """Make all MPI calls of a process through one queue.
 
-One thread at a time works on the queue, in its order: the communication thread, or a thread that waits for a work. The
-waiting thread does the due works itself, because waking the other thread costs some 30 microseconds (an all-reduce of
-100 numbers costs 2).
+One thread at a time works on the queue, in its order: the communication thread, or a thread that
+waits for a work. The waiting thread does the due works itself, because waking the other thread
+costs some 30 microseconds (an all-reduce of 100 numbers costs 2).
 
 A work goes through these states::
 
@@ -10,13 +10,16 @@ A work goes through these states::
                           |                                           ^
                           +------------ overdue, or an error ---------+
 
-* *Posted*: non-blocking MPI requests are under way. For a message they are its sends or receives. For a collective it
-  is a non-blocking barrier, which completes when all workers have called the collective.
-* *Due*: the requests have completed. A collective now makes MPI's blocking call, which no longer waits for a worker.
+* *Posted*: non-blocking MPI requests are under way. For a message they are its sends or receives.
+  For a collective it is a non-blocking barrier, which completes when all workers have called the
+  collective.
+* *Due*: the requests have completed. A collective now makes MPI's blocking call, which no longer
+  waits for a worker.
 
-So a wait can have a time limit and can be interrupted, and messages go out while a collective waits for late workers.
-The data itself moves through MPI's blocking algorithms, which are faster than its non-blocking ones. If a worker or its
-link is lost in the middle of such a call, the call never returns. A watchdog then ends the process.
+So a wait can have a time limit and can be interrupted, and messages go out while a collective waits
+for late workers. The data itself moves through MPI's blocking algorithms, which are faster than its
+non-blocking ones. If a worker or its link is lost in the middle of such a call, the call never
+returns. A watchdog then ends the process.
 """
 
 from __future__ import annotations
@@ -58,9 +61,10 @@ class Work(dist.Work):
         post: Start MPI's requests without blocking and return their ``Test`` methods.
         finish: Called when the requests have completed; None for nothing.
         result: The tensors that the operation fills, as its future gives them.
-        timeout_s: Seconds from now after which it has failed. Once its requests have completed, ``finish`` has the same
-            time before the process ends.
-        in_order: True if earlier works that are in order must be finished first, as for collectives.
+        timeout_s: Seconds from now after which it has failed. Once its requests have completed,
+            ``finish`` has the same time before the process ends.
+        in_order: True if earlier works that are in order must be finished first, as for
+            collectives.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Work(dist.Work):
     def has_arrived(self) -> bool:
         """Return True if the requests have completed or failed."""
         try:
-            self._requests = [has_completed for has_completed in self._requests if not has_completed()]
+            self._requests = [test for test in self._requests if not test()]
         except Exception as error:
             self._fail(error)
         return self.done or not self._requests
@@ -132,8 +136,9 @@ class Work(dist.Work):
         if now <= self._deadline:
             return None
         self._error = dist.DistBackendError(
-            f"MPI: {self.name}: timed out, the other workers did not come within {self._timeout_s:g} s: was one lost, "
-            f"or does it call another operation? MPI cannot be used any more in this process"
+            f"MPI: {self.name}: timed out, the other workers did not come within "
+            f"{self._timeout_s:g} s: was one lost, or does it call another operation? MPI "
+            "cannot be used any more in this process"
         )
         self.done = True
         return self._error
@@ -153,7 +158,9 @@ class Work(dist.Work):
 
     # Called by torch and its users
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:  # type: ignore[override]
+    def wait(  # type: ignore[override]
+        self, timeout: datetime.timedelta = datetime.timedelta(0)
+    ) -> bool:
         """Wait until the operation is done.
 
         Args:
@@ -166,8 +173,11 @@ class Work(dist.Work):
             torch.distributed.DistBackendError: It failed, or was not done in time.
         """
         seconds = timeout.total_seconds()
-        if not self.done and not self._queue.run_until(self, seconds if seconds > 0 else None):
-            raise dist.DistBackendError(f"MPI: {self.name}: timed out, it was not done within {seconds:g} s")
+        limit_s = seconds if seconds > 0 else None
+        if not self.done and not self._queue.run_until(self, limit_s):
+            raise dist.DistBackendError(
+                f"MPI: {self.name}: timed out, it was not done within {seconds:g} s"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -198,24 +208,29 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             devices = sorted({str(tensor.device) for tensor in self._result if tensor.is_cuda})
-            self._future = torch.futures.Future(devices=[torch.device(device) for device in devices])
+            self._future = torch.futures.Future(
+                devices=[torch.device(device) for device in devices]
+            )
         if self.done:
             self.set_future()
         return self._future
 
     def source_rank(self) -> int:
-        """Return the rank in the group that the received message came from; -1 if the work is not a receive."""
+        """Return the group rank that the message came from; -1 if the work is not a receive."""
         return self.source
 
     _source_rank = source_rank
 
 
 class WorkQueue:
-    """The queue of works and its communication thread, which starts with the first work in the background.
+    """The queue of works and its communication thread.
+
+    The thread starts with the first work in the background.
 
     Example:
         >>> works, done = WorkQueue(), []
-        >>> work = Work(works, None, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
+        >>> work = Work(works, None, "nothing", lambda: [], lambda: done.append(1), [],
+        ...             timeout_s=1.0, in_order=True)
         >>> works.submit(work, background=False)
         >>> work.wait(), done
         (True, [1])
@@ -227,7 +242,8 @@ class WorkQueue:
         self.watchdog = Watchdog()
         self._queued: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
-        # Only the thread that holds this lock may call MPI, which is started for one caller at a time.
+        # Only the thread that holds this lock may call MPI, which is
+        # started for one caller at a time.
         self._mpi_lock = threading.Lock()
         # For the attributes below; never held while MPI works.
         self._lock = threading.Lock()
@@ -242,13 +258,15 @@ class WorkQueue:
             self._groups += 1
 
     def remove_group(self, owner: object, drain: bool) -> None:
-        """Remove a process group, which no longer uses the queue; with the last one the thread ends.
+        """Remove a process group that no longer uses the queue; with the last one the thread ends.
 
         Args:
             owner: The process group.
-            drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any more.
+            drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any
+                more.
         """
-        self._end_works([work for work in self._works() if work.owner is owner], drain)
+        works = [work for work in self._works() if work.owner is owner]
+        self._end_works(works, drain)
         with self._lock:
             self._groups -= 1
             is_last = self._groups <= 0
@@ -260,13 +278,17 @@ class WorkQueue:
 
         Args:
             work: The work.
-            background: True to let the communication thread do it; otherwise some thread must wait for it.
+            background: True to let the communication thread do it; otherwise some thread must wait
+                for it.
 
         Raises:
-            torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is unknown since then.
+            torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is
+                unknown since then.
         """
         if self.broken is not None:
-            raise dist.DistBackendError(f"MPI: {work.name}: impossible after an earlier failure: {self.broken}")
+            raise dist.DistBackendError(
+                f"MPI: {work.name}: impossible after an earlier failure: {self.broken}"
+            )
         self._queued.append(work)
         if not background:
             return
@@ -337,27 +359,28 @@ class WorkQueue:
                 self.broken = self.broken or dist.DistBackendError(f"MPI: {work.name}: given up")
 
     def _progress(self, wait_s: float, finish_collectives: bool) -> bool:
-        """Post new works and finish those that are due, if no other thread does; return True if works ended."""
+        """Do new and due works if no other thread does; return True if works ended."""
         if not self._mpi_lock.acquire(timeout=wait_s):
             return False
         try:
             ended = self._advance(finish_collectives)
         finally:
             self._mpi_lock.release()
-        # Callbacks of futures run here, without the lock: a callback may start an operation, which takes the lock.
+        # Callbacks of futures run here, without the lock: a callback may start an
+        # operation, which takes the lock.
         for work in ended:
             work.set_future()
         return bool(ended)
 
     def _advance(self, finish_collectives: bool) -> list[Work]:
-        """Post new works, finish those that are due and return those that ended. The caller holds the lock."""
+        """Do new and due works, and return those that ended. The caller holds the lock."""
         while self._queued:
             work = self._queued.popleft()
             work.start()
             self._posted.append(work)
         ended = []
-        # The first collective that has not ended blocks the later ones: all workers make MPI's blocking calls in the
-        # same order, or they would wait for each other. Messages pass.
+        # The first collective that has not ended blocks the later ones: all workers make MPI's
+        # blocking calls in the same order, or they would wait for each other. Messages pass.
         blocked = not finish_collectives
         now = time.perf_counter()
         for work in list(self._posted):
@@ -378,7 +401,8 @@ class WorkQueue:
     def _wake_thread(self) -> None:
         with self._lock:
             if self._thread is None:
-                # Each thread has its own queue of wake-ups: a thread that is ending reads the old one.
+                # Each thread has its own queue of wake-ups: a thread that
+                # is ending reads the old one.
                 self._wake = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
@@ -387,7 +411,7 @@ class WorkQueue:
             self._wake.put(True)
 
     def _run(self, wake: queue.SimpleQueue[bool]) -> None:
-        """Run the communication thread: wait for works, and do them unless a waiting thread already does."""
+        """Run the communication thread: do works, unless a waiting thread already does."""
         is_running = wake.get()
         since = time.perf_counter()
         while is_running:
@@ -397,8 +421,9 @@ class WorkQueue:
                 is_running = wake.get()
                 since = time.perf_counter()
             elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
-                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time limit has passed when
-                # it finds that an earlier put() has been answered already (CPython up to 3.12).
+                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time
+                # limit has passed when it finds that an earlier put() has been answered
+                # already (CPython up to 3.12).
                 time.sleep(_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
                 with contextlib.suppress(queue.Empty):
                     is_running = wake.get_nowait()

@@ -1,7 +1,8 @@
 """Open a key-value store between MPI's workers.
 
-torch gives the backend ``mpi`` no store. One is needed to find lost workers: a worker that is alive can write a notice
-into it while MPI itself is stuck (see :mod:`mlbench_core.distributed.pytorch.lost_workers`).
+torch gives the backend ``mpi`` no store. One is needed to find lost workers: a worker that is alive
+can write a notice into it while MPI itself is stuck (see
+:mod:`mlbench_core.distributed.pytorch.lost_workers`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
-    """Open a store on rank 0 and send its address to all workers of a communicator; all of them must call this.
+    """Open a store on rank 0 and send its address to a communicator; all workers must call it.
 
     Args:
         comm: The communicator of mpi4py.
 
     Returns:
-        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if rank 0 could not
-        open one. If all workers run on one machine, every one has the store, which is a file, and no port is opened.
+        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if
+        rank 0 could not open one. If all workers run on one machine, every one has the store, which
+        is a file, and no port is opened.
     """
     machines = comm.allgather(process_groups.machine())
     if machines[0] and len(set(machines)) == 1:
@@ -43,7 +45,9 @@ def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
     store: dist.TCPStore | None = None
     if comm.Get_rank() == 0:
         with contextlib.suppress(RuntimeError, OSError):
-            store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+            store = dist.TCPStore(
+                _LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
+            )
     port = 0 if store is None else store.port
     return store, comm.bcast((socket.gethostname(), own_addresses(), port), 0)
 
@@ -70,17 +74,24 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
         port: The port on which its store listens.
 
     Returns:
-        The store; None if no address leads to it, as behind a firewall. Lost workers are then not named.
+        The store; None if no address leads to it, as behind a firewall. Lost workers are then not
+        named.
     """
-    candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
-    for address in _answering(candidates, port) if port else ():
+    if not port:
+        return None
+    if host == socket.gethostname():
+        addresses = [_LOOPBACK, *addresses]
+    for address in _answering(addresses, port):
         with contextlib.suppress(RuntimeError):
-            return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+            return dist.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT
+            )
     return None
 
 
 def _answering(addresses: list[str], port: int) -> Iterator[str]:
-    # Tried with a plain socket first: a TCPStore would try an address that leads nowhere for its whole timeout.
+    # Tried with a plain socket first: a TCPStore would try an address that leads
+    # nowhere for its whole timeout.
     for address in addresses:
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), _PROBE_S).close()

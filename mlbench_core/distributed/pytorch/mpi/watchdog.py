@@ -1,8 +1,8 @@
 """Set a time limit for MPI's blocking calls, which have none and cannot be interrupted.
 
-A collective's data moves in a blocking call. If a link breaks in the middle of it, the call never returns, and no
-exception can reach the thread inside. So another thread watches these calls, as the watchdog of NCCL's process groups
-does: it reports the failure and ends the process.
+A collective's data moves in a blocking call. If a link breaks in the middle of it, the call never
+returns, and no exception can reach the thread inside. So another thread watches these calls, as the
+watchdog of NCCL's process groups does: it reports the failure and ends the process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from mlbench_core.distributed.pytorch.lost_workers import explained
 
 __all__ = ["Watchdog", "end_process", "end_process_after"]
 
-# Seconds between two checks of the watchdog: it notices a call past its limit this much late at most.
+# Seconds between two checks of the watchdog: it notices a call past its
+# limit this much late at most.
 _PAUSE_S = 0.25
 # Time to write the error message: a pipe that nobody reads must not keep the process alive.
 _REPORT_S = 2.0
 
 
 class Watchdog:
-    """A thread that ends the process if a blocking call takes too long; it runs from the first call to :meth:`close`.
+    """A thread that ends the process if a blocking call takes too long.
+
+    It runs from the first call to :meth:`close`.
 
     Args:
-        end: Called with the message about a call that did not return; by default :func:`end_process`.
+        end: Called with the message about a call that did not return; by default
+            :func:`end_process`.
 
     Example:
         >>> messages = []
@@ -62,7 +66,9 @@ class Watchdog:
         if self._thread is None:
             # Each thread has its own event: a thread that is ending looks at the old one.
             self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._ended,), name="mpi-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._ended,), name="mpi-watchdog", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
@@ -83,9 +89,11 @@ class Watchdog:
                 continue
             name, limit_s, _ = call
             stuck = dist.DistBackendError(
-                f"MPI: {name}: timed out, all workers came but the data did not get through within {limit_s:g} s"
+                f"MPI: {name}: timed out, all workers came but the data "
+                f"did not get through within {limit_s:g} s"
             )
-            # Finding the lost worker takes seconds, in which the call may return after all: so look again.
+            # Finding the lost worker takes seconds, in which the call may
+            # return after all: so look again.
             message = str(explained(stuck))
             if self._call is call:
                 self._end(message)
@@ -93,16 +101,20 @@ class Watchdog:
 
 
 def end_process(message: str) -> None:
-    """End this process at once with status 1 and one line on standard error; MPI's own clean-up does not run."""
+    """End this process at once with status 1 and one line on standard error.
+
+    MPI's own clean-up does not run.
+    """
     program = os.path.basename(sys.argv[0]) or "python"
 
     def report() -> None:
-        for write in (
-            sys.stdout.flush,
-            lambda: sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n"),
-            sys.stderr.flush,
-            logging.shutdown,  # writes the records that handlers have buffered
-        ):
+        line = f"{program}: error: {' '.join(message.split())}\n"
+
+        def write_line() -> None:
+            sys.stderr.write(line)
+
+        # logging.shutdown writes the records that handlers have buffered.
+        for write in (sys.stdout.flush, write_line, sys.stderr.flush, logging.shutdown):
             with contextlib.suppress(OSError, ValueError):
                 write()
 
@@ -114,11 +126,12 @@ def end_process(message: str) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with status 1 if it still runs after some seconds, even if it hangs at its exit.
+    """End this process with status 1 if it runs on for some seconds, even if it hangs at exit.
 
-    The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may not start any more
-    when a process ends.
+    The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may
+    not start any more when a process ends.
     """
-    # The file stays open, because the timer writes Python's stack to it. The stack would hide the error message.
+    # The file stays open, because the timer writes Python's stack to it. The stack
+    # would hide the error message.
     sink = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sink)

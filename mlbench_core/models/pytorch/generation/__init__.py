@@ -1,4 +1,4 @@
-"""Sequence generation: one batched search for translation and language models, and the scores that rank results."""
+"""Sequence generation: a batched search for all models, and the scores that rank its results."""
 
 from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import (

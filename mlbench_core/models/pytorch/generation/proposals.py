@@ -1,4 +1,4 @@
-"""The interface of a model for the search, and the choice of next tokens by their scores or by sampling."""
+"""The interface of a model for the search, and the choice of the next tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FREE", "Constraints", "DecoderState", "LogitProposer", "Proposal", "Proposer", "Sampling", "keep_forced"]
+__all__ = [
+    "FREE",
+    "Constraints",
+    "DecoderState",
+    "LogitProposer",
+    "Proposal",
+    "Proposer",
+    "Sampling",
+    "keep_forced",
+]
 
 FREE = -1
 """Value of a forced token that leaves the row free."""
 
 
 class DecoderState(Protocol):
-    """The interface of a model for the search: a step for all rows, and a state whose rows can be reordered."""
+    """The interface of a model for the search: a step for all rows, and a state to reorder."""
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Feed the newest token of each row.
@@ -25,8 +34,8 @@ class DecoderState(Protocol):
             tokens: int64 of shape (rows,).
 
         Returns:
-            Scores of the next token before the softmax, shape (rows, vocabulary), and the attention on the source,
-            shape (rows, source), or None.
+            Scores of the next token before the softmax, shape (rows, vocabulary), and the attention
+            on the source, shape (rows, source), or None.
         """
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
@@ -34,8 +43,9 @@ class DecoderState(Protocol):
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
-                Any state that is kept once per sentence, and not per row, follows only this argument.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the
+                batch; None if all are. Any state that is kept once per sentence, and not per row,
+                follows only this argument.
         """
 
 
@@ -45,7 +55,7 @@ class Constraints(NamedTuple):
     forbidden: tuple[int, ...]
     """Tokens that no row may take."""
     forced: Tensor | None
-    """int64 of shape (rows,): the token that a row has to take, -1 if it is free; None if all rows are free."""
+    """The token that each row has to take, int64 of shape (rows,), -1 for a free row; or None."""
 
 
 class Proposal(NamedTuple):
@@ -54,13 +64,13 @@ class Proposal(NamedTuple):
     tokens: Tensor
     """int64 of shape (rows, count)."""
     log_probs: Tensor
-    """Their log-probabilities, float32 of shape (rows, count); -inf if the token is not a candidate."""
+    """Their log-probabilities, float32 of shape (rows, count); -inf if it is not a candidate."""
     attention: Tensor | None
     """Attention of this step on the source, shape (rows, source), if the model has one."""
 
 
 class Proposer(Protocol):
-    """The interface that the search calls. :class:`LogitProposer` makes one of a :class:`DecoderState`."""
+    """The interface that the search calls; :class:`LogitProposer` wraps a :class:`DecoderState`."""
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Feed the newest token of each row and propose next ones.
@@ -68,7 +78,8 @@ class Proposer(Protocol):
         Args:
             tokens: int64 of shape (rows,).
             count: Number of proposals that a row needs; fewer if the vocabulary is smaller.
-            constraints: Forbidden and forced tokens. A forced token is the only candidate of its row.
+            constraints: Forbidden and forced tokens. A forced token is the only candidate of its
+                row.
 
         Returns:
             The proposals, in any order.
@@ -80,12 +91,13 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token from the model's distribution, instead of taking the likeliest ones.
+    """Sampling of the next token from the model's distribution, instead of the likeliest tokens.
 
     Args:
         topk: Draw from the ``topk`` likeliest tokens only; -1 for all.
         temperature: Divisor of the scores before the softmax: below 1 sharpens, above 1 flattens.
-        generator: Generator of the random numbers, on the model's device; None for torch's global generator.
+        generator: Generator of the random numbers, on the model's device; None for torch's global
+            generator.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -117,7 +129,8 @@ class Sampling:
         if self.topk == -1 or self.topk >= scores.shape[1]:
             return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
         scores, tokens = scores.topk(self.topk, dim=-1)
-        return tokens.gather(1, torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator))
+        index = torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
+        return tokens.gather(1, index)
 
 
 @dataclass(frozen=True)
@@ -133,12 +146,16 @@ class LogitProposer:
     sampling: Sampling | None = None
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
-        """Propose as in :meth:`Proposer.propose`. Log-probabilities are the model's own at any temperature."""
+        """Propose as in :meth:`Proposer.propose`, with the model's own log-probabilities.
+
+        They do not depend on the temperature.
+        """
         logits, attention = self.state.step(tokens)
         # Half precision is too coarse to rank hypotheses by sums of log-probabilities.
         logits = logits.float()
         if self.sampling is None:
-            # Forbidden tokens may be among the likeliest; the row needs ``count`` proposals without them.
+            # Forbidden tokens may be among the likeliest; the row needs ``count`` proposals without
+            # them.
             count = min(count + len(constraints.forbidden), logits.shape[1])
             scores, proposed = logits.topk(count, dim=-1)
         else:
@@ -146,11 +163,14 @@ class LogitProposer:
             scores = logits.gather(1, proposed)
         for token in constraints.forbidden:
             scores = scores.masked_fill(proposed == token, -torch.inf)
-        if constraints.forced is not None:
-            # A forced token keeps the model's own probability, whether or not it was among the proposals.
-            forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
-            proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
-        # Normalize the chosen tokens only: log_softmax would write the scores of the whole vocabulary.
+        forced = constraints.forced
+        if forced is not None:
+            # A forced token keeps the model's own probability, whether or not it was among the
+            # proposals. Free rows, which have -1, read the score of token 0 and ignore it.
+            forced_scores = logits.gather(1, forced.clamp(min=0).unsqueeze(1)).squeeze(1)
+            proposed, scores = keep_forced(proposed, scores, forced, forced_scores)
+        # Normalize the chosen tokens only: log_softmax would write the scores of the whole
+        # vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
@@ -158,7 +178,9 @@ class LogitProposer:
         self.state.reorder(rows, sentences)
 
 
-def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+def keep_forced(
+    tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Make the forced token the only candidate of its row; free rows do not change.
 
     Args:
@@ -172,6 +194,8 @@ def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_pr
     """
     is_forced = (forced != FREE).unsqueeze(1)
     is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-    # All rows have the same number of entries: the first is the forced token, the others are not candidates.
+    # All rows have the same number of entries: the first is the forced token, the others are not
+    # candidates.
     only = torch.where(is_first, forced_log_probs.unsqueeze(1), -torch.inf)
-    return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(is_forced, only, log_probs)
+    tokens = torch.where(is_forced, forced.unsqueeze(1), tokens)
+    return tokens, torch.where(is_forced, only, log_probs)

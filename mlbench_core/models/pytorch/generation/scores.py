@@ -16,8 +16,9 @@ __all__ = ["GNMTScore", "LengthPenaltyScore", "Score"]
 class Score(Protocol):
     """A rule that turns the log-probability of a finished hypothesis into the score that ranks it.
 
-    For a given log-probability of at most 0 and no coverage, the score must be monotone in the length (rising or
-    falling). Coverage may only lower it. The search relies on both to bound the score of an unfinished hypothesis.
+    For a given log-probability of at most 0 and no coverage, the score must be monotone in the
+    length (rising or falling). Coverage may only lower it. The search relies on both to bound the
+    score of an unfinished hypothesis.
     """
 
     @property
@@ -30,8 +31,8 @@ class Score(Protocol):
         Args:
             log_prob: :math:`\log P(Y \mid X)`, float32 of shape (...).
             length: :math:`|Y|`, tokens with the end symbol, of a shape that broadcasts to (...).
-            coverage: Attention that each source position got, summed over all steps, float32 of shape (..., source).
-                Positions of padding have exactly 0.
+            coverage: Attention that each source position got, summed over all steps, float32 of
+                shape (..., source). Positions of padding have exactly 0.
 
         Returns:
             Scores of shape (...), higher is better.
@@ -45,8 +46,8 @@ class LengthPenaltyScore:
     .. math:: s(Y, X) = \frac{\log P(Y \mid X)}{|Y|^p}
 
     Args:
-        power: :math:`p`. With 0 the score is the log-probability, which favors short sequences. With 1 it is the
-            mean of the tokens' log-probabilities.
+        power: :math:`p`. With 0 the score is the log-probability, which favors short sequences.
+            With 1 it is the mean of the tokens' log-probabilities.
 
     Example:
         >>> LengthPenaltyScore(power=1.0)(torch.tensor([-6.0]), torch.tensor([3])).item()
@@ -104,11 +105,12 @@ class GNMTScore:
         return self.cov_penalty_factor > 0
 
     def __call__(self, log_prob: Tensor, length: Tensor, coverage: Tensor | None = None) -> Tensor:
-        """Return the scores of hypotheses as in :class:`Score`; without coverage the penalty is 0."""
+        """Return the scores as in :class:`Score`; without coverage the penalty is 0."""
         c = self.len_norm_const
         lp = ((c + length.to(log_prob.dtype)) / (c + 1)) ** self.len_norm_factor
         if coverage is None or not self.uses_coverage:
             return log_prob / lp
-        # log(0) at padding would be -inf. A position that got no attention at all counts as padding.
+        # log(0) at padding would be -inf. A position that got no attention at all counts as
+        # padding.
         attended = torch.where(coverage > 0, coverage, 1.0).clamp(max=1.0)
         return log_prob / lp + self.cov_penalty_factor * attended.log().sum(dim=-1)

@@ -1,5 +1,7 @@
-"""The import path of version 3.0 for the attention of GNMT. Its arguments are those of this version."""
+"""The import path of version 3.0 for the attention of GNMT, with the arguments of this version."""
 
-from mlbench_core.models.pytorch.gnmt.modules import NormalizedBahdanauAttention as BahdanauAttention
+from mlbench_core.models.pytorch.gnmt.modules import (
+    NormalizedBahdanauAttention as BahdanauAttention,
+)
 
 __all__ = ["BahdanauAttention"]

@@ -1,4 +1,7 @@
-"""Parts of GNMT: attention, encoder and decoder. The LSTMs take time-first tensors, the attention batch-first ones."""
+"""Parts of GNMT: attention, encoder and decoder.
+
+The LSTMs take time-first tensors; the attention takes batch-first tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,26 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from mlbench_core.models.pytorch.autocast import AutocastLSTM
-from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
+from mlbench_core.ops.pytorch.attention_score import (
+    attention_score,
+    attention_score_reference,
+    masked_softmax,
+)
 
-__all__ = ["Decoder", "EncodedSource", "Encoder", "Hidden", "NormalizedBahdanauAttention", "init_uniform"]
+__all__ = [
+    "Decoder",
+    "EncodedSource",
+    "Encoder",
+    "Hidden",
+    "NormalizedBahdanauAttention",
+    "init_uniform",
+]
 
 Hidden: TypeAlias = "tuple[tuple[Tensor, Tensor], ...]"
 """State (h, c) of each decoder layer, each tensor of shape (1, rows, hidden_size)."""
 
 _FIRST_RESIDUAL = 2
-"""Index of the first layer that adds its input to its output, which is the third layer."""
+"""Index of the third layer, the first one that adds its input to its output."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,12 @@ class EncodedSource:
     """bool of shape (sentences, source), True at padding."""
 
     def pick(self, sentences: Tensor) -> EncodedSource:
-        """Return the sentences at these places, int64 of shape (new sentences,)."""
-        return EncodedSource(*(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding)))
+        """Return the sentences at these indices, int64 of shape (new sentences,)."""
+        return EncodedSource(
+            self.memory.index_select(0, sentences),
+            self.keys.index_select(0, sentences),
+            self.padding.index_select(0, sentences),
+        )
 
 
 class NormalizedBahdanauAttention(nn.Module):
@@ -44,17 +62,19 @@ class NormalizedBahdanauAttention(nn.Module):
     For a query :math:`y` and the encoder's output :math:`m_s` at source position s:
 
     .. math::
-        e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad \hat v = g \frac{v}{|v|},
-        \qquad a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
+        e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad
+        \hat v = g \frac{v}{|v|}, \qquad
+        a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
 
-    The softmax runs in float32 over the words of the source, not over its padding. Weights start uniform in
-    (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
+    The softmax runs in float32 over the words of the source, not over its padding. Initially,
+    the weights are uniform in (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
 
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
         fusion: If True, the scores come from
-            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory. Otherwise they
-            come from the plain formula. The numbers are the same up to rounding.
+            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little
+            memory. Otherwise they come from the plain formula. The numbers are the same up to
+            rounding.
 
     References:
         Bahdanau, Cho and Bengio 2014, arXiv 1409.0473, appendix A.1.2.
@@ -100,17 +120,21 @@ class NormalizedBahdanauAttention(nn.Module):
             source: Result of :meth:`encoded`.
 
         Returns:
-            The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`, float32 of shape
-            (sentences, queries, source), exactly 0 at padding.
+            The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`,
+            float32 of shape (sentences, queries, source), exactly 0 at padding.
         """
         score = attention_score if self.fusion else attention_score_reference
-        scores = score(self.query_projection(queries), source.keys, self.bias, self.g * self.v / self.v.norm())
+        queries = self.query_projection(queries)
+        v = self.g * self.v / self.v.norm()
+        scores = score(queries, source.keys, self.bias, v)
         weights = masked_softmax(scores, source.padding.unsqueeze(1))
         return torch.bmm(weights.to(source.memory.dtype), source.memory), weights
 
 
 class Encoder(nn.Module):
-    """One bidirectional LSTM layer and unidirectional ones above it, with residual connections from the third layer on.
+    """One bidirectional LSTM layer and unidirectional ones above it.
+
+    Residual connections begin at the third layer.
 
     Args:
         embedding: Embedding of the source's symbols. All layers have its width.
@@ -124,42 +148,55 @@ class Encoder(nn.Module):
         self.embedding = embedding
         self.dropout = nn.Dropout(dropout)
         self.bidirectional = _lstm(width, width, bidirectional=True)
-        self.layers = nn.ModuleList(_lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1))
+        self.layers = nn.ModuleList()
+        # The first of these layers reads both directions of the bidirectional one.
+        input_size = 2 * width
+        for _ in range(num_layers - 1):
+            self.layers.append(_lstm(input_size, width))
+            input_size = width
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Encode source sentences.
 
-        Only the bidirectional layer needs the ends of the sentences, because its backward direction starts there. The
-        other layers read forward, so padding comes after all words, and attention ignores it.
+        Only the bidirectional layer needs the ends of the sentences, because its backward direction
+        starts there. The other layers read forward, so padding comes after all words, and attention
+        ignores it.
 
         Args:
             inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
-            lengths: Number of words of each source, integers of shape (batch,), preferably on the CPU.
+            lengths: Number of words of each source, integers of shape (batch,), preferably on the
+                CPU.
 
         Returns:
             Shape (source, batch, hidden_size); meaningless at padding.
 
         Raises:
-            ValueError: A length is above the number of source positions.
+            ValueError: A length is greater than the number of source positions.
         """
         # pack_padded_sequence accepts lengths on the CPU only.
         lengths = lengths.cpu()
         if len(lengths) and int(lengths.max()) > len(inputs):
-            raise ValueError(f"lengths must be at most {len(inputs)}, the source positions, not {int(lengths.max())}")
+            raise ValueError(
+                f"lengths must be at most {len(inputs)}, the "
+                f"source positions, not {int(lengths.max())}"
+            )
         x = self.dropout(self.embedding(inputs))
         # Packing rejects sentences of length 0, so an empty one counts as one symbol of padding.
         packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=False)
         x, _ = pad_packed_sequence(self.bidirectional(packed)[0], total_length=len(inputs))
         for number, layer in enumerate(self.layers, start=1):
             output, _ = layer(self.dropout(x))
-            x = x + output if number >= _FIRST_RESIDUAL else output
+            if number >= _FIRST_RESIDUAL:
+                output = x + output
+            x = output
         return x
 
 
 class Decoder(nn.Module):
-    r"""LSTM layers, of which all but the first also read the attention's result, and a linear classifier.
+    r"""LSTM layers and a classifier; the layers above the first also read the attention's result.
 
-    With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout D:
+    Here :math:`x^0_t` is the embedding of target word t, :math:`m` the encoder's outputs, and D
+    dropout:
 
     .. math::
         y^1_t &= \mathrm{LSTM}^1(D(x^0_t)) \\
@@ -168,10 +205,11 @@ class Decoder(nn.Module):
         y^l_t &= \mathrm{LSTM}^l(D([y^{l-1}_t; c_t])) + y^{l-1}_t \qquad (l \ge 3) \\
         z_t &= W y^L_t + b
 
-    In Wu et al. (figure 1) the first layer also reads :math:`c_{t-1}`, so each step must wait for the attention of the
-    previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the same step and goes
-    to all layers above. Therefore only the LSTMs themselves are recurrent. In training each layer runs over the whole
-    target in one call, and the attention of all steps is computed at once.
+    In Wu et al. (figure 1) the first layer also reads :math:`c_{t-1}`, so each step must wait for
+    the attention of the previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first
+    layer's output at the same step and goes to all layers above. Therefore only the LSTMs
+    themselves are recurrent. In training each layer runs over the whole target in one call, and the
+    attention of all steps is computed at once.
 
     Args:
         embedding: Embedding of the target's symbols. All layers have its width.
@@ -183,7 +221,9 @@ class Decoder(nn.Module):
         Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 3.
     """
 
-    def __init__(self, embedding: nn.Embedding, num_layers: int, dropout: float, fusion: bool = True) -> None:
+    def __init__(
+        self, embedding: nn.Embedding, num_layers: int, dropout: float, fusion: bool = True
+    ) -> None:
         super().__init__()
         width = embedding.embedding_dim
         self.embedding = embedding
@@ -197,17 +237,17 @@ class Decoder(nn.Module):
     def forward(
         self, inputs: Tensor, source: EncodedSource, hidden: Hidden | None = None
     ) -> tuple[Tensor, Tensor, Hidden]:
-        """Score the word after each word.
+        """Return the scores of the next word after each word.
 
         Args:
-            inputs: int64 of shape (target, rows). Each source sentence has the same number of rows: first those of the
-                first sentence, then those of the second, and so on.
+            inputs: int64 of shape (target, rows). The rows of the first source sentence come first,
+                then those of the second, and so on. Each sentence has the same number of rows.
             source: Encoded source sentences.
             hidden: State before the first word; None for zeros.
 
         Returns:
-            Scores before the softmax, shape (target, rows, vocabulary); the attention on the source, float32 of shape
-            (target, rows, source); and the state after the last word.
+            Scores before the softmax, shape (target, rows, vocabulary); the attention on the
+            source, float32 of shape (target, rows, source); and the state after the last word.
         """
         # torch's LSTM starts from zeros if its state is None.
         states = iter(hidden or itertools.repeat(None))
@@ -215,14 +255,17 @@ class Decoder(nn.Module):
         new_hidden = [state]
         # Attend once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
-        for number, (layer, old_state) in enumerate(zip(self.layers, states, strict=False), start=1):
+        layers = zip(self.layers, states, strict=False)
+        for number, (layer, old_state) in enumerate(layers, start=1):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
-            x = x + output if number >= _FIRST_RESIDUAL else output
+            if number >= _FIRST_RESIDUAL:
+                output = x + output
+            x = output
             new_hidden.append(state)
         return self.classifier(x), weights, tuple(new_hidden)
 
     def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Attend in all steps at once: all steps and rows of a sentence become queries to its source.
+        """Attend in all steps at once; every step and row of a sentence queries its source.
 
         Args:
             y: Shape (target, rows, hidden_size).
@@ -236,22 +279,24 @@ class Decoder(nn.Module):
         width = rows // sentences
         # With one batch entry per sentence, the source needs no copy for each of its hypotheses.
         queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
-        found = self.attention(queries, source)
-        context, weights = (part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found)
+        context, weights = self.attention(queries, source)
+        context = context.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2)
+        weights = weights.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2)
         return context, weights
 
 
 def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
-    """Draw all parameters from the uniform distribution between ``-bound`` and ``bound``, as GNMT does."""
+    """Draw all parameters uniformly between ``-bound`` and ``bound``, as GNMT does."""
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 
 
 def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
-    """Create one LSTM layer whose weights, and the sum of whose two biases, start uniform."""
+    """Create one LSTM layer; its weights and the sum of its two biases are initially uniform."""
     lstm = AutocastLSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
-    # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not be uniform.
+    # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not
+    # be uniform.
     for name, parameter in lstm.named_parameters():
         if name.startswith("bias_hh"):
             nn.init.zeros_(parameter)

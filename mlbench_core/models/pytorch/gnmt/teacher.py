@@ -12,7 +12,8 @@ __all__ = ["TeacherForcedGNMT"]
 class TeacherForcedGNMT(nn.Module):
     """GNMT with teacher forcing: it scores each next word after the correct previous words.
 
-    A training round reads the batch size from the first dimension of the scores. They are therefore sentences-first.
+    A training round reads the batch size from the first dimension of the scores. They are therefore
+    sentences-first.
 
     Args:
         model: The model, which is not copied.
@@ -33,8 +34,9 @@ class TeacherForcedGNMT(nn.Module):
         """Return the scores before the softmax, sentences first.
 
         Args:
-            batch: Arguments of :meth:`GNMT.forward`: sources of shape (source, batch), their lengths of shape (batch,),
-                and targets without their last symbols, of shape (target, batch).
+            batch: Arguments of :meth:`GNMT.forward`: sources of shape (source, batch), their
+                lengths of shape (batch,), and targets without their last symbols, of shape (target,
+                batch).
 
         Returns:
             Shape (batch, target, ``vocab_size``), as a view of time-first scores.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,9 +26,10 @@ class Detokenizer(Protocol):
 
 
 class GNMTState:
-    """The state of GNMT in a search: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of GNMT in a search.
 
-    The source is encoded and kept once for each sentence. All hypotheses of a sentence share it.
+    It is a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`. The source is
+    encoded and kept once for each sentence. All hypotheses of a sentence share it.
 
     Args:
         model: The model.
@@ -42,7 +42,10 @@ class GNMTState:
         self.context = model.context(model.encode(inputs, lengths), lengths)
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of the next words, shape (rows, vocabulary), and the attention, shape (rows, source)."""
+        """Return the scores of the next words and the attention.
+
+        Their shapes are (rows, vocabulary) and (rows, source).
+        """
         scores, weights, self.context = self.model.step(tokens, self.context)
         return scores, weights
 
@@ -54,20 +57,23 @@ class GNMTState:
 class Translator:
     r"""A translator of batches of sentences, which runs beam search and writes the results as text.
 
-    A translation starts after the start symbol and ends with the end symbol. Finished ones are ranked by
-    :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
+    A translation starts after the start symbol and ends with the end symbol. Finished ones are
+    ranked by :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
-        model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
-        trg_tokenizer: Tokenizer whose ``detokenize`` converts a list of symbols to text. The list has no start symbol,
-            no end symbol and no padding. The translator does not change the text.
+        model: The model. It is in evaluation mode while it translates and returns to its mode
+            afterwards.
+        trg_tokenizer: Tokenizer whose ``detokenize`` converts a list of symbols to text. The list
+            has no start symbol, no end symbol and no padding. The translator does not change the
+            text.
         trg_lang: Language of the target. It has no effect, because the tokenizer places the spaces.
         beam_size: Hypotheses kept for each sentence; 1 is greedy search.
         len_norm_factor: :math:`\alpha` of the length normalization.
         len_norm_const: :math:`c` of the length normalization.
         cov_penalty_factor: :math:`\beta` of the coverage penalty.
-        max_seq_len: Length of the longest translation, with start and end symbol, at least 2. A translation that
-            reaches it ends there, with the probability that the model gives to the end symbol.
+        max_seq_len: Length of the longest translation, with start and end symbol, at least 2. A
+            translation that reaches it ends there, with the probability that the model gives to the
+            end symbol.
         bos: Start symbol. The defaults of all three symbols are those of the WMT16 vocabulary.
         eos: End symbol.
         pad: Padding.
@@ -80,7 +86,8 @@ class Translator:
         ...     def detokenize(self, inputs):
         ...         return " ".join(str(number) for number in inputs)
         >>> model = GNMT(vocab_size=11, hidden_size=4, num_layers=2)
-        >>> source = (torch.tensor([[2, 2], [5, 3], [3, 0]]), torch.tensor([3, 2]))  # the second has no words
+        >>> # The second sentence has no words.
+        >>> source = (torch.tensor([[2, 2], [5, 3], [3, 0]]), torch.tensor([3, 2]))
         >>> target = (torch.tensor([[2, 2], [8, 3], [7, 0], [3, 0]]), torch.tensor([4, 2]))
         >>> translations, references = Translator(model, Numbers()).translate(source, target)
         >>> len(translations), translations[1], references
@@ -113,7 +120,10 @@ class Translator:
         self.max_seq_len = max_seq_len
         self.bos = bos
         self.options = SearchOptions(
-            eos=eos, pad=pad, beam_size=beam_size, score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor)
+            eos=eos,
+            pad=pad,
+            beam_size=beam_size,
+            score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor),
         )
 
     def translate(
@@ -122,40 +132,48 @@ class Translator:
         """Translate a batch of the data set and write both translations and references as text.
 
         Args:
-            src: Source sentences, int64 of shape (source, batch), padded at the end, and the number of symbols of each,
-                integers of shape (batch,). A sentence without words (nothing, or start and end symbol only) becomes an
-                empty text.
+            src: Source sentences, int64 of shape (source, batch), padded at the end, and the number
+                of symbols of each, integers of shape (batch,). A sentence without words (nothing,
+                or start and end symbol only) becomes an empty text.
             trg: References in the same form, or None.
 
         Returns:
-            The translations and the references, one text per sentence, in the order of the batch; no references without
-            ``trg``. If the model gives no finite score, as after a training that diverged, the text is empty.
+            The translations and the references, one text per sentence, in the order of the batch;
+            no references without ``trg``. If the model gives no finite score, as after a training
+            that diverged, the text is empty.
 
         Raises:
             ValueError: The shapes do not fit, or the numbers of sentences and references differ.
         """
         sources = self._words_of_each(*src)
-        references = [] if trg is None else self._words_of_each(*trg)
-        if trg is not None and len(references) != len(sources):
-            raise ValueError(
-                f"trg must have one reference for each of the {len(sources)} sentences, not {len(references)}"
-            )
+        references: list[list[int]] = []
+        if trg is not None:
+            references = self._words_of_each(*trg)
+            if len(references) != len(sources):
+                raise ValueError(
+                    "trg must have one reference for each of the "
+                    f"{len(sources)} sentences, not {len(references)}"
+                )
         translations: list[list[int]] = [[] for _ in sources]
         # A search would also generate words for a sentence without words.
-        with_words = [place for place, words in enumerate(sources) if words]
+        with_words = [number for number, words in enumerate(sources) if words]
         if with_words:
-            places = torch.tensor(with_words)
-            found = self.generate(*(part.index_select(-1, places.to(part.device)) for part in src))
-            for place, hypotheses in zip(with_words, found.to_lists(), strict=True):
-                translations[place] = self._words(hypotheses[0]) if hypotheses else []
-        return [self._text(words) for words in translations], [self._text(words) for words in references]
+            index = torch.tensor(with_words)
+            inputs, lengths = (part.index_select(-1, index.to(part.device)) for part in src)
+            hypotheses = self.generate(inputs, lengths).to_lists()
+            for number, best in zip(with_words, hypotheses, strict=True):
+                # A model without finite scores finishes no hypothesis.
+                if best:
+                    translations[number] = self._words(best[0])
+        return list(map(self._text, translations)), list(map(self._text, references))
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, lengths: Tensor) -> Hypotheses:
         """Translate a batch into symbol numbers.
 
         Args:
-            inputs: Source sentences with at least one symbol each, int64 of shape (source, batch), on any device.
+            inputs: Source sentences with at least one symbol each, int64 of shape (source, batch),
+                on any device.
             lengths: Symbols of each, integers of shape (batch,).
 
         Returns:
@@ -165,21 +183,28 @@ class Translator:
         start = inputs.new_full((inputs.shape[1],), self.bos)
         with evaluation_mode(self.model):
             state = GNMTState(self.model, inputs, lengths)
+            # The search does not count the start symbol.
             return search(LogitProposer(state), start, self.options, self.max_seq_len - 1)
 
     def _words_of_each(self, ids: Tensor, lengths: Tensor) -> list[list[int]]:
         """Return the words of each sentence of a batch."""
         if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
             raise ValueError(
-                f"sentences and lengths must have the shapes (words, batch) and (batch,), not {tuple(ids.shape)} and "
-                f"{tuple(lengths.shape)}"
+                "sentences and lengths must have the shapes (words, batch) and (batch,), not "
+                f"{tuple(ids.shape)} and {tuple(lengths.shape)}"
             )
-        return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
+        return [
+            self._words(row[:end])
+            for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)
+        ]
 
     def _words(self, ids: list[int]) -> list[int]:
         """Return the symbols before the end symbol, without start symbols and padding."""
-        before = itertools.takewhile(lambda number: number != self.options.eos, ids)
-        return [number for number in before if number not in (self.bos, self.options.pad)]
+        if self.options.eos in ids:
+            ids = ids[: ids.index(self.options.eos)]
+        return [number for number in ids if number not in (self.bos, self.options.pad)]
 
     def _text(self, ids: list[int]) -> str:
-        return self.trg_tokenizer.detokenize(ids) if ids else ""
+        if not ids:
+            return ""
+        return self.trg_tokenizer.detokenize(ids)

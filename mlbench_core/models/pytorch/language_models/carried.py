@@ -11,14 +11,16 @@ __all__ = ["CarriedState", "detached"]
 
 
 class CarriedState(nn.Module):
-    """A wrapper that starts each batch of a recurrent language model from its state at the end of the last batch.
+    """A wrapper that starts each batch of a recurrent language model from its last state.
 
-    Use it with functions that call a model with the data only, such as
-    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text,
-    so that it starts from the state before the first word.
+    The last state is that at the end of the batch before. Use it with functions that call a model
+    with the data only, such as
+    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for
+    each pass over a text, so that it starts from the state before the first word.
 
     Args:
-        model: A model such as :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
+        model: A model such as
+            :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
 
     Example:
         >>> import torch
@@ -39,14 +41,18 @@ class CarriedState(nn.Module):
         """Return the scores of the next word after each word.
 
         Args:
-            words: Integer ids of shape (time, batch), with the same number of sequences in each call.
+            words: Integer ids of shape (time, batch), with the same number of sequences in each
+                call.
 
         Returns:
             Scores in float32, of shape (time * batch, vocabulary), one row for each word.
         """
-        # Any, because the language model may be a wrapper that forwards init_hidden, such as a compiled module.
+        # Any, because the language model may be a wrapper that forwards init_hidden, such as a
+        # compiled module.
         model: Any = self.model
-        hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
+        hidden = self.hidden
+        if hidden is None:
+            hidden = model.init_hidden(words.shape[1])
         scores, hidden = model(words, hidden)
         # Without detached(), the graph of the whole text would stay in memory.
         self.hidden = detached(hidden)

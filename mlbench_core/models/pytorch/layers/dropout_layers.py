@@ -1,13 +1,14 @@
 r"""Dropout for recurrent networks: locked over time, of whole words, and of weights.
 
-Each multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They differ in the
-elements that share one random number of the mask.
+Each multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They
+differ in the elements that share one random number of the mask.
 
 References:
-    Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks,
-    arXiv 1512.05287.
+    Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural
+    Networks, arXiv 1512.05287.
 
-    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
+    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv
+    1708.02182.
 """
 
 from __future__ import annotations
@@ -79,21 +80,23 @@ class LockedDropout(nn.Module):
         return f"p={self.p}"
 
 
-def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None) -> Tensor:
+def embedded_dropout(
+    embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None
+) -> Tensor:
     r"""Look up words and drop some of them at all their occurrences.
 
     .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
 
-    The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and :math:`s` the scale. Only
-    the rows that are looked up are multiplied, not the whole matrix. The function has no evaluation mode: pass
-    ``dropout=0`` to drop nothing.
+    The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and
+    :math:`s` the scale. Only the rows that are looked up are multiplied, not the whole matrix. The
+    function has no evaluation mode: pass ``dropout=0`` to drop nothing.
 
     Args:
         embed: The embedding. Its ``padding_idx`` and other options apply.
         words: Integer ids of any shape.
         dropout: Probability of dropping a word.
-        scale: Factors of the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that of the embedding;
-            None for 1.
+        scale: Factors of the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that
+            of the embedding; None for 1.
 
     Returns:
         The embeddings, of shape (..., dimensions).
@@ -102,8 +105,8 @@ def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, s
         ValueError: ``dropout`` is outside of 0 to 1.
 
     Example:
-        >>> embed = nn.Embedding(4, 2)
-        >>> bool((embedded_dropout(embed, torch.tensor([3, 1]), dropout=0) == embed(torch.tensor([3, 1]))).all())
+        >>> embed, words = nn.Embedding(4, 2), torch.tensor([3, 1])
+        >>> bool((embedded_dropout(embed, words, dropout=0) == embed(words)).all())
         True
     """
     check_probability("dropout", dropout)
@@ -119,15 +122,18 @@ def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, s
 
 
 class WeightDrop(nn.Module):
-    r"""Dropout of a module's weights, resampled in each forward pass and the same for all of its time steps.
+    r"""Dropout of a module's weights, resampled in each forward pass.
+
+    All time steps of a pass have the same weights:
 
     .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
 
-    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its
-    parameter :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the
-    name ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent
-    modules keep their fused kernels. For cuDNN, each pass copies all weights into one buffer, because cuDNN would
-    otherwise do so itself, with a warning.
+    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'`
+    instead of its parameter :math:`W`. The parameter does not change and is not copied: optimizers
+    and ``state_dict`` see it under the name ``module.<weight>``. In evaluation mode, or with
+    ``dropout=0``, the module is called directly. Recurrent modules keep their fused kernels. For
+    cuDNN, each pass copies all weights into one buffer, because cuDNN would otherwise do so itself,
+    with a warning.
 
     State dicts of version 3.0, which have the name ``module.<weight>_raw``, can be loaded.
 
@@ -148,10 +154,10 @@ class WeightDrop(nn.Module):
 
     def __init__(self, module: nn.Module, weights: Sequence[str], dropout: float = 0) -> None:
         super().__init__()
-        known = dict(module.named_parameters())
-        unknown = [name for name in weights if name not in known]
-        if unknown or isinstance(weights, str):
-            raise ValueError(f"weights must be a list of some of {', '.join(known) or 'nothing'}, not {weights!r}")
+        named = dict(module.named_parameters())
+        if isinstance(weights, str) or not named.keys() >= set(weights):
+            choices = ", ".join(named) or "nothing"
+            raise ValueError(f"weights must be a list of some of {choices}, not {weights!r}")
         self.module = module
         self.weights = list(weights)
         self.dropout = check_probability("dropout", dropout)
@@ -169,8 +175,11 @@ class WeightDrop(nn.Module):
         """
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
-        dropped = {name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights}
-        # Recurrent modules read a list of weights of their own, which functional_call does not replace cheaply.
+        dropped: dict[str, Tensor] = {}
+        for name in self.weights:
+            dropped[name] = F.dropout(self.module.get_parameter(name), self.dropout)
+        # Recurrent modules read their own list of weights, which functional_call does not replace
+        # cheaply.
         if not isinstance(self.module, nn.RNNBase):
             return torch.func.functional_call(self.module, dropped, args, kwargs)
         with _computing_with(self.module, dropped):
@@ -181,7 +190,9 @@ class WeightDrop(nn.Module):
         return f"weights={self.weights}, dropout={self.dropout}"
 
 
-def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _rename_raw_weights(
+    module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any
+) -> None:
     """Rename the weights of a state of version 3.0 to the names used here."""
     for name in module.weights:
         raw = f"{prefix}module.{name}_raw"
@@ -193,12 +204,14 @@ def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: 
 def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a recurrent module compute with other tensors instead of some parameters.
 
-    The module's forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten
-    all parameters of the module twice, once for the other tensors and once to restore its own.
+    The module's forward pass gives the list ``_flat_weights`` to the fused kernel.
+    ``functional_call`` would flatten all parameters of the module twice, once for the other tensors
+    and once to restore its own.
     """
     names, own = torch_private.recurrent_weights(module)
     used = [weights.get(name, weight) for name, weight in zip(names, own, strict=True)]
-    # Copy them into one buffer in cuDNN's order. Otherwise cuDNN would do so itself, with a warning.
+    # Copy them into one buffer in cuDNN's order. Otherwise cuDNN would do so itself, with a
+    # warning.
     if _runs_on_cudnn(used):
         used = list(_PackForCudnn.apply(module, *used))  # type: ignore[no-untyped-call]
     torch_private.set_recurrent_weights(module, used)
@@ -210,27 +223,33 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
     """Return True if cuDNN accepts these weights of a recurrent module."""
-    return all(
-        isinstance(weight, Tensor)
-        and weight.is_cuda
-        and weight.dtype == weights[0].dtype
-        and torch.backends.cudnn.is_acceptable(weight)
-        for weight in weights
-    )
+    for weight in weights:
+        if not isinstance(weight, Tensor) or not weight.is_cuda:
+            return False
+        if weight.dtype != weights[0].dtype or not torch.backends.cudnn.is_acceptable(weight):
+            return False
+    return True
 
 
 class _PackForCudnn(torch.autograd.Function):
     """Copy weights into one new buffer; the gradient of a copy is that of its weight."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # Create new tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
-        parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
+    def forward(  # type: ignore[override]
+        ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Create new tensors on the same memory: flattening moves them into the buffer and leaves
+        # the parameters alone.
+        parts = []
+        for weight in weights:
+            parts.append(weight.new_empty(0).set_(weight.detach()))  # type: ignore[call-overload]
         with torch.cuda.device_of(parts[0]):
             torch_private.pack_for_cudnn(module, parts)
         return tuple(parts)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         # The copies have the values of the weights, so the gradients are the same.
         return (None, *gradients)

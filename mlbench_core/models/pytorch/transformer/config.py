@@ -12,10 +12,13 @@ __all__ = ["TransformerConfig"]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The argument ``args`` of :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel`.
+    """The dimensions of a Transformer.
 
-    The defaults are those of the big model of the paper. Any object with some of these attributes, such as an
-    :class:`argparse.Namespace`, can be used instead. Missing attributes have their defaults, others are ignored.
+    It is the argument ``args`` of
+    :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel`. The defaults are
+    those of the big model of the paper. Any object with some of these attributes, such as an
+    :class:`argparse.Namespace`, can be used instead. Missing attributes have their defaults, others
+    are ignored.
 
     Args:
         encoder_embed_dim: Width of the encoder.
@@ -23,8 +26,8 @@ class TransformerConfig:
         encoder_layers: Number of its layers.
         encoder_attention_heads: Heads of its attention.
         encoder_learned_pos: If True, positions are learned instead of sinusoidal.
-        encoder_normalize_before: If True, layer norm comes before each block, and once at the end, instead of after
-            each block.
+        encoder_normalize_before: If True, layer norm comes before each block, and once at the end,
+            instead of after each block.
         decoder_embed_dim: Width of the decoder; it must be that of the encoder.
         decoder_ffn_embed_dim: As for the encoder.
         decoder_layers: As for the encoder.
@@ -34,16 +37,17 @@ class TransformerConfig:
         dropout: Dropout probability of embeddings and of each block's output.
         attention_dropout: Dropout probability of attention weights.
         relu_dropout: Dropout probability inside the feed-forward networks.
-        share_all_embeddings: If True, one matrix embeds source and target and gives the output's scores. The
-            vocabularies must then be the same.
-        share_decoder_input_output_embed: If True, without the option above, one matrix embeds the target and gives the
-            scores.
+        share_all_embeddings: If True, one matrix embeds source and target and gives the output's
+            scores. The vocabularies must then be the same.
+        share_decoder_input_output_embed: If True, without the option above, one matrix embeds the
+            target and gives the scores.
         max_source_positions: Length of the longest source, in tokens.
         max_target_positions: Length of the longest target, in tokens.
-        left_pad_target: If True, targets are padded on the left. With the usual padding on the right, the decoder needs
-            no padding mask, because a word never sees the positions after it.
+        left_pad_target: If True, targets are padded on the left. With the usual padding on the
+            right, the decoder needs no padding mask, because a word never sees the positions after
+            it.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
-            :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
+            :class:`.MultiheadAttention`.
         attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see the same class.
 
     Raises:
@@ -81,23 +85,28 @@ class TransformerConfig:
     attention_backend: Literal["auto", "reference", "fused"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):
-            check_at_least(name, getattr(self, name), 1)
+        for size in ("layers", "ffn_embed_dim"):
+            for name in (f"encoder_{size}", f"decoder_{size}"):
+                check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
-                f"decoder_embed_dim must be encoder_embed_dim ({self.encoder_embed_dim}), not {self.decoder_embed_dim}"
+                "decoder_embed_dim must be encoder_embed_dim "
+                f"({self.encoder_embed_dim}), not {self.decoder_embed_dim}"
             )
         for name in ("dropout", "attention_dropout", "relu_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, not {getattr(self, name)}"
+                )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
         """Create the configuration of a model by name.
 
         Args:
-            name: ``"big"`` and ``"base"`` are those of the paper with layer norm before each block. ``"small"`` (3 + 3
-                layers, 256 wide) is for small data sets such as Multi30k on a CPU.
+            name: ``"big"`` and ``"base"`` are those of the paper with layer norm before each block.
+                ``"small"`` (3 + 3 layers, 256 wide) is for small data sets such as Multi30k on a
+                CPU.
             changes: Fields that differ from the preset.
 
         Raises:
@@ -113,21 +122,37 @@ class TransformerConfig:
         """Read the fields that an object has as attributes, with defaults for the others."""
         if isinstance(args, cls):
             return args
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
+        options = {}
+        for field in fields(cls):
+            if hasattr(args, field.name):
+                options[field.name] = getattr(args, field.name)
+        return cls(**options)
 
 
-def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float) -> TransformerConfig:
+def _symmetric(
+    width: int, hidden: int, layers: int, heads: int, dropout: float
+) -> TransformerConfig:
     """Create a configuration with an encoder and a decoder of the same dimensions."""
-    sizes = {"embed_dim": width, "ffn_embed_dim": hidden, "layers": layers, "attention_heads": heads}
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-    return TransformerConfig(dropout=dropout, **sides)  # type: ignore[arg-type]
+    sizes = {
+        "embed_dim": width,
+        "ffn_embed_dim": hidden,
+        "layers": layers,
+        "attention_heads": heads,
+    }
+    options: dict[str, Any] = {"dropout": dropout}
+    for name, size in sizes.items():
+        options[f"encoder_{name}"] = options[f"decoder_{name}"] = size
+    return TransformerConfig(**options)
 
 
 _PRESETS = {
     "big": TransformerConfig(),
     "base": _symmetric(width=512, hidden=2048, layers=6, heads=8, dropout=0.1),
-    # Dropout inside the blocks would take a fifth of the time on a CPU, and a training of few epochs overfits little.
+    # Dropout inside the blocks would take a fifth of the time on a CPU, and a training of few
+    # epochs overfits little.
     "small": replace(
-        _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2), attention_dropout=0.0, relu_dropout=0.0
+        _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2),
+        attention_dropout=0.0,
+        relu_dropout=0.0,
     ),
 }

@@ -1,4 +1,4 @@
-"""The import path of version 3.0 for the decoder of the Transformer. Its arguments are those of this version."""
+"""The import path of version 3.0 for the Transformer's decoder, with the current arguments."""
 
 from mlbench_core.models.pytorch.transformer.transformer import TransformerDecoder
 

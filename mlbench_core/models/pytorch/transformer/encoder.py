@@ -1,4 +1,4 @@
-"""The import path of version 3.0 for the encoder of the Transformer. Its arguments are those of this version."""
+"""The import path of version 3.0 for the Transformer's encoder, with the current arguments."""
 
 from mlbench_core.models.pytorch.transformer.transformer import TransformerEncoder
 

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from mlbench_core.models.pytorch.transformer.config import TransformerConfig
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.modules.layers import DecoderLayer, EncoderLayer
-from mlbench_core.models.pytorch.transformer.modules.positions import LearnedPositions, SinusoidalPositions
+from mlbench_core.models.pytorch.transformer.modules.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+)
 
 __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Vocabulary"]
 
@@ -32,13 +35,14 @@ class Vocabulary(Protocol):
 class TransformerModel(nn.Module):
     r"""An encoder and a decoder of attention layers, for translation.
 
-    Take V symbols, width d, feed-forward width f, N layers in the encoder and N in the decoder, one shared embedding
-    and sinusoidal positions. The model then has
-    :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no biases,
-    as in the paper. By default, layer norms come before each block and once after the last one.
+    Take V symbols, width d, feed-forward width f, N layers in the encoder and N in the decoder, one
+    shared embedding and sinusoidal positions. The model then has :math:`V d + N (4 d^2 + 2 d f + f
+    + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no biases, as in the
+    paper. By default, layer norms come before each block and once after the last one.
 
     Args:
-        args: The dimensions: a :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
+        args: The dimensions: a
+            :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
             object with its fields as attributes.
         src_dict: Vocabulary of the source.
         trg_dict: Vocabulary of the target.
@@ -70,8 +74,8 @@ class TransformerModel(nn.Module):
             target_embedding = source_embedding
         else:
             raise ValueError(
-                f"share_all_embeddings must be False for two vocabularies, not True: src_dict ({len(src_dict)} "
-                f"symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
+                "share_all_embeddings must be False for two vocabularies, not True: src_dict "
+                f"({len(src_dict)} symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
             )
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)
@@ -83,12 +87,15 @@ class TransformerModel(nn.Module):
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
-            src_lengths: Tokens of each source, int64 of shape (batch,). It has no effect: the tokens show the padding.
-            prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
+            src_lengths: Tokens of each source, int64 of shape (batch,). It has no effect: the
+                tokens show the padding.
+            prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch,
+                target).
 
         Returns:
-            ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None. The
-            attention on the source is not returned, because the fused kernels do not return it.
+            ``(scores, attention)``: scores before the softmax, shape (batch, target, target
+            symbols), and None. The attention on the source is not returned, because the fused
+            kernels do not return it.
 
         Raises:
             ValueError: Sentences are longer than the number of the model's positions.
@@ -113,14 +120,17 @@ class TransformerEncoder(nn.Module):
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         super().__init__()
         width = config.encoder_embed_dim
-        positions = LearnedPositions if config.encoder_learned_pos else SinusoidalPositions
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(width, config.max_source_positions, _padding_idx(embed_tokens))
+        self.embed_positions = _positions(
+            config.encoder_learned_pos, config.max_source_positions, embed_tokens
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
 
-    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encode source sentences.
 
         Args:
@@ -128,7 +138,8 @@ class TransformerEncoder(nn.Module):
             src_lengths: Has no effect.
 
         Returns:
-            Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True at padding.
+            Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True
+            at padding.
         """
         x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
         x = self.dropout(x).transpose(0, 1)
@@ -150,10 +161,11 @@ class TransformerDecoder(nn.Module):
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         super().__init__()
         width = config.decoder_embed_dim
-        positions = LearnedPositions if config.decoder_learned_pos else SinusoidalPositions
         self.left_pad = config.left_pad_target
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(width, config.max_target_positions, _padding_idx(embed_tokens))
+        self.embed_positions = _positions(
+            config.decoder_learned_pos, config.max_target_positions, embed_tokens
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.decoder_normalize_before else nn.Identity()
@@ -177,15 +189,16 @@ class TransformerDecoder(nn.Module):
 
         Args:
             prev_output_tokens: int64 of shape (rows, target); with a state, only the new positions.
-            encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of ``batch``.
+            encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of
+                ``batch``.
             encoder_padding_mask: bool of shape (batch, source).
             incremental_state: The caches of a generation.
             before: Number of positions in the caches.
             need_weights: If True, return the last layer's attention on the source.
 
         Returns:
-            Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
-            or None.
+            Scores before the softmax, shape (rows, target, symbols), and the attention, shape
+            (rows, target, source), or None.
         """
         padding_mask = None
         # Generated tokens have no padding.
@@ -211,6 +224,12 @@ def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
     return embedding
 
 
+def _positions(is_learned: bool, max_positions: int, embedding: nn.Embedding) -> nn.Module:
+    """Create the position vectors that are added to an embedding."""
+    kind = LearnedPositions if is_learned else SinusoidalPositions
+    return kind(embedding.embedding_dim, max_positions, _padding_idx(embedding))
+
+
 def _padding_idx(embedding: nn.Embedding) -> int:
     """Return the number of the padding symbol, which these embeddings always have."""
     padding_idx: Any = embedding.padding_idx
@@ -218,7 +237,8 @@ def _padding_idx(embedding: nn.Embedding) -> int:
 
 
 def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
-    """Return embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
-    # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al. 2017, section 3.4).
+    """Return embeddings times the root of the width, plus positions: (batch, positions, width)."""
+    # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al.
+    # 2017, section 3.4).
     x = math.sqrt(embedding.embedding_dim) * embedding(tokens)
     return x + positions.to(x.dtype)

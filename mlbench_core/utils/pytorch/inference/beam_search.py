@@ -5,4 +5,5 @@ import sys
 from mlbench_core.models.pytorch.generation import beam_search
 from mlbench_core.models.pytorch.generation.beam_search import *  # noqa: F403
 
-sys.modules[__name__] = beam_search  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = beam_search

@@ -14,7 +14,12 @@ from torch import Tensor
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_config import BOS, EOS, PAD, UNK
-from mlbench_core.dataset.nlp.pytorch.words import escape_words, join_words, split_words, unescape_words
+from mlbench_core.dataset.nlp.pytorch.words import (
+    escape_words,
+    join_words,
+    split_words,
+    unescape_words,
+)
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
 
@@ -24,8 +29,9 @@ _MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
 class WMT16Tokenizer:
     """Split lines of text into sub-words with ids, and convert ids to text.
 
-    Ids 0 to 3 are padding, unknown, beginning and end of a sentence. The symbols of the vocabulary follow in its order.
-    With half precision, unused symbols pad the vocabulary to a multiple of 8, for tensor cores.
+    Ids 0 to 3 are padding, unknown, beginning and end of a sentence. The symbols of the vocabulary
+    follow in its order. With half precision, unused symbols pad the vocabulary to a multiple of 8,
+    for tensor cores.
 
     Attributes:
         vocab_size: Number of ids.
@@ -36,15 +42,16 @@ class WMT16Tokenizer:
         symbols: The symbol of each id.
 
     Args:
-        base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for example
-            ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must consist of words that are
-            divided already.
+        base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for
+            example ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must
+            consist of words that are divided already.
         math_precision: ``"fp16"`` and ``"bf16"`` pad the vocabulary; ``"fp32"`` and None do not.
         separator: Mark of a part that does not end its word.
         lang: Default language of lines.
-        tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at white space.
-        escaped: If True, the vocabulary consists of words with Moses' escapes, such as ``&apos;`` for an apostrophe, as
-            other programs create it.
+        tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at
+            white space.
+        escaped: If True, the vocabulary consists of words with Moses' escapes, such as ``&apos;``
+            for an apostrophe, as other programs create it.
 
     Raises:
         ValueError: The precision is unknown.
@@ -84,8 +91,11 @@ class WMT16Tokenizer:
         self.lang = lang
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
-        # Without merges, lines are divided already: splitting would break the marks of parts. spaCy's words have none.
-        self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
+        self.tokenizer = tokenizer
+        # Without merges, lines are divided already: splitting would break the marks of parts.
+        # spaCy's words have none.
+        if self.subwords.merges is None and tokenizer != "spacy":
+            self.tokenizer = None
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
         # Tensor cores need sizes that are multiples of 8 in half precision.
         missing = -len(self.symbols) % _MULTIPLES[math_precision]
@@ -109,15 +119,18 @@ class WMT16Tokenizer:
         """
         if self.tokenizer is not None:
             words = split_words(line, lang or self.lang, self.tokenizer)
-            line = " ".join(escape_words(words) if self.escaped else words)
-        return [int(i) for i in self.to_ids(self.subwords.encode([line])[0])]
+            if self.escaped:
+                words = escape_words(words)
+            line = " ".join(words)
+        (numbers,) = self.subwords.encode([line])
+        return self.to_ids(numbers).tolist()
 
     def to_ids(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Convert the numbers of a sentence in a store to ids.
 
         Args:
-            numbers: Result of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode` for the sentence,
-                shape (tokens,).
+            numbers: Result of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode`
+                for the sentence, shape (tokens,).
 
         Returns:
             int64 of shape (tokens + 2,), including the beginning and the end of the sentence.
@@ -134,8 +147,8 @@ class WMT16Tokenizer:
         """Convert ids to text with normal punctuation; no further detokenizer is needed.
 
         Args:
-            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Ids after the end of the sentence are
-                ignored, and so are padding and the beginning.
+            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Ids after the end
+                of the sentence are ignored, and so are padding and the beginning.
             delim: Text to put between words instead of a space.
 
         Returns:
@@ -144,12 +157,15 @@ class WMT16Tokenizer:
         Raises:
             IndexError: An id is not in the vocabulary.
         """
-        ids = inputs.tolist() if isinstance(inputs, Tensor) else [int(i) for i in inputs]
+        ids = inputs.tolist() if isinstance(inputs, Tensor) else list(map(int, inputs))
         # Ids that a model generates after the end of the sentence have no meaning.
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
-        words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
-        return join_words(unescape_words(words) if self.escaped else words, delim)
+        symbols = [self._symbol(i) for i in ids if i not in (PAD, BOS)]
+        words = join_parts(symbols, self.separator)
+        if self.escaped:
+            words = unescape_words(words)
+        return join_words(words, delim)
 
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):

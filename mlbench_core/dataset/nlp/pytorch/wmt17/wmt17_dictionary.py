@@ -12,7 +12,8 @@ __all__ = ["Dictionary"]
 class Dictionary:
     """A mapping between symbols and consecutive numbers from 0.
 
-    Padding has number 0 and the end of a sentence 1; the other symbols follow in the order in which they are added.
+    Padding has number 0 and the end of a sentence 1; the other symbols follow in the order in which
+    they are added.
 
     Args:
         pad: Symbol of the padding.
@@ -25,13 +26,17 @@ class Dictionary:
     Example:
         >>> import torch
         >>> dictionary = Dictionary(symbols=["a_", "fine_", "wor@@", "d"])
-        >>> len(dictionary), dictionary.pad(), dictionary.eos(), dictionary.index("fine_"), dictionary[3]
-        (6, 0, 1, 3, 'fine_')
+        >>> len(dictionary), dictionary.pad(), dictionary.eos()
+        (6, 0, 1)
+        >>> dictionary.index("fine_"), dictionary[3]
+        (3, 'fine_')
         >>> dictionary.string(torch.tensor([4, 5, 1, 0]), bpe_symbol="@@ ")
         'word'
     """
 
-    def __init__(self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()) -> None:
+    def __init__(
+        self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()
+    ) -> None:
         if pad == eos:
             raise ValueError(f"pad and eos must be different symbols, not both {pad!r}")
         self.symbols: list[str] = []
@@ -57,7 +62,10 @@ class Dictionary:
             KeyError: The symbol is not in the vocabulary.
         """
         if sym not in self._numbers:
-            raise KeyError(f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it")
+            raise KeyError(
+                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol "
+                "adds it"
+            )
         return self._numbers[sym]
 
     def add_symbol(self, sym: str) -> int:
@@ -68,16 +76,18 @@ class Dictionary:
         return number
 
     def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
-        """Return the text of a sentence, or of several, one per line, without padding and end symbols.
+        """Return the text of a sentence, or of several, one per line.
 
         Args:
             tensor: Numbers, of shape (tokens,) or (sentences, tokens).
-            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``. If ``"_"``, the last
-                part of each word must end with ``_``, as the special symbols do: parts are then joined, and every ``_``
-                becomes a space. If None, parts are not joined.
+            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``.
+                If ``"_"``, the last part of each word must end with ``_``, as the special symbols
+                do: parts are then joined, and every ``_`` becomes a space. If None, parts are not
+                joined.
 
         Returns:
-            The symbols, separated by spaces, with the parts of divided words joined.
+            The symbols without padding and end, separated by spaces, with the parts of divided
+            words joined.
 
         Raises:
             ValueError: The tensor has another number of dimensions.
@@ -86,14 +96,19 @@ class Dictionary:
         if tensor.dim() == 2:
             return "\n".join(self.string(row, bpe_symbol) for row in tensor)
         if tensor.dim() != 1:
-            raise ValueError(f"tensor must have shape (tokens,) or (sentences, tokens), not {tuple(tensor.shape)}")
+            raise ValueError(
+                "tensor must have shape (tokens,) or (sentences, tokens), not "
+                f"{tuple(tensor.shape)}"
+            )
         # Padding and end have no text.
-        symbols = [self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)]
+        hidden = (self._pad, self._eos)
+        symbols = [self[number] for number in tensor.tolist() if number not in hidden]
         if bpe_symbol is None:
             return " ".join(symbols)
         if bpe_symbol == "_":
             return "".join(symbols).replace("_", " ").strip()
-        # The mark includes the space after it, so add a space to match it at the end of the text too.
+        # The mark includes the space after it, so add a space to match it at the end of the text
+        # too.
         return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
 
     def __len__(self) -> int:

@@ -2,7 +2,8 @@ r"""Scaled dot-product attention: the plain reference, and torch's fused kernels
 
 .. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
 
-M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its output is 0.
+M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its
+output is 0.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ def attention_mask(
         device: Device of the mask.
 
     Returns:
-        bool of a shape that broadcasts to (batch, heads, queries, keys), True if masked; None if nothing is masked.
+        bool of a shape that broadcasts to (batch, heads, queries, keys), True if masked; None if
+        nothing is masked.
     """
     mask = None
     if key_padding_mask is not None:
         mask = key_padding_mask[:, None, None, :]
-    if is_causal:
-        future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
-        mask = future if mask is None else mask | future
-    return mask
+    if not is_causal:
+        return mask
+    future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+    if mask is None:
+        return future
+    return mask | future
 
 
 def reference_attention(
@@ -55,8 +59,8 @@ def reference_attention(
         dropout_p: Probability that a weight becomes 0; the others are scaled by 1/(1 - p).
 
     Returns:
-        The output, in the shape of ``query``, and the weights before dropout, shape (batch, heads, queries, keys), in
-        the dtype of the query.
+        The output, in the shape of ``query``, and the weights before dropout, shape (batch, heads,
+        queries, keys), in the dtype of the query.
     """
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2)
     weights = masked_softmax(scores, mask).to(query.dtype)
@@ -78,8 +82,9 @@ def fused_attention(
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
         key_padding_mask: bool of shape (batch, keys), True if the key is padding.
-        is_causal: If True, hide keys that come after the query. Without padding, and with the same number of queries
-            and keys, the kernel applies this rule itself; otherwise it gets a mask.
+        is_causal: If True, hide keys that come after the query. Without padding, and with the same
+            number of queries and keys, the kernel applies this rule itself; otherwise it gets a
+            mask.
         dropout_p: Probability that a weight becomes 0.
 
     Returns:
@@ -87,8 +92,10 @@ def fused_attention(
     """
     queries, keys = query.shape[2], key.shape[2]
     if key_padding_mask is None and (not is_causal or queries == keys):
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal
+        )
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
+    assert mask is not None
     # torch's masks are the reverse: True at visible keys.
-    visible = None if mask is None else ~mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=~mask, dropout_p=dropout_p)

@@ -16,8 +16,9 @@ class KeyValueCache:
     Args:
         keys: Shape (rows, heads, positions, features of a head).
         values: The same shape.
-        is_static: If True, the keys and values are those of the source: one row for each sentence, shared by all of its
-            hypotheses. Otherwise they are those of the generated tokens, with one row for each hypothesis.
+        is_static: If True, the keys and values are those of the source: one row for each sentence,
+            shared by all of its hypotheses. Otherwise they are those of the generated tokens, with
+            one row for each hypothesis.
     """
 
     keys: Tensor
@@ -32,14 +33,15 @@ class KeyValueCache:
 
 
 class IncrementalState(dict[nn.Module, KeyValueCache]):
-    """The caches of a decoder's attention modules. A plain dict is enough if nothing is reordered."""
+    """The caches of a decoder's attention modules; a plain dict is enough without reordering."""
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> None:
         """Reorder the caches as a beam search requires.
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the
+                batch; None if all are.
         """
         for cache in self.values():
             if not cache.is_static:

@@ -18,12 +18,14 @@ class Residual(nn.Module):
     r"""A residual connection around a block, with dropout and layer norm.
 
     .. math::
-        x + \mathrm{dropout}(f(\mathrm{LN}(x))) \quad\text{or}\quad \mathrm{LN}(x + \mathrm{dropout}(f(x)))
+        x + \mathrm{dropout}(f(\mathrm{LN}(x))) \quad\text{or}\quad
+        \mathrm{LN}(x + \mathrm{dropout}(f(x)))
 
     Args:
         width: Number of features.
         dropout: Probability that a feature of the block's output becomes 0 in training.
-        normalize_before: If True, layer norm comes before the block (first form), otherwise, as in the paper, after it.
+        normalize_before: If True, layer norm comes before the block (first form), otherwise, as in
+            the paper, after it.
     """
 
     def __init__(self, width: int, dropout: float, normalize_before: bool) -> None:
@@ -126,26 +128,37 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: Shape (target, rows, width).
-            encoder_out: Shape (source, batch, width); with a state, ``rows`` may be a multiple of ``batch``.
+            encoder_out: Shape (source, batch, width); with a state, ``rows`` may be a multiple of
+                ``batch``.
             encoder_padding_mask: bool of shape (batch, source), True at padding.
-            padding_mask: bool of shape (rows, target), True at padding of the target; needed only for padding on the
-                left.
+            padding_mask: bool of shape (rows, target), True at padding of the target; needed only
+                for padding on the left.
             incremental_state: The caches of a generation; ``x`` then holds only the new positions.
             need_weights: If True, return the attention on the source.
 
         Returns:
-            A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or None.
+            A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or
+            None.
         """
         weights: Tensor | None = None
 
         def attend(h: Tensor) -> Tensor:
-            options = {"mask_future_timesteps": True, "key_padding_mask": padding_mask, "need_weights": False}
+            options = {
+                "mask_future_timesteps": True,
+                "key_padding_mask": padding_mask,
+                "need_weights": False,
+            }
             return self.self_attn(h, h, h, incremental_state=incremental_state, **options)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
-            # A residual block returns one tensor, so the weights leave this function through a variable.
+            # A residual block returns one tensor, so the weights leave this function through a
+            # variable.
             nonlocal weights
-            options = {"key_padding_mask": encoder_padding_mask, "need_weights": need_weights, "static_kv": True}
+            options = {
+                "key_padding_mask": encoder_padding_mask,
+                "need_weights": need_weights,
+                "static_kv": True,
+            }
             output, weights = self.encoder_attn(
                 h, encoder_out, encoder_out, incremental_state=incremental_state, **options
             )
@@ -158,5 +171,9 @@ class DecoderLayer(nn.Module):
 
 def _attention(config: TransformerConfig, width: int, heads: int) -> MultiheadAttention:
     return MultiheadAttention(
-        width, heads, config.attention_dropout, config.softmax_type, backend=config.attention_backend
+        width,
+        heads,
+        config.attention_dropout,
+        config.softmax_type,
+        backend=config.attention_backend,
     )

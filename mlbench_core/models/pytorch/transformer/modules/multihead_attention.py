@@ -1,6 +1,7 @@
 """Multi-head attention on time-first tensors.
 
-Weights that are requested, and the backend "reference", use reference_attention; everything else uses fused_attention.
+Weights that are requested, and the backend "reference", use reference_attention; everything else
+uses fused_attention.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class MultiheadAttention(nn.Module):
         \mathrm{MultiHead}(Q, K, V) = \mathrm{Concat}(h_1, \dots, h_n) W^O, \qquad
         h_i = \mathrm{softmax}\left(\frac{Q W_i^Q (K W_i^K)^T}{\sqrt{d}}\right) V W_i^V
 
-    All tensors are time first: (positions, batch, ``embed_dim``). The three input projections are one matrix
-    ``in_proj_weight`` of shape (3 ``embed_dim``, ``embed_dim``), so that self-attention needs one product.
+    All tensors are time first: (positions, batch, ``embed_dim``). The three input projections are
+    one matrix ``in_proj_weight`` of shape (3 ``embed_dim``, ``embed_dim``), so that self-attention
+    needs one product.
 
     Args:
         embed_dim: Width of the model.
         num_heads: Number of heads; ``embed_dim`` must be a multiple of it.
         dropout: Probability that an attention weight becomes 0 in training.
-        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which selected a kernel in
-            version 3.0, is the same as ``backend="fused"``.
+        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which
+            selected a kernel in version 3.0, is the same as ``backend="fused"``.
         bias: If True, the projections add a bias.
-        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain formula if weights
-            are requested. ``"auto"`` is the same as ``"fused"``.
+        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the
+            plain formula if weights are requested. ``"auto"`` is the same as ``"fused"``.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -71,32 +73,39 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), not {embed_dim}")
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads ({num_heads}), not {embed_dim}"
+            )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-        for name, value, known in (("softmax_type", softmax_type, _SOFTMAX_TYPES), ("backend", backend, _BACKENDS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        for name, value, choices in (
+            ("softmax_type", softmax_type, _SOFTMAX_TYPES),
+            ("backend", backend, _BACKENDS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.softmax_type = softmax_type
-        # Both arguments choose the path, so a contradiction between them is an error.
-        if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
-            raise ValueError(
-                f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of them "
-                "out"
-            )
-        self.backend = "fused" if softmax_type == "fast_fill" else backend
+        if softmax_type == "fast_fill":
+            # Both arguments choose the path, so a contradiction between them is an error.
+            if backend == "reference":
+                raise ValueError(
+                    "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
+                    f"{backend!r}: leave one of them out"
+                )
+            backend = "fused"
+        self.backend = backend
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights from Glorot's uniform distribution for each of the four matrices; set biases to 0."""
-        # Glorot's bound depends on the shape, so each of the three fused matrices is drawn as a matrix of its own.
+        """Draw each of the four matrices from Glorot's uniform distribution; set biases to 0."""
+        # Glorot's bound depends on the shape, so the three fused matrices are drawn separately.
         for weight in (*self.in_proj_weight.chunk(3), self.out_proj.weight):
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -116,10 +125,11 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys and values.
 
-        With an ``incremental_state`` the module keeps its keys and values. In self-attention each call adds its own
-        positions. With ``static_kv``, later calls use the keys and values of the first call and ignore their own
-        arguments. Hypotheses of one sentence may share static keys and values. The batch of the query is then a
-        multiple of the batch of the keys, and the hypotheses of a sentence are consecutive rows.
+        With an ``incremental_state`` the module keeps its keys and values. In self-attention each
+        call adds its own positions. With ``static_kv``, later calls use the keys and values of the
+        first call and ignore their own arguments. Hypotheses of one sentence may share static keys
+        and values. The batch of the query is then a multiple of the batch of the keys, and the
+        hypotheses of a sentence are consecutive rows.
 
         The output of padded positions has arbitrary values, which no caller should read.
 
@@ -128,23 +138,26 @@ class MultiheadAttention(nn.Module):
             key: Shape (source, batch, embed_dim); the same object as ``query`` for self-attention.
             value: Shape of ``key``; usually the same object.
             mask_future_timesteps: If True, position i sees only positions up to i.
-            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a cache it covers the
-                cached positions too. A query that sees only padding gets zeros before the output projection.
+            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a
+                cache it covers the cached positions too. A query that sees only padding gets zeros
+                before the output projection.
             incremental_state: A dict that is empty before the first step, or an
-                :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
+                :class:`.IncrementalState`.
             need_weights: If True, return the weights, which requires the plain formula.
             static_kv: If True, key and value are those of the first call.
 
         Returns:
-            The output, shape (target, batch, embed_dim), and the weights averaged over the heads, shape (batch, target,
-            source), or None.
+            The output, shape (target, batch, embed_dim), and the weights averaged over the heads,
+            shape (batch, target, source), or None.
 
         Raises:
             ValueError: The shapes do not fit.
         """
         target, rows, width = query.shape
         if width != self.embed_dim:
-            raise ValueError(f"query must have {self.embed_dim} features, not shape {tuple(query.shape)}")
+            raise ValueError(
+                f"query must have {self.embed_dim} features, not shape {tuple(query.shape)}"
+            )
         # A single new position may see all cached ones.
         is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
@@ -160,8 +173,8 @@ class MultiheadAttention(nn.Module):
         else:
             output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
         # The inverse of _split_heads.
-        output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4).reshape(target, rows, width)
-        output = self.out_proj(output)
+        output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4)
+        output = self.out_proj(output.reshape(target, rows, width))
         if weights is None or not need_weights:
             return output, None
         return output, weights.mean(dim=1).reshape(rows, target, -1)
@@ -170,16 +183,20 @@ class MultiheadAttention(nn.Module):
         """Return the arguments, for ``repr``."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
-    def _projections(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
+    def _projections(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v (batch, heads, positions, features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
-                "key and value must be tensors, not None: only static ones that are cached can be left out"
+                "key and value must be tensors, not None: only "
+                "static ones that are cached can be left out"
             )
         if key is query and value is query:
             q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
         elif key is value:
-            q, (k, v) = self._linear(query, 0, 1), self._linear(key, 1, 3).chunk(2, dim=-1)
+            q = self._linear(query, 0, 1)
+            k, v = self._linear(key, 1, 3).chunk(2, dim=-1)
         else:
             q, k, v = self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
         batch = k.shape[1]
@@ -193,7 +210,7 @@ class MultiheadAttention(nn.Module):
         state: MutableMapping[nn.Module, KeyValueCache],
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, and k and v with the cached ones, of shape (batch, heads, positions, head features)."""
+        """Return q, and k and v with the cached ones: (batch, heads, positions, features)."""
         cache = state.get(self)
         if static_kv and cache is not None:
             q = self._linear(query, 0, 1)
@@ -208,23 +225,32 @@ class MultiheadAttention(nn.Module):
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
         """Apply some of the three input projections: 0 for queries, 1 for keys, 2 for values."""
         part = slice(first * self.embed_dim, last * self.embed_dim)
-        return F.linear(x, self.in_proj_weight[part], None if self.in_proj_bias is None else self.in_proj_bias[part])
+        weight = self.in_proj_weight[part]
+        if self.in_proj_bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, self.in_proj_bias[part])
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
-        """Reshape (positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
+        """Reshape (positions, rows, width) to (batch, heads, queries of a sentence, features)."""
         positions, rows, _ = x.shape
         if rows % batch:
             raise ValueError(f"query must have a multiple of the key's {batch} rows, not {rows}")
-        # The hypotheses of a sentence share its keys, so they become further queries of one batch entry.
+        # The hypotheses of a sentence share its keys, so they become further queries of one batch
+        # entry.
         x = x.reshape(positions, batch, rows // batch, self.num_heads, self.head_dim)
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
 
 
-def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
-    """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
+def _check_masks(
+    batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None
+) -> None:
+    """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` query rows."""
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
-        raise ValueError(f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}")
+        raise ValueError(
+            f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}"
+        )
     if is_causal and rows != batch:
         raise ValueError(
-            f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} sentences, not True"
+            f"mask_future_timesteps must be False if {rows} rows "
+            f"share the keys of {batch} sentences, not True"
         )

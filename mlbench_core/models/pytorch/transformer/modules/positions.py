@@ -13,14 +13,17 @@ __all__ = ["LearnedPositions", "SinusoidalPositions", "token_positions"]
 
 
 def token_positions(tokens: Tensor, padding_idx: int) -> Tensor:
-    """Return positions that count tokens but not padding, so that padding on either side changes nothing.
+    """Return positions that count tokens but not padding.
+
+    So padding on either side changes nothing.
 
     Args:
         tokens: int64 of shape (batch, positions).
         padding_idx: The token that is padding.
 
     Returns:
-        1, 2, ... for the tokens of each sentence and 0 for padding, int64 of shape (batch, positions).
+        1, 2, ... for the tokens of each sentence and 0 for padding, int64 of shape (batch,
+        positions).
 
     Example:
         >>> token_positions(torch.tensor([[0, 0, 7, 5], [7, 5, 0, 0]]), padding_idx=0).tolist()
@@ -40,22 +43,25 @@ class _Positions(nn.Module):
         self.padding_idx = padding_idx
 
     def numbers(self, tokens: Tensor, before: int) -> Tensor:
-        """Return the positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
+        """Return the positions of tokens that come after ``before`` tokens of each sentence."""
         if tokens.shape[1] + before > self.max_positions:
             raise ValueError(
-                f"sentences must have at most {self.max_positions} tokens, not {tokens.shape[1] + before}: "
-                "raise max_source_positions or max_target_positions"
+                f"sentences must have at most {self.max_positions} tokens, not "
+                f"{tokens.shape[1] + before}: raise max_source_positions or max_target_positions"
             )
         positions = token_positions(tokens, self.padding_idx)
-        # Padding keeps the position 0.
-        return positions if before == 0 else positions + before * (positions > 0)
+        if before:
+            # Padding keeps the position 0.
+            positions = positions + before * (positions > 0)
+        return positions
 
 
 class SinusoidalPositions(_Positions):
     r"""Fixed position vectors.
 
     .. math::
-        PE_{pos, 2i} = \sin\left(pos / 10000^{2i/d}\right), \qquad PE_{pos, 2i+1} = \cos\left(pos / 10000^{2i/d}\right)
+        PE_{pos, 2i} = \sin\left(pos / 10000^{2i/d}\right), \qquad
+        PE_{pos, 2i+1} = \cos\left(pos / 10000^{2i/d}\right)
 
     for position pos = 0, 1, ... of a sentence's tokens. The vector of padding is zero.
 
@@ -76,9 +82,12 @@ class SinusoidalPositions(_Positions):
     def __init__(self, embed_dim: int, max_positions: int, padding_idx: int) -> None:
         super().__init__(max_positions, padding_idx)
         if embed_dim < 2 or embed_dim % 2:
-            raise ValueError(f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate")
+            raise ValueError(
+                f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate"
+            )
         # Compute in float64, because float32 loses digits of large angles.
-        rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
+        even = torch.arange(0, embed_dim, 2, dtype=torch.float64)
+        rates = torch.exp(-math.log(10000.0) * even / embed_dim)
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
         vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
         # Row 0 is the vector of padding.
@@ -119,5 +128,5 @@ class LearnedPositions(_Positions):
             self.vectors.weight[0].zero_()
 
     def forward(self, tokens: Tensor, before: int = 0) -> Tensor:
-        """Return position vectors; arguments, results and errors: see :class:`SinusoidalPositions`."""
+        """Return position vectors; for arguments and errors see :class:`SinusoidalPositions`."""
         return self.vectors(self.numbers(tokens, before))

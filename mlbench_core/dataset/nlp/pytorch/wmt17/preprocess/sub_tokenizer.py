@@ -1,4 +1,7 @@
-"""The import path of version 3.0 for the vocabulary of the Transformer. Its arguments are those of this version."""
+"""The import path of version 3.0 for the vocabulary of the Transformer.
+
+The arguments are those of this version.
+"""
 
 from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabulary as Subtokenizer
 

@@ -1,1 +1,0 @@
-"""The Helm chart of MLBench; installed as the package ``mlbench_charts``."""

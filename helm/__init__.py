@@ -1,0 +1,1 @@
+"""The Helm chart of MLBench; installed as the package ``mlbench_helm``."""

@@ -1,0 +1,46 @@
+"""The value of an option or argument that names a network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlbench_core.network.named import NETWORKS, get_network
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from mlbench_core.network.description import Network
+
+__all__ = ["NetworkType"]
+
+
+class NetworkType(click.ParamType):
+    """A network: a name, a TOML file or a text."""
+
+    name = "network"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Network:
+        """Return the network."""
+        # click may pass a value that is already converted.
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        try:
+            return get_network(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that begin with ``incomplete``."""
+        from click.shell_completion import CompletionItem
+
+        return [
+            CompletionItem(name, help=network.title)
+            for name, network in NETWORKS.items()
+            if name.startswith(incomplete)
+        ]

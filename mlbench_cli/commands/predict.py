@@ -1,0 +1,279 @@
+"""``mlbench predict``: the time of measured runs with other networks and numbers of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import operator
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlbench_cli._networks import NetworkType
+from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
+from mlbench_cli._records import price_options
+from mlbench_core.comparison.pool import usable
+from mlbench_core.comparison.prices import Pricing, price_of
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mlbench_core.network.description import Network
+
+__all__ = ["predict"]
+
+_NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
+_RANGES = ("step_range_s", "time_to_goal_range_s")
+_HEADERS = (
+    "RUN",
+    "NETWORK",
+    "WORKERS",
+    "FIGURES",
+    "STEP (MS)",
+    "WAITING (MS)",
+    "STEPS",
+    "TO GOAL (S)",
+    "TO GOAL (MB)",
+)
+
+
+@click.command()
+@click.argument("places", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option(
+    "--network",
+    "networks",
+    multiple=True,
+    required=True,
+    type=NetworkType(),
+    help="Network; repeatable.",
+)
+@click.option(
+    "--workers",
+    multiple=True,
+    required=True,
+    type=click.IntRange(1, 1024),
+    help="Number of workers; repeatable.",
+)
+@click.option(
+    "--critical-workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of workers above which more workers save no steps (default: there is none).",
+)
+@price_options
+@json_option
+def predict(
+    places: tuple[str, ...],
+    networks: tuple[Network, ...],
+    workers: tuple[int, ...],
+    critical_workers: int | None,
+    pricing: Pricing,
+    as_json: bool,
+) -> None:
+    """Predict the time of measured runs on other networks and with other numbers of workers.
+
+    Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration
+    are one line for each network and number of workers. A prediction starts from the runs with the
+    nearest number of workers, at least 2; runs of one worker give the compute time. Measured
+    figures are marked as measured. A predicted time has its range in brackets, from the error of
+    predictions that were compared with measured times. A configuration that cannot be predicted has
+    a line without figures, and the reason below the table. A run that cannot be used is left out,
+    with one line that says why.
+    """
+    from mlbench_core.comparison.load import load
+
+    def leave_out(reason: str) -> None:
+        remark(clean(f"{reason} of the prediction"))
+
+    loaded = load(map(Path, places), unreadable=lambda problem: leave_out(f"{problem}: left out"))
+    kept, reasons = usable(loaded)
+    for reason in reasons:
+        leave_out(reason)
+    if not kept:
+        raise ConfigurationError("no run in PATH has ended and recorded its times: give others")
+    rows = []
+    for records in _by_configuration(kept):
+        for network, count in itertools.product(networks, workers):
+            rows.append(_row(records, network, count, critical_workers))
+    errors = dict.fromkeys(row["error"] for row in rows)
+    # With one prediction or more, the reasons of the other rows are below the table.
+    if all(errors):
+        raise ConfigurationError("; ".join(errors))
+    for row in rows:
+        row["price"] = None
+        seconds = row["time_to_goal_s"]
+        if seconds is not None and pricing.machine is not None:
+            row["price"] = price_of(seconds, row["workers"], pricing.machine, pricing.spot)
+    if as_json:
+        print_json(rows)
+        return
+    headers = list(_HEADERS)
+    if pricing.machine is not None:
+        headers.append(f"PRICE ({pricing.machine.currency})")
+    print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
+    if pricing.per_hour is None:
+        for text in pricing.remarks:
+            remark(clean(text))
+    _show_notes(rows)
+
+
+def _show_notes(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write errors and assumptions, then caveats, each once."""
+    notes = []
+    for row in rows:
+        text = row["error"] or row["assumption"]
+        if text:
+            notes.append(f"{row['run']}: {text}")
+    for row in rows:
+        for caveat in row["caveats"]:
+            notes.append(f"{row['run']}: {row['network']}, {row['workers']} workers: {caveat}")
+    for note in dict.fromkeys(notes):
+        remark(clean(note))
+
+
+def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Group records that differ only in network, number of workers and seed."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        settings = dict(record.configuration)
+        for name in ("network", "workers", "seed"):
+            settings.pop(name, None)
+        # As JSON, because settings such as the goal are dictionaries, which cannot be keys.
+        key = json.dumps([settings, record.machine.get("cpu")], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(record)
+    return list(groups.values())
+
+
+def _row(
+    records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
+) -> dict[str, Any]:
+    """Return the figures of a network and a number of workers.
+
+    They are the measured ones, or else the predicted ones, or else the reason why there are none.
+    """
+    from mlbench_core.network.named import get_network
+
+    configuration = records[0].configuration
+    row: dict[str, Any] = {
+        "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
+        "network": str(network),
+        "workers": workers,
+        "assumption": "",
+        "caveats": [],
+        "error": None,
+    }
+    measured = []
+    for record in records:
+        if record.workers != workers or not record.batches:
+            continue
+        text = record.configuration.get("network")
+        if workers == 1 or (text is not None and get_network(text) == network):
+            measured.append(_figures(record))
+    if measured:
+        return {**row, "figures": "measured", **_medians(measured), **dict.fromkeys(_RANGES)}
+    try:
+        figures = _predicted(records, network, workers, critical_workers)
+    except ConfigurationError as error:
+        nothing = dict.fromkeys((*_NUMBERS, *_RANGES))
+        return {**row, "figures": "none", **nothing, "error": str(error)}
+    return {**row, "figures": "predicted", **figures}
+
+
+def _predicted(
+    records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
+) -> dict[str, Any]:
+    """Return the predicted figures and the assumption behind them."""
+    from mlbench_core.prediction.model import predict as predict_run
+
+    by_distance: dict[int, list[RunRecord]] = {}
+    for record in records:
+        count = record.workers or 0
+        if count > 1 and record.collectives is not None:
+            by_distance.setdefault(abs(count - workers), []).append(record)
+    bases = by_distance[min(by_distance)] if by_distance else records[:1]
+    alone = next((record for record in records if record.workers == 1 and record.batches), None)
+    # Without a run of several workers, the prediction from any run raises the error to show.
+    predictions, problems = [], []
+    for base in bases:
+        try:
+            predictions.append(predict_run(base, network, workers, alone, critical_workers))
+        # Another repeat may have the measurement that this one lacks.
+        except ConfigurationError as error:
+            problems.append(error)
+    if not predictions:
+        raise problems[0]
+    figures: dict[str, Any] = {**_medians(list(map(dataclasses.asdict, predictions)))}
+    for name in _RANGES:
+        ranges = list(map(operator.attrgetter(name), predictions))
+        figures[name] = None
+        if None not in ranges:
+            # All have the same error, so this is the range of the median.
+            figures[name] = list(map(statistics.median, zip(*ranges, strict=True)))
+    caveats = itertools.chain.from_iterable(prediction.caveats for prediction in predictions)
+    figures["assumption"] = predictions[0].assumption
+    figures["caveats"] = list(dict.fromkeys(caveats))
+    return figures
+
+
+def _figures(record: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a measured run."""
+    to_goal = record.steps_to_goal if record.reached else None
+    steps = to_goal or record.batches or 1
+    # One worker waits for nobody.
+    waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
+    step_s: float | None = None
+    if record.total_s is not None:
+        step_s = record.total_s / steps
+    exposed_s: float | None = None
+    if waiting_s is not None:
+        exposed_s = waiting_s / steps
+    sent: float | None = None
+    if to_goal is not None and record.bytes_sent is not None:
+        # A record has the bytes of the whole run, which may have gone on after the goal.
+        sent = record.bytes_sent * to_goal / (record.batches or to_goal)
+    return {
+        "step_s": step_s,
+        "exposed_s": exposed_s,
+        "steps": to_goal,
+        "time_to_goal_s": record.time_to_goal_s,
+        "bytes_sent": sent,
+    }
+
+
+def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the median of each number over repeats; None if one repeat lacks it."""
+    medians: dict[str, float | None] = {}
+    for name in _NUMBERS:
+        values = [each[name] for each in figures]
+        medians[name] = None if None in values else statistics.median(values)
+    return medians
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def scaled(name: str, factor: float, digits: int) -> str:
+        value = row[name]
+        return number(None if value is None else value * factor, digits)
+
+    def ranged(name: str, ends: str, factor: float, digits: int) -> str:
+        text = scaled(name, factor, digits)
+        if row[ends] is None:
+            return text
+        low, high = row[ends]
+        return f"{text} ({number(low * factor, digits)} to {number(high * factor, digits)})"
+
+    return [
+        clean(row["run"]),
+        row["network"],
+        str(row["workers"]),
+        row["figures"],
+        ranged("step_s", "step_range_s", 1e3, 2),
+        scaled("exposed_s", 1e3, 2),
+        scaled("steps", 1, 0),
+        ranged("time_to_goal_s", "time_to_goal_range_s", 1, 1),
+        scaled("bytes_sent", 1e-6, 1),
+        scaled("price", 1, 3),
+    ]

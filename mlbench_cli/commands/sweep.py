@@ -1,0 +1,267 @@
+"""``mlbench sweep``: run all algorithms of a file on all of its networks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlbench_cli import _embedded
+from mlbench_cli._client import MasterClient
+from mlbench_cli._output import (
+    clean,
+    dashboard_option,
+    json_option,
+    number,
+    print_field,
+    print_json,
+    print_table,
+    remark,
+    seconds,
+)
+from mlbench_core.caller import describe_call
+from mlbench_core.errors import MLBenchError
+from mlbench_core.sweep.estimate import Estimate, estimate
+from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+
+if TYPE_CHECKING:
+    from mlbench_core.comparison.record import RunRecord
+    from mlbench_core.sweep.outcome import Outcome
+
+__all__ = ["sweep"]
+
+# Fields of a record that --json shows.
+_RESULTS = (
+    "reached",
+    "time_to_goal_s",
+    "train_s",
+    "best",
+    "bytes_on_wire",
+    "bytes_sent",
+    "exchanges",
+)
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="FOLDER",
+    help="Folder for the results; the same command continues a sweep that was ended.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show the runs and the estimate of their time.")
+@click.option(
+    "--oversubscribe",
+    is_flag=True,
+    help="Allow more than four workers on a core, which mostly wait for each other.",
+)
+@dashboard_option
+@json_option
+def sweep(
+    file: Path,
+    output: Path,
+    dry_run: bool,
+    oversubscribe: bool,
+    dashboard_url: str | None,
+    as_json: bool,
+) -> None:
+    """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
+
+    Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only
+    add runs. A run that failed is tried again once at the next start.
+
+    A run that has trained for the limit of FILE ends, and counts as one that did not reach its goal
+    within it. With repeat_stopped = false in FILE, it is not repeated with other seeds.
+
+    The workers start in the folder of FILE, with the environment of this call.
+    """
+    described = load_sweep(file)
+    folder = SweepFolder(output)
+    points = folder.planned(described)
+    done, failures = folder.done(described, points), folder.failures(points)
+    pending = _pending(folder, points, done, failures)
+    expected = estimate(pending, points, done, described.limit_s)
+    if dry_run:
+        if as_json:
+            print_json(_as_json(points, done, failures, folder, described))
+        else:
+            _show_plan(points, done, failures)
+            _show_estimate(described, len(points), done, expected)
+        return
+    if not as_json:
+        _show_estimate(described, len(points), done, expected)
+    with folder.open(file, described.files):
+        call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
+        is_whole = _run(described, folder, points, pending, done, dashboard_url, call)
+    points = folder.planned(described)
+    done, failures = folder.done(described, points), folder.failures(points)
+    # Imported here, because --dry-run does not need it.
+    from mlbench_core.sweep.page import read_outcome
+
+    outcome = read_outcome(output, described)
+    page: Path | None = None
+    if outcome.groups:
+        page = _write_page(output, described)
+    if as_json:
+        print_json(_as_json(points, done, failures, folder, described))
+    else:
+        _show_results(outcome)
+        click.echo(f"results: {output.absolute()}")
+        if page is not None:
+            click.echo(f"page: {page.absolute()}")
+    if not is_whole:
+        remark("the budget has ended; start the same command again to continue")
+    failed = []
+    for name, failure in failures.items():
+        if name not in done:
+            failed.append(f"{name} ({clean(failure.reason)})")
+    if failed:
+        raise MLBenchError(
+            f"{len(failed)} of {len(points)} runs failed "
+            f"(see {output / 'failed'}): {'; '.join(failed)}"
+        )
+
+
+def _run(
+    described: Sweep,
+    folder: SweepFolder,
+    points: Sequence[Point],
+    pending: Sequence[Point],
+    done: Mapping[str, Done],
+    dashboard_url: str | None,
+    call: Mapping[str, Any],
+) -> bool:
+    """Run the pending points; return False if the budget ended first."""
+    # Imported here: --dry-run needs neither.
+    from mlbench_cli._sweep_progress import open_display
+    from mlbench_core.sweep.runner import Runner
+
+    def connect() -> MasterClient:
+        location = _embedded.find_or_start(dashboard_url)
+        return MasterClient(location.url, location.token)
+
+    # Before the first run, so that a number of workers that will be refused starts none.
+    if pending:
+        with connect() as client:
+            client.check_workers(max(point.workers for point in pending), call["oversubscribe"])
+    # A copy, because the display adds the runs that end.
+    with open_display(described, points, dict(done)) as display:
+        try:
+            return Runner(described, folder, connect, display, call).run(pending)
+        except KeyboardInterrupt:
+            pass
+    raise MLBenchError("ended by Ctrl-C; start the same command again to continue")
+
+
+def _show_plan(
+    points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
+) -> None:
+    rows = []
+    for point in points:
+        row = (point.name, point.algorithm, point.workers, point.network or "-", point.seed)
+        rows.append((*row, _state(point, done, failures)))
+    print_table(("RUN", "ALGORITHM", "WORKERS", "NETWORK", "SEED", "STATE"), rows, right=(2, 4))
+
+
+def _show_estimate(
+    described: Sweep, runs: int, done: Mapping[str, Done], expected: Estimate
+) -> None:
+    print_field("runs", f"{runs}, of which {len(done)} are done and {expected.runs} are to run")
+    if expected.runs and expected.expected_s is not None:
+        text = f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
+        print_field("expected", text)
+    if expected.runs and expected.longest_s is not None:
+        longest = seconds(expected.longest_s)
+        text = f"{longest} if every run reaches the limit, and its validations and last epochs"
+        print_field("at limit", text)
+    if described.budget_s is not None:
+        print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")
+
+
+def _show_results(outcome: Outcome) -> None:
+    """Print one row for each algorithm, number of workers and network."""
+    rows = []
+    for cell in outcome.cells:
+        row = (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached))
+        rows.append((*row, number(cell.median_s)))
+    header = ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S")
+    print_table(header, rows, right=(1, 3, 4, 5))
+
+
+def _records(
+    folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]
+) -> dict[str, RunRecord]:
+    """Return the results of the runs that have ended, by name."""
+    from mlbench_core.comparison.load import load
+
+    records = {}
+    for point in points:
+        if point.name not in done:
+            continue
+        loaded = load([folder.run_folder(point)], empty_is_error=False)
+        # A run that was stopped before its workers wrote a line has no record.
+        if loaded:
+            records[point.name] = loaded[0]
+    return records
+
+
+def _write_page(path: Path, described: Sweep) -> Path:
+    # Imported here, because --dry-run does not need it.
+    from mlbench_core.sweep.page import write_page
+
+    write_page(path, sweep=described, report=remark)
+    return path / "index.html"
+
+
+def _state(point: Point, done: Mapping[str, Done], failures: Mapping[str, Failure]) -> str:
+    if point.name in done:
+        return done[point.name].outcome
+    if point.name in failures:
+        failure = failures[point.name]
+        return f"failed {failure.tries}x: {failure.reason}"
+    return "to run"
+
+
+def _pending(
+    folder: SweepFolder,
+    points: Sequence[Point],
+    done: Mapping[str, Done],
+    failures: Mapping[str, Failure],
+) -> list[Point]:
+    pending = []
+    for point in points:
+        if point.name not in done and folder.may_try(failures.get(point.name)):
+            pending.append(point)
+    return pending
+
+
+def _as_json(
+    points: Sequence[Point],
+    done: Mapping[str, Done],
+    failures: Mapping[str, Failure],
+    folder: SweepFolder,
+    described: Sweep,
+) -> dict[str, Any]:
+    expected = estimate(_pending(folder, points, done, failures), points, done, described.limit_s)
+    records = _records(folder, points, done)
+    rows = []
+    for point in points:
+        row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm}
+        row.update(workers=point.workers, network=point.network, seed=point.seed)
+        row.update(outcome=None, seconds=None, reason=None)
+        if point.name in done:
+            row.update(outcome=done[point.name].outcome, seconds=done[point.name].seconds)
+        elif point.name in failures:
+            row.update(outcome="failed", reason=failures[point.name].reason)
+        record = records.get(point.name)
+        for name in _RESULTS:
+            row[name] = getattr(record, name, None)
+        rows.append(row)
+    time_left = dataclasses.asdict(expected)
+    return {"title": described.title, "points": rows, "left": time_left}

@@ -1,0 +1,1 @@
+"""Communication hooks for the data parallelism of PyTorch: DDP and FSDP."""

@@ -1,0 +1,1 @@
+"""Carry tensors between workers: messages, buckets, overlap, shared memory, and their times."""

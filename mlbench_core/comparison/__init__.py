@@ -1,0 +1,1 @@
+"""Compare the results of runs: statistics over repeats, tables, figures, prices and rules."""

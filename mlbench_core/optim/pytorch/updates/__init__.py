@@ -1,0 +1,1 @@
+"""Updates of parameters, which an optimizer of this library can wrap: no workers take part."""

@@ -1,1 +1,0 @@
-"""The scripts of Alembic; see :mod:`mlbench_master.migrations`."""

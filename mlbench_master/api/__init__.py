@@ -1,0 +1,1 @@
+"""Serve the REST API."""

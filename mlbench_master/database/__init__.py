@@ -1,0 +1,1 @@
+"""Keep runs and metrics in SQLite or PostgreSQL."""

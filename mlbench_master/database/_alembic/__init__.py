@@ -1,0 +1,1 @@
+"""The scripts of Alembic; see :mod:`mlbench_master.database.migrations`."""

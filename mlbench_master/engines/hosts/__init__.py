@@ -1,0 +1,1 @@
+"""Run workers on several machines that ssh reaches."""

@@ -1,0 +1,1 @@
+"""Run workers as pods of a Kubernetes cluster."""

@@ -1,0 +1,1 @@
+"""Run workers as processes of this machine."""

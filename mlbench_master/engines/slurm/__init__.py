@@ -1,0 +1,1 @@
+"""Run workers as tasks of a Slurm cluster."""

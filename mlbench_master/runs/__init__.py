@@ -1,0 +1,1 @@
+"""Start runs, follow them, and record how they end."""

@@ -1,0 +1,197 @@
+"""Store the metrics that the workers of a run could not deliver before they ended.
+
+A worker keeps metrics in an outbox while the master does not answer, see
+:mod:`mlbench_core.client.outbox`. The workers of a run have their own folder for it. The master
+reads it at the end of the run, so no metric depends on the address, the port or the token that the
+workers knew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from mlbench_core.client.delivery import MAX_BATCH
+from mlbench_core.client.outbox import LOST_NAME, MAX_BATCH_BYTES
+from mlbench_master.api.schemas import MetricIn
+from mlbench_master.database.store import NewMetric, Store, pod_owner, run_owner
+from mlbench_master.dates import now_us, to_us
+
+__all__ = ["new_metric", "store_leftovers"]
+
+# An outbox has at most 1 GiB, and so has its journal.
+_MOST_BYTES = 2**30
+# A line of the API has at most 8 MiB.
+_MOST_LINE_BYTES = 16 * 2**20
+# Other runs wait while the metrics of one are stored, about 100,000 of them in a second.
+_LONGEST_S = 60.0
+_OUTBOX_COLUMNS = [("key", "TEXT", 0), ("line", "TEXT", 0)]
+# SQLite asks after this number of steps of its machine if it may go on; 1 ms or less.
+_STEPS = 10_000
+
+
+def store_leftovers(spool: Path, store: Store) -> str:
+    """Store all metrics of a folder of outboxes, and delete the files.
+
+    The ids of metrics keep a repetition harmless.
+
+    Args:
+        spool: The folder. It belongs to workers, so every file may have any content. Only tables of
+            an outbox are read, and no longer than a minute.
+        store: The database.
+
+    Returns:
+        A sentence on the metrics that are missing; empty if none is.
+
+    Raises:
+        SQLAlchemyError: The database failed; the metrics that it has not stored stay in the folder.
+    """
+    problems = []
+    refused = 0
+    deadline = time.monotonic() + _LONGEST_S
+    for path in sorted(spool.glob("*.sqlite3")):
+        if not path.is_file():  # opening a pipe could block
+            continue
+        try:
+            with contextlib.closing(_open(path, deadline)) as connection:
+                for lines in _batches(connection, deadline):
+                    refused += _store(lines, store)
+        except SQLAlchemyError:  # of the master's database: the files stay for another attempt
+            raise
+        except Exception as error:  # a damaged file must not keep the run from ending
+            problems.append(f"an unknown number in {path}, which cannot be read ({error})")
+            continue
+        # Also possible on a full disk, which may have no room to delete rows.
+        for suffix in (".lock", ".sqlite3-journal", ".sqlite3"):
+            with contextlib.suppress(OSError):
+                path.with_suffix(suffix).unlink()
+    if refused:
+        problems.append(f"{refused} that are not valid")
+    if lost := _count_lost(spool):
+        problems.append(f"{lost} that a worker could not keep on disk")
+    damaged = len(list(spool.glob("*.damaged-*[0-9]")))
+    if damaged:
+        problems.append(f"an unknown number in {damaged} damaged file(s) in {spool}")
+    if not problems:
+        return ""
+    return f"metrics are missing: {', '.join(problems)}"
+
+
+def _count_lost(spool: Path) -> int:
+    """Return the number of metrics that workers could not keep, from the names of files."""
+    count = 0
+    for path in spool.glob("*"):
+        match = re.fullmatch(LOST_NAME, path.name)
+        if match is not None:
+            count += int(match[1])
+    return count
+
+
+def _open(path: Path, deadline: float) -> sqlite3.Connection:
+    """Open the outbox of a worker, which may be a file of any kind and may hold any statements.
+
+    Raises:
+        ValueError: It is not an outbox.
+        sqlite3.Error: It is damaged, or cannot be opened.
+    """
+    for file in (path, Path(f"{path}-journal")):
+        with contextlib.suppress(FileNotFoundError):
+            status = file.lstat()
+            is_regular = stat.S_ISREG(status.st_mode)
+            # A link could lead to the database of the master.
+            if not is_regular or status.st_nlink > 1 or status.st_size > _MOST_BYTES:
+                raise ValueError(
+                    f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB"
+                )
+    # Not read-only: SQLite undoes what a killed worker has not finished.
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
+    try:
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+        if hasattr(connection, "setlimit"):  # from Python 3.11 on
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_LINE_BYTES)
+        # Statements of the file, for example of a view or a default value, must not call functions.
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.text_factory = lambda data: data.decode(errors="replace")
+        # One row more than allowed, because a file may have any number of them.
+        entries = connection.execute("SELECT type, name FROM sqlite_master LIMIT 2").fetchall()
+        query = "SELECT name, type, hidden FROM pragma_table_xinfo('metrics') LIMIT 3"
+        columns = connection.execute(query).fetchall()
+        if entries != [("table", "metrics")] or columns != _OUTBOX_COLUMNS:
+            raise ValueError("it has other tables than an outbox")
+        connection.set_authorizer(_allow_reading)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _allow_reading(action: int, table: str | None, column: str | None, *_: str | None) -> int:
+    if action == sqlite3.SQLITE_SELECT:
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_READ and table == "metrics":
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
+
+
+def _batches(connection: sqlite3.Connection, deadline: float) -> Iterator[list[str]]:
+    """Yield the lines of an outbox by their keys, in batches as large as those of a request."""
+    batch: list[str] = []
+    size = 0
+    for _, line in connection.execute("SELECT key, line FROM metrics ORDER BY key"):
+        text = line if isinstance(line, str) else ""
+        batch.append(text)
+        size += len(text)
+        if len(batch) >= MAX_BATCH or size >= MAX_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it takes longer than {_LONGEST_S:g} s")
+    yield batch
+
+
+def new_metric(metric: MetricIn, now: int) -> NewMetric:
+    """Return a metric as the database takes it.
+
+    Args:
+        metric: The metric as a client sent it.
+        now: The date of a metric without one, in microseconds since 1970.
+    """
+    if metric.run_id is not None:
+        owner = run_owner(metric.run_id)
+    else:
+        assert metric.pod_name is not None  # MetricIn demands one of the two
+        owner = pod_owner(metric.pod_name)
+    date = now if metric.date is None else to_us(metric.date)
+    return NewMetric(
+        owner=owner,
+        name=metric.name,
+        date=date,
+        value=metric.value,
+        cumulative=metric.cumulative,
+        extra=metric.metadata,
+        client_id=metric.id,
+    )
+
+
+def _store(lines: list[str], store: Store) -> int:
+    """Store metrics, and return the number of those that the API would refuse."""
+    metrics = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            metrics.append(MetricIn.model_validate(json.loads(line)))
+    existing = store.existing_runs(metric.run_id for metric in metrics if metric.run_id is not None)
+    now = now_us()
+    added = []
+    for metric in metrics:
+        if metric.run_id is None or metric.run_id in existing:
+            added.append(new_metric(metric, now))
+    store.add_metrics(added)
+    return len(lines) - len(added)

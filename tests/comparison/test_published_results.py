@@ -1,0 +1,70 @@
+"""The results below docs/results: every folder is sound, and the tables follow from the folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlbench_core.comparison.collection import runs_csv
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.pool import pool
+from mlbench_core.comparison.rules import check_rules
+from mlbench_core.comparison.table import compare_groups, escape
+from mlbench_core.results.folder import RESULT, find_folders, verify_folder
+from mlbench_core.sweep.file import load_sweep
+from mlbench_core.sweep.folder import SweepFolder, stopped_at_limit
+from mlbench_core.sweep.page import read_outcome
+from mlbench_core.sweep.tables import as_csv, table_rows
+from mlbench_core.sweep.words import per_network
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+PAGES = sorted(path.parent for path in RESULTS.glob("*/index.md"))
+SWEEPS = [path for path in PAGES if (path / "sweep.toml").exists()]
+COLLECTIONS = [path for path in PAGES if path not in SWEEPS]
+
+
+@pytest.mark.parametrize("collection", COLLECTIONS, ids=lambda path: path.name)
+def test_the_runs_are_verified_and_the_tables_follow_from_them(
+    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.unpack_archive(collection / "runs.tar.xz", tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    folders = list(find_folders(Path("runs")))
+    assert len(folders) >= 40
+    assert [problem for folder in folders for problem in verify_folder(folder)] == []
+
+    records = load([Path("runs")])
+    assert [str(finding) for finding in check_rules(records) if finding.status == "fail"] == []
+    groups = pool(records)
+    assert compare_groups(groups).as_csv() == (collection / "table.csv").read_text(encoding="utf-8")
+    written = (collection / "runs.csv").read_text(encoding="utf-8")
+    assert runs_csv([record for group in groups for record in group.records]) == written
+
+
+@pytest.mark.parametrize("page", SWEEPS, ids=lambda path: path.name)
+def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_path: Path) -> None:
+    shutil.unpack_archive(page / "runs.tar.xz", tmp_path, filter="data")
+    sweep = load_sweep(page / "sweep.toml")
+    runs = {
+        point.name: tmp_path / "runs" / point.name for point in SweepFolder(tmp_path).planned(sweep)
+    }
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == set(runs)
+    # A run without a result counts as one that missed the goal, so nothing but the limit may be its
+    # reason.
+    without = {name for name, folder in runs.items() if not (folder / RESULT).exists()}
+    assert all(stopped_at_limit(runs[name]) for name in without)
+    assert [
+        problem for name in runs.keys() - without for problem in verify_folder(runs[name])
+    ] == []
+
+    outcome = read_outcome(tmp_path, sweep)
+    assert as_csv(table_rows(outcome, sweep.price)) == (page / "table.csv").read_text(
+        encoding="utf-8"
+    )
+    text = (page / "index.md").read_text(encoding="utf-8")
+    for network in outcome.networks:
+        assert [
+            sentence for sentence in per_network(outcome, network) if escape(sentence) not in text
+        ] == []
