@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-tensorflow lint types docs wheel release gpu micro clean help
+.PHONY: demo test test-tensorflow cuda lint types docs wheel release gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install, then train ResNet-20 on handwritten digits with 1 and 2 workers and draw the result"
 	@echo "make test    install with [dev], then ruff, mypy and all tests"
 	@echo "make test-tensorflow   the tests of the TensorFlow modules, in an environment of their own, .venv-tensorflow"
+	@echo "make cuda    compile the CUDA kernels with a compiler from the package index, and check the library (docs/howto/cuda.md)"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
@@ -63,6 +64,23 @@ $(TF_VENV)/.installed: pyproject.toml setup.py requirements/development.txt
 test-tensorflow: $(TF_VENV)/.installed
 	$(TF_VENV)/bin/python -m pytest tests_tensorflow
 
+# The compiler has an environment of its own, too. It needs no GPU, and takes the CUDA runtime of no other package.
+CUDA_VENV = .venv-cuda
+CUDA_PIP  = $(CUDA_VENV)/bin/python -m pip --disable-pip-version-check
+$(CUDA_VENV)/.installed: pyproject.toml setup.py requirements/development.txt requirements/cuda.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_PIP) install --quiet -c requirements/development.txt torch
+	$(CUDA_PIP) install --quiet -c requirements/development.txt -e '.[torch]' -r requirements/cuda.txt 'pytest>=8.0' 'pytest-timeout>=2.3'
+	touch $@
+
+cuda: $(CUDA_VENV)/.installed
+	CUDA_HOME=$$(echo $(CUDA_VENV)/lib/python*/site-packages/nvidia/cu13) \
+	  $(CUDA_VENV)/bin/python -m mlbench_core.install_cuda_extensions | tee $(CUDA_VENV)/build.txt
+	grep -q 'spilled registers: 0 bytes' $(CUDA_VENV)/build.txt
+	$(CUDA_VENV)/bin/python -c 'import torch, mlbench_core.ops.pytorch; operators = torch.ops.mlbench; names = ("short_attention", "attention_score"); \
+	  [print(getattr(operators, name + end).default._schema) for name in names for end in ("", "_backward")]'
+	$(CUDA_VENV)/bin/python -m pytest tests/ops/test_cuda_library.py
+
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
@@ -85,4 +103,4 @@ gpu:
 	  $(if $(DATA),--data '$(DATA)') $(if $(ONLY),--only $(ONLY))
 
 clean:
-	rm -rf $(VENV) $(TF_VENV) build dist docs/_build demo-results *.egg-info
+	rm -rf $(VENV) $(TF_VENV) $(CUDA_VENV) build dist docs/_build demo-results *.egg-info

@@ -1,0 +1,1 @@
+"""CUDA sources of the operators of attention, and their build."""
