@@ -205,6 +205,12 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
     return hooks.values()
 
 
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Let torch.compile call a function once, and use its result as a constant."""
+    # torch.compiler.assume_constant_result() sets this attribute, but imports the whole compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # ---- process groups
 
 

@@ -237,8 +237,10 @@ def describe_torch() -> dict[str, Any] | None:
     """Describe the torch that this process has imported; None if it has not.
 
     Returns:
-        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of
-        an operator. The versions of cuDNN and NCCL are None if no GPU can be used.
+        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions), ``threads``, the threads of an
+        operator, and ``attention``: ``"kernels"`` if the CUDA kernels of MLBench compute the
+        attention of short sentences in half precision, ``"torch"`` otherwise, None without such a
+        model. The versions of cuDNN and NCCL are None if no GPU can be used.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -250,11 +252,20 @@ def describe_torch() -> dict[str, Any] | None:
         "cudnn": None,
         "nccl": None,
         "threads": _read(lambda: torch.get_num_threads()),
+        "attention": _describe_attention(),
     }
     if _can_use_cuda(torch):
         description["cudnn"] = _read(lambda: torch.backends.cudnn.version())
         description["nccl"] = _read(lambda: ".".join(map(str, torch.cuda.nccl.version())))
     return description
+
+
+def _describe_attention() -> str | None:
+    # Only a process with a model that uses attention has imported it.
+    extension = sys.modules.get("mlbench_core.ops.pytorch.extension")
+    if extension is None:
+        return None
+    return "kernels" if extension.why_not() is None else "torch"
 
 
 def describe_tensorflow() -> dict[str, Any] | None:
@@ -349,11 +360,11 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``,
-        ``nccl`` and ``driver``, then ``commit`` and ``difference_sha256``. These two are those of
-        the program's checkout, or of the checkout of ``mlbench_core`` if the program has none. If
-        the checkouts differ, the version of ``mlbench_core`` ends with its own commit and
-        difference: ``4.0+g0123.d4567``.
+        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it),
+        ``attention`` (only if it was the CUDA kernels), ``os``, ``nccl`` and ``driver``, then
+        ``commit`` and ``difference_sha256``. These two are those of the program's checkout, or of
+        the checkout of ``mlbench_core`` if the program has none. If the checkouts differ, the
+        version of ``mlbench_core`` ends with its own commit and difference: ``4.0+g0123.d4567``.
     """
     system, torch = environment.get("system") or {}, environment.get("torch") or {}
     tensorflow = environment.get("tensorflow")
@@ -372,6 +383,8 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     }
     if tensorflow:
         software["tensorflow"] = tensorflow.get("version")
+    if torch.get("attention") == "kernels":
+        software["attention"] = "kernels"
     return {
         **software,
         "os": system.get("os"),

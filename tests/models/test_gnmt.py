@@ -11,8 +11,9 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlbench_core.models.pytorch.gnmt import GNMT
+from mlbench_core.models.pytorch.gnmt import GNMT, modules
 from mlbench_core.models.pytorch.gnmt.modules import NormalizedBahdanauAttention
+from mlbench_core.ops.pytorch import attention_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -380,3 +381,24 @@ def test_gpu_in_half_precision_is_close_to_the_cpu(monkeypatch: pytest.MonkeyPat
         assert (scores.float().cpu() - expected).abs().max() < tolerance * expected.abs().max()
         scores.float().logsumexp(dim=-1).sum().backward()
         assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_attention_asks_for_scores_in_a_form_that_the_kernels_take(
+    is_autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Tensor, ...]] = []
+
+    def record(*parts: Tensor) -> Tensor:
+        asked.append(parts)
+        return attention_score(*parts)
+
+    monkeypatch.setattr(modules, "attention_score", record)
+    source, target = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+        model = tiny().to(torch.float32 if is_autocast else torch.bfloat16)
+        model(source, LENGTHS, target)
+    query, keys, bias, v = asked[0]
+    assert query.dtype == keys.dtype == torch.bfloat16
+    assert bias.dtype == v.dtype == (torch.float32 if is_autocast else torch.bfloat16)
+    assert query.stride(-1) == keys.stride(-1) == 1

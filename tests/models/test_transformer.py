@@ -22,7 +22,7 @@ from mlbench_core.models.pytorch.transformer.modules import (
     SinusoidalPositions,
     multihead_attention,
 )
-from mlbench_core.models.pytorch.transformer.modules.attention import fused_attention
+from mlbench_core.models.pytorch.transformer.modules.attention import sdpa_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,7 +89,7 @@ def attention_by_hand(
     return output
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["self", "cross", "three"])
@@ -122,7 +122,7 @@ def test_attention_is_the_papers_formula(
     torch.testing.assert_close(weights.sum(dim=-1), (~empty).double())
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_both_paths_have_the_same_gradients_and_no_nan_for_padding_only(backend: str) -> None:
     torch.manual_seed(2)
     module = MultiheadAttention(8, 2, bias=True).double()
@@ -139,7 +139,7 @@ def test_both_paths_have_the_same_gradients_and_no_nan_for_padding_only(backend:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_keys_never_matter(backend: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -212,7 +212,7 @@ def test_attention_refuses_wrong_arguments() -> None:
         MultiheadAttention(8, 4, softmax_type="hard")
     with pytest.raises(
         ValueError,
-        match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'reference'",
+        match="backend must be 'auto' or 'sdpa' with softmax_type='fast_fill', not 'reference'",
     ):
         MultiheadAttention(8, 4, softmax_type="fast_fill", backend="reference")
     with pytest.raises(ValueError, match=r"backend must be one of .*, not 'magic'"):
@@ -460,7 +460,7 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
     assert {cache.keys.shape[0] for cache in state.values() if cache.is_static} == {2}
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_several_new_positions_continue_a_cache(backend: str) -> None:
     torch.manual_seed(0)
     module, state = MultiheadAttention(8, 2, backend=backend).double(), {}
@@ -485,7 +485,7 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
     model = tiny().float()
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
     expected = model(source, None, target)[0]
-    for backend in ("reference", "fused"):
+    for backend in ("reference", "sdpa"):
         half = tiny(attention_backend=backend).to(dtype)
         output = half(source, None, target)[0]
         assert output.dtype == dtype
@@ -495,17 +495,17 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
         assert all(torch.isfinite(p.grad).all() for p in half.parameters())
 
 
-def test_auto_and_fast_fill_are_torchs_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_and_fast_fill_are_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def count(*args: Tensor | None) -> Tensor:
         nonlocal calls
         calls += 1
-        return fused_attention(*args)
+        return sdpa_attention(*args)
 
-    monkeypatch.setattr(multihead_attention, "fused_attention", count)
+    monkeypatch.setattr(multihead_attention, "sdpa_attention", count)
     x, outputs = torch.randn(4, 2, 16), []
-    for choice in ({"backend": "auto"}, {"backend": "fused"}, {"softmax_type": "fast_fill"}):
+    for choice in ({"backend": "auto"}, {"backend": "sdpa"}, {"softmax_type": "fast_fill"}):
         torch.manual_seed(0)
         outputs.append(MultiheadAttention(16, 4, **choice)(x, x, x, need_weights=False)[0])
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
@@ -513,7 +513,7 @@ def test_auto_and_fast_fill_are_torchs_fused_attention(monkeypatch: pytest.Monke
 
 
 def test_large_scores_do_not_overflow_in_half_precision() -> None:
-    for backend in ("reference", "fused"):
+    for backend in ("reference", "sdpa"):
         module = MultiheadAttention(8, 2, backend=backend).half().eval()
         x = 200 * torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0)).half()
         padding = torch.tensor([[True, True, False, False], [True] * 4])

@@ -15,9 +15,16 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlbench_core.ops.pytorch import attention_score, attention_score_reference, masked_softmax
-from mlbench_core.ops.pytorch.attention_score import _blocks
+from mlbench_core.ops.pytorch import (
+    attention_score,
+    attention_score_reference,
+    extension,
+    masked_softmax,
+)
+from mlbench_core.ops.pytorch.attention_score import _GPU_BLOCK, _blocks, why_not_kernel
 
 WORDY_BLOCKS = [1, 12, 24, 10**9]
 """For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything
@@ -181,10 +188,11 @@ def test_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
         3, 4, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32
     ).expand(3, 4, 2)
     torch.library.opcheck(
-        torch.ops.mlbench.attention_score.default, (time_first, keys, bias, v, 12)
+        torch.ops.mlbench.attention_score_blocks.default, (time_first, keys, bias, v, 12)
     )
     torch.library.opcheck(
-        torch.ops.mlbench.attention_score_backward.default, (grad, time_first, keys, bias, v, 12)
+        torch.ops.mlbench.attention_score_blocks_backward.default,
+        (grad, time_first, keys, bias, v, 12),
     )
 
 
@@ -224,8 +232,8 @@ def test_it_compiles_whole_and_into_the_operators(monkeypatch: pytest.MonkeyPatc
     for one, other in zip(gradients, torch.autograd.grad(loss(*parts), parts), strict=True):
         torch.testing.assert_close(one, other)
     names = [{str(node.target) for node in graph.graph.nodes} for graph in graphs]
-    assert "mlbench.attention_score.default" in names[0]
-    assert "mlbench.attention_score_backward.default" in names[1]
+    assert "mlbench.attention_score_blocks.default" in names[0]
+    assert "mlbench.attention_score_blocks_backward.default" in names[1]
     assert not any("tanh" in name for name in names[0] | names[1])
 
 
@@ -257,3 +265,75 @@ def test_gpu_and_cpu_agree() -> None:
         strict=True,
     ):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+
+
+# ---- the choice of the kernels
+
+
+def on_pretended_gpu(features: int = 8, key_dtype: torch.dtype = torch.float16) -> list[Tensor]:
+    """Inputs without data; only in a FakeTensorMode, which needs no GPU."""
+    query = torch.empty(2, 3, features, dtype=torch.float16, device="cuda")
+    keys = torch.empty(2, 5, features, dtype=key_dtype, device="cuda")
+    return [query, keys, *torch.empty(2, features, device="cuda")]
+
+
+class CalledOperators(TorchDispatchMode):
+    """The calls of MLBench's operators: the name, and the arguments after four tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mlbench":
+            self.calls.append((func.name().removeprefix("mlbench::"), *args[4:]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("reason", "block_elements", "expected"),
+    [
+        (None, None, ("attention_score",)),
+        ("they are not built", None, ("attention_score_blocks", _GPU_BLOCK)),
+        (None, 100, ("attention_score_blocks", 100)),
+    ],
+)
+def test_kernels_are_used_if_they_can_be_and_no_block_is_given(
+    reason: str | None,
+    block_elements: int | None,
+    expected: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extension, "why_not", lambda: reason)
+    with FakeTensorMode(), CalledOperators() as called:
+        scores = attention_score(*on_pretended_gpu(), block_elements=block_elements)
+    assert (scores.shape, scores.dtype, scores.device.type) == ((2, 3, 5), torch.float32, "cuda")
+    assert called.calls == [expected]
+
+
+def test_both_passes_call_the_operators_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention_score.__globals__, "why_not_kernel", lambda *_: None)
+    parts = inputs()
+    expected = attention_score_reference(*parts).sin().sum()
+    with CalledOperators() as called:
+        scores = attention_score(*parts)
+        gradients = torch.autograd.grad(scores.sin().sum(), parts)
+    assert [name for name, *_ in called.calls] == ["attention_score", "attention_score_backward"]
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, parts))
+
+
+def test_why_the_kernels_do_not_take_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "why_not", lambda: None)
+    assert "not all on one CUDA device" in str(why_not_kernel(*inputs()))
+    with FakeTensorMode():
+        parts = on_pretended_gpu()
+        assert why_not_kernel(*parts) is None
+        assert "H is 12" in str(why_not_kernel(*on_pretended_gpu(features=12)))
+        assert "bfloat16" in str(why_not_kernel(*on_pretended_gpu(key_dtype=torch.bfloat16)))
+        assert "float64" in str(why_not_kernel(*(part.double() for part in parts)))
+        no_keys = [parts[0], parts[1].new_empty(2, 0, 8), *parts[2:]]
+        assert "no keys" in str(why_not_kernel(*no_keys))
+        elsewhere = [parts[0], torch.empty(2, 5, 8), *parts[2:]]
+        assert "not all on one CUDA device" in str(why_not_kernel(*elsewhere))
+        monkeypatch.setattr(extension, "why_not", lambda: "they are not built")
+        assert why_not_kernel(*parts) == "they are not built"

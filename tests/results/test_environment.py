@@ -106,6 +106,7 @@ def test_nothing_is_raised_if_nothing_can_be_read(
         "torch",
         SimpleNamespace(backends=SimpleNamespace(), cuda=SimpleNamespace(is_available=fail)),
     )
+    patch.delitem(sys.modules, "mlbench_core.ops.pytorch.extension", raising=False)
     patch.setattr(environment.importlib.metadata, "distributions", lambda: [SimpleNamespace()])
     found = describe_environment(data_files=[tmp_path / "missing"])
     assert {value for name, value in found["system"].items() if name != "executable"} == {None}
@@ -115,6 +116,7 @@ def test_nothing_is_raised_if_nothing_can_be_read(
         "cudnn": None,
         "nccl": None,
         "threads": None,
+        "attention": None,
     }
     assert (found["gpus"], found["driver"], found["host"]) == ([], None, None)
     assert found["checkouts"] == {"program": None, "mlbench_core": None}
@@ -206,13 +208,17 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
         backends=SimpleNamespace(cudnn=cudnn),
     )  # fmt: skip
     patch.setitem(sys.modules, "torch", torch)
+    extension = SimpleNamespace(why_not=lambda: None if cuda.is_available() else "no GPU")
+    patch.setitem(sys.modules, "mlbench_core.ops.pytorch.extension", extension)
     assert describe_torch() == {
         "version": "9",
         "cuda": "13",
         "cudnn": 90,
         "nccl": "2.20",
         "threads": 3,
+        "attention": "kernels",
     }
+    assert software_of({"torch": describe_torch()})["attention"] == "kernels"
     assert describe_gpus() == [{"name": "H", "memory_bytes": 5, "capability": "9.0"}] * 2
     assert machine_of({"gpus": describe_gpus()})["gpu"] == "H"
     cuda.is_available = lambda: False
@@ -222,7 +228,9 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
         "cudnn": None,
         "nccl": None,
         "threads": 3,
+        "attention": "torch",
     }
+    assert "attention" not in software_of({"torch": describe_torch()})
     assert describe_gpus() == []
     patch.delitem(sys.modules, "torch")
     patch.setitem(sys.modules, "pynvml", SimpleNamespace(

@@ -17,14 +17,15 @@ pass, in blocks. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
 This module defines the operators ``mlbench::attention_score`` and
-``mlbench::attention_score_backward``, for :func:`torch.compile`. Without them the compiler would
-trace each block. It would then notice that the forward and the backward pass compute the same tanh,
-and keep all of it.
+``mlbench::attention_score_blocks``, and one for the backward pass of each. CUDA kernels compute the
+first one if they are built (:mod:`~mlbench_core.ops.pytorch.extension`). The second one is for
+:func:`torch.compile`: without it the compiler would trace each block. It would then notice that the
+forward and the backward pass compute the same tanh, and keep all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mlbench_core.arguments import check_at_least
+from mlbench_core.ops.pytorch import extension
 
-__all__ = ["attention_score", "attention_score_reference", "masked_softmax"]
+__all__ = ["attention_score", "attention_score_reference", "masked_softmax", "why_not_kernel"]
 
 _CPU_BLOCK = 1 << 20
 """Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
 """Numbers in a block on a GPU: 128 MB of float32 keep it busy and are little of its memory."""
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +71,8 @@ def attention_score(
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
         block_elements: The largest number of tanh values held at once; a single query is never
-            divided. It changes only the order of sums. If None, a default for the device applies.
+            divided. It changes only the order of sums. If None, the CUDA kernels compute the scores
+            if :func:`why_not_kernel` is None, and otherwise a default for the device applies.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -87,11 +91,34 @@ def attention_score(
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
-    if block_elements is None:
+    if block_elements is not None:
+        check_at_least("block_elements", block_elements, 1)
+    elif why_not_kernel(query, keys, bias, v) is not None:
         block_elements = _CPU_BLOCK if query.device.type == "cpu" else _GPU_BLOCK
-    check_at_least("block_elements", block_elements, 1)
     scores: Tensor = _AttentionScore.apply(query, keys, bias, v, block_elements)
     return scores
+
+
+def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str | None:
+    """Return the reason why :func:`attention_score` cannot use its CUDA kernels; None if it does.
+
+    Args:
+        query: Shape (batch, queries, H).
+        keys: Shape (batch, keys, H).
+        bias: Shape (H,).
+        v: Shape (H,).
+    """
+    parts = (query, keys, bias, v)
+    if not query.is_cuda or any(part.device != query.device for part in parts):
+        return "the tensors are not all on one CUDA device"
+    if query.dtype != keys.dtype or any(part.dtype not in _KERNEL_DTYPES for part in parts):
+        return f"the tensors are of {query.dtype}, {keys.dtype}, {bias.dtype} and {v.dtype}"
+    if query.numel() == 0 or keys.numel() == 0:
+        return "there are no queries or no keys"
+    # The kernels read 16 bytes at a time, which are 8 numbers in half precision.
+    if query.shape[2] % 8:
+        return f"H is {query.shape[2]}, which is not a multiple of 8"
+    return extension.why_not()
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -125,27 +152,34 @@ class _AttentionScore(torch.autograd.Function):
     """Autograd function of the operators, which does not save the tanh.
 
     A plain function costs less per call than an autograd formula registered for the operator.
+    Without ``block_elements`` the operators are those of the kernels.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+        ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None
     ) -> Tensor:
-        ctx.save_for_backward(query, keys, bias, v)
+        inputs = (query, keys, bias, v)
+        ctx.save_for_backward(*inputs)
         ctx.block_elements = block_elements
-        scores: Tensor = torch.ops.mlbench.attention_score.default(
-            query, keys, bias, v, block_elements
-        )
+        if block_elements is None:
+            return torch.ops.mlbench.attention_score.default(*inputs)  # type: ignore[no-any-return]
+        scores: Tensor = torch.ops.mlbench.attention_score_blocks.default(*inputs, block_elements)
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        operator = torch.ops.mlbench.attention_score_backward.default
+        operators = torch.ops.mlbench
+        if ctx.block_elements is None:
+            return (*operators.attention_score_backward.default(grad, *ctx.saved_tensors), None)
+        operator = operators.attention_score_blocks_backward.default
         return (*operator(grad, *ctx.saved_tensors, ctx.block_elements), None)
 
 
-def _scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+def _scores(
+    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int = _GPU_BLOCK
+) -> Tensor:
     """Return the scores, with at most ``block_elements`` tanh values at a time."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
@@ -157,7 +191,12 @@ def _scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements
 
 
 def _gradients(
-    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    bias: Tensor,
+    v: Tensor,
+    block_elements: int = _GPU_BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the contiguous gradients of query, keys, bias and v, in :func:`_scores`' blocks."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
@@ -230,9 +269,7 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
         )
 
 
-def _fake_scores(
-    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
-) -> Tensor:
+def _fake_scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, *_: int) -> Tensor:
     shape = (query.shape[0], query.shape[1], keys.shape[1])
     return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
 
@@ -241,23 +278,16 @@ def _fake_gradients(grad: Tensor, *parts: Any) -> tuple[Tensor, ...]:
     return tuple(part.new_empty(part.shape) for part in parts[:4])
 
 
-def _define_operator(
-    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
-    # torch rejects a second definition, which importlib.reload would otherwise make.
-    if hasattr(torch.ops.mlbench, name):
-        return
-    torch.library.define(f"mlbench::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"mlbench::{name}", "default", implementation)
-    torch.library.register_fake(f"mlbench::{name}", fake)
-
-
-_INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v, int block_elements"
-_OUTPUTS = "(Tensor, Tensor, Tensor, Tensor)"
-_define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores, _fake_scores)
-_define_operator(
-    "attention_score_backward",
-    f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}",
-    _gradients,
-    _fake_gradients,
-)
+_INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v"
+# The kernels implement the first pair of operators for CUDA tensors.
+for _name, _inputs in (
+    ("attention_score", _INPUTS),
+    ("attention_score_blocks", f"{_INPUTS}, int block_elements"),
+):
+    extension.define_operator(_name, f"({_inputs}) -> Tensor", _scores, _fake_scores)
+    extension.define_operator(
+        f"{_name}_backward",
+        f"(Tensor grad, {_inputs}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _gradients,
+        _fake_gradients,
+    )

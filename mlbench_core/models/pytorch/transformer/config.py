@@ -48,7 +48,8 @@ class TransformerConfig:
             it.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`.MultiheadAttention`.
-        attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see the same class.
+        attention_backend: ``"auto"``, ``"reference"``, ``"sdpa"`` or ``"kernel"``, see the same
+            class.
 
     Raises:
         ValueError: A value is out of its bounds.
@@ -82,7 +83,7 @@ class TransformerConfig:
     max_target_positions: int = 1024
     left_pad_target: bool = False
     softmax_type: str = "default"
-    attention_backend: Literal["auto", "reference", "fused"] = "auto"
+    attention_backend: Literal["auto", "reference", "sdpa", "kernel"] = "auto"
 
     def __post_init__(self) -> None:
         for size in ("layers", "ffn_embed_dim"):

@@ -1,4 +1,4 @@
-r"""Scaled dot-product attention: the plain reference, and torch's fused kernels.
+r"""Scaled dot-product attention: the plain reference, and torch's kernels.
 
 .. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mlbench_core.ops.pytorch.attention_score import masked_softmax
 
-__all__ = ["attention_mask", "fused_attention", "reference_attention"]
+__all__ = ["attention_mask", "reference_attention", "sdpa_attention"]
 
 
 def attention_mask(
@@ -67,7 +67,7 @@ def reference_attention(
     return F.dropout(weights, dropout_p, training=dropout_p > 0) @ value, weights
 
 
-def fused_attention(
+def sdpa_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

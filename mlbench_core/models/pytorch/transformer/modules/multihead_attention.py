@@ -1,7 +1,14 @@
 """Multi-head attention on time-first tensors.
 
-Weights that are requested, and the backend "reference", use reference_attention; everything else
-uses fused_attention.
+One call takes the first of these paths whose condition holds::
+
+    condition                                           path
+    weights are requested, or backend is "reference"    reference_attention
+    no cache, and the operator takes the projections    fused_attention, without a copy of them
+    otherwise                                           sdpa_attention, torch's
+
+The operator takes tensors if backend is "auto" or "kernel" and its CUDA kernels accept them. If
+they do not accept short sentences, the backend "kernel" is an error.
 """
 
 from __future__ import annotations
@@ -15,15 +22,16 @@ from torch import Tensor, nn
 
 from mlbench_core.models.pytorch.transformer.modules.attention import (
     attention_mask,
-    fused_attention,
     reference_attention,
+    sdpa_attention,
 )
 from mlbench_core.models.pytorch.transformer.modules.incremental import KeyValueCache
+from mlbench_core.ops.pytorch.attention import MAX_POSITIONS, fused_attention, why_not_kernel
 
 __all__ = ["MultiheadAttention"]
 
 _SOFTMAX_TYPES = ("default", "fast_fill")
-_BACKENDS = ("auto", "reference", "fused")
+_BACKENDS = ("auto", "reference", "sdpa", "kernel")
 
 
 class MultiheadAttention(nn.Module):
@@ -42,10 +50,14 @@ class MultiheadAttention(nn.Module):
         num_heads: Number of heads; ``embed_dim`` must be a multiple of it.
         dropout: Probability that an attention weight becomes 0 in training.
         softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which
-            selected a kernel in version 3.0, is the same as ``backend="fused"``.
+            selected a kernel in version 3.0, is the same as ``backend="sdpa"``.
         bias: If True, the projections add a bias.
-        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the
-            plain formula if weights are requested. ``"auto"`` is the same as ``"fused"``.
+        backend: ``"reference"`` is the plain formula. ``"sdpa"`` is torch's
+            ``scaled_dot_product_attention``, or the plain formula if weights are requested.
+            ``"kernel"`` is :func:`~mlbench_core.ops.pytorch.attention.fused_attention` with its
+            CUDA kernels. With a cache, with weights that are requested, or with more than 128
+            positions, it is the same as ``"sdpa"``. ``"auto"`` is ``"kernel"`` if the CUDA kernels
+            accept the tensors, and otherwise ``"sdpa"``.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -69,7 +81,7 @@ class MultiheadAttention(nn.Module):
         softmax_type: str = "default",
         bias: bool = False,
         *,
-        backend: Literal["auto", "reference", "fused"] = "auto",
+        backend: Literal["auto", "reference", "sdpa", "kernel"] = "auto",
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -91,12 +103,12 @@ class MultiheadAttention(nn.Module):
         self.softmax_type = softmax_type
         if softmax_type == "fast_fill":
             # Both arguments choose the path, so a contradiction between them is an error.
-            if backend == "reference":
+            if backend not in ("auto", "sdpa"):
                 raise ValueError(
-                    "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
+                    "backend must be 'auto' or 'sdpa' with softmax_type='fast_fill', not "
                     f"{backend!r}: leave one of them out"
                 )
-            backend = "fused"
+            backend = "sdpa"
         self.backend = backend
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
@@ -131,7 +143,8 @@ class MultiheadAttention(nn.Module):
         and values. The batch of the query is then a multiple of the batch of the keys, and the
         hypotheses of a sentence are consecutive rows.
 
-        The output of padded positions has arbitrary values, which no caller should read.
+        The output of padded positions has arbitrary values, which no caller should read. The
+        operator gives zeros there, before the output projection.
 
         Args:
             query: Shape (target, batch, embed_dim).
@@ -152,6 +165,7 @@ class MultiheadAttention(nn.Module):
 
         Raises:
             ValueError: The shapes do not fit.
+            RuntimeError: ``backend`` is ``"kernel"``, and the CUDA kernels cannot run.
         """
         target, rows, width = query.shape
         if width != self.embed_dim:
@@ -162,16 +176,26 @@ class MultiheadAttention(nn.Module):
         is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
         if incremental_state is None:
-            q, k, v = self._projections(query, key, value)
+            parts = self._projections(query, key, value)
+            keys, batch = parts[-1].shape[:2]
+            _check_masks(batch, keys, rows, is_causal, key_padding_mask)
+            if not need_weights:
+                views = self._views_for_operator(parts)
+                if views is not None:
+                    output = fused_attention(
+                        *views, key_padding=key_padding_mask, is_causal=is_causal, dropout_p=p
+                    )
+                    return self.out_proj(output.transpose(0, 1).flatten(2)), None
+            q, k, v = self._split_parts(parts)
         else:
             q, k, v = self._with_cache(query, key, value, incremental_state, static_kv)
-        _check_masks(k.shape[0], k.shape[2], rows, is_causal, key_padding_mask)
+            _check_masks(k.shape[0], k.shape[2], rows, is_causal, key_padding_mask)
         weights = None
         if need_weights or self.backend == "reference":
             mask = attention_mask(q.shape[2], k.shape[2], key_padding_mask, is_causal, q.device)
             output, weights = reference_attention(q, k, v, mask, p)
         else:
-            output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
+            output = sdpa_attention(q, k, v, key_padding_mask, is_causal, p)
         # The inverse of _split_heads.
         output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4)
         output = self.out_proj(output.reshape(target, rows, width))
@@ -185,22 +209,55 @@ class MultiheadAttention(nn.Module):
 
     def _projections(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v (batch, heads, positions, features); equal inputs share one product."""
+    ) -> tuple[Tensor, ...]:
+        """Project queries, keys and values, with one product for inputs that are the same object.
+
+        Returns:
+            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, parts x ``embed_dim``).
+        """
         if key is None or value is None:
             raise ValueError(
                 "key and value must be tensors, not None: only "
                 "static ones that are cached can be left out"
             )
         if key is query and value is query:
-            q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
-        elif key is value:
-            q = self._linear(query, 0, 1)
-            k, v = self._linear(key, 1, 3).chunk(2, dim=-1)
-        else:
-            q, k, v = self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
+            return (self._linear(query, 0, 3),)
+        if key is value:
+            return self._linear(query, 0, 1), self._linear(key, 1, 3)
+        return self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
+
+    def _split_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Split projections into q, k and v, each of shape (batch, heads, positions, features)."""
+        projections: list[Tensor] = []
+        for part in parts:
+            projections += part.split(self.embed_dim, dim=-1)
+        q, k, v = projections
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
+
+    def _views_for_operator(self, parts: tuple[Tensor, ...]) -> list[Tensor] | None:
+        """Return the projections as the operator takes them, without a copy; None if it does not.
+
+        A fused projection gets its gradient in one piece, and nothing is transposed in memory.
+        """
+        if self.backend in ("reference", "sdpa"):
+            return None
+        views = []
+        for part in parts:
+            fused = [] if part.shape[-1] == self.embed_dim else [-1]
+            view = part.unflatten(-1, (*fused, self.num_heads, self.head_dim))
+            views.append(view.transpose(0, 1))
+        # Hypotheses that share the keys of a sentence need another path.
+        if views[0].shape[0] != views[-1].shape[0]:
+            return None
+        if max(view.shape[1] for view in views) > MAX_POSITIONS:
+            return None
+        reason = why_not_kernel(*views)
+        if reason is not None and self.backend == "kernel":
+            raise RuntimeError(
+                f"the attention backend 'kernel' cannot run, but 'auto' can: {reason}"
+            )
+        return views if reason is None else None
 
     def _with_cache(
         self,
@@ -215,7 +272,7 @@ class MultiheadAttention(nn.Module):
         if static_kv and cache is not None:
             q = self._linear(query, 0, 1)
             return self._split_heads(q, cache.keys.shape[0]), cache.keys, cache.values
-        q, k, v = self._projections(query, key, value)
+        q, k, v = self._split_parts(self._projections(query, key, value))
         # Static keys do not come here again: the branch above returned them.
         if cache is not None:
             k, v = torch.cat((cache.keys, k), dim=2), torch.cat((cache.values, v), dim=2)
