@@ -4,10 +4,10 @@
 Each step runs in a separate process with a time limit, and the steps with the most valuable
 results come first::
 
-    probe -> tests -> timings
-      |        |         |
-      |        `---------+---> OUTPUT/steps/NAME.json     moved into place when the step ends
-      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md     written after each step
+    probe -> build -> tests -> timings
+      |        |        |         |
+      |        `--------+---------+---> OUTPUT/steps/NAME.json   moved into place when the step ends
+      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md   written after each step
 
 So a run that is killed keeps all steps that had ended. The next run leaves out the steps that
 succeeded with the same sources, GPU and command."""
@@ -93,15 +93,23 @@ def make_steps(data: Path | None) -> list[Step]:
         "benchmarks/micro/optimizers.py --gpu --models mlp --workers 2 --blocks 5 "
         "--variants sgd sgd_overlap power2 sign ef_sign top1 choco qsgd --save {results}"
     )
+    attention = "benchmarks/micro/attention.py --blocks 3 --save {results} --parts"
+    score = "benchmarks/micro/attention_score.py --blocks 3 --lengths 50 --save {results}"
     return [
-        Step("tests", "float16, device clocks, NCCL, memory, loaders, models", 150,
+        Step("build", "compile the CUDA kernels", 70,
+             ("-m", "mlbench_core.install_cuda_extensions")),
+        Step("tests", "CUDA kernels, float16, device clocks, NCCL, memory, loaders, models", 150,
              (*pytest.split(), *find_gpu_tests(ROOT / "tests"))),
-        Step("task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 60,
+        Step("attention", "attention alone, against torch's", 45, (*attention.split(), "core")),
+        Step("score", "GNMT's attention score", 45, tuple(score.split())),
+        Step("task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 30,
              (*task_1a, *FAST, GRAPHS)),
-        Step("task1a", "the same without graphs", 60, (*task_1a, *FAST)),
-        Step("task1a-compiled", "the same, compiled", 120, (*task_1a, *FAST, "--compile")),
-        Step("language", "AWD-LSTM in bfloat16", 60, tuple(language.split())),
-        Step("optimizers", "optimizers of two workers on one GPU, over Gloo", 90,
+        Step("task1a", "the same without graphs", 40, (*task_1a, *FAST)),
+        Step("module", "the attention module with projections", 30,
+             (*attention.split(), "module")),
+        Step("task1a-compiled", "task 1a, compiled", 60, (*task_1a, *FAST, "--compile")),
+        Step("language", "AWD-LSTM in bfloat16", 30, tuple(language.split())),
+        Step("optimizers", "optimizers of two workers on one GPU, over Gloo", 60,
              tuple(optimizers.split())),
     ]  # fmt: skip
 

@@ -28,6 +28,7 @@ PACKAGES = {
     "mlbench_master": "mlbench_master",
     "mlbench_cli": "mlbench_cli",
     "benchmarks": "mlbench_benchmarks",
+    "csrc": "mlbench_csrc",
     "helm": "mlbench_helm",
 }
 # Measured results, the files of experiments, and values with which tests render the chart.
