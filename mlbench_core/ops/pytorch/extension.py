@@ -18,7 +18,10 @@ from mlbench_core.torch_private import mark_constant
 __all__ = ["LIBRARY", "define_operator", "why_not"]
 
 LIBRARY = Path(__file__).parent / "lib" / "libmlbench_cuda.so"
-"""The library, which exists if it was built."""
+"""The library, which exists if it was built.
+
+:meta hide-value:
+"""
 
 
 def define_operator(
