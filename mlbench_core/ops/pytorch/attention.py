@@ -205,21 +205,10 @@ def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None, offset: int
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: None,
-    key_starts: None,
-    max_query: int,
-    max_key: int,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, query_starts: None, key_starts: None,
+    max_query: int, max_key: int, query_padding: Tensor | None, key_padding: Tensor | None,
+    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None, offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the output, and the logarithm of each softmax's denominator."""
     q, k, v = _wide(query, query_padding), _wide(key, key_padding), _wide(value, key_padding)
     # Autocast would compute the products in half precision.
@@ -235,26 +224,12 @@ def _forward(
 
 
 def _backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    logsumexp: Tensor,
-    query_starts: None,
-    key_starts: None,
-    max_query: int,
-    max_key: int,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-) -> None:
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, logsumexp: Tensor,
+    query_starts: None, key_starts: None, max_query: int, max_key: int,
+    query_padding: Tensor | None, key_padding: Tensor | None,
+    is_causal: bool, scale: float, dropout_p: float, seed: Tensor | None, offset: int,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor,
+) -> None:  # fmt: skip
     """Write the gradients of Q, K and V, with the weights computed again from ``logsumexp``."""
     q, k, v = _wide(query, query_padding), _wide(key, key_padding), _wide(value, key_padding)
     grad = _wide(grad_output, query_padding)
