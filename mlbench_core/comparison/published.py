@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
-from mlbench_core.tasks import TASKS, Task, find_image
+from mlbench_core.tasks import TASKS, Task, command_options, find_image
 
 __all__ = [
     "UNKNOWN",
@@ -51,7 +51,6 @@ _GOAL_IN_RESULT = (
 # measures.
 _ALL_REDUCE_TIMES = ("avg_time", "val_avg_time")
 _ALL_REDUCE_SIZES = ("tensor_size", "val_tensor_size")
-_PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No engine limits the bandwidth.
 _NOT_LIMITED = 1000.0
 # Every custom command of version 3.0 has this image name, which says nothing about the run.
@@ -156,11 +155,7 @@ def _goal_of(
 
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
-    """Split a command line into task, program and options, without placeholders.
-
-    A flag has the value True. An option that is given several times has all its values in one text,
-    and ``arguments`` has the words before the first option.
-    """
+    """Split a command line into task, program and options, see ``command_options``."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -173,24 +168,7 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
         if word.endswith(".py"):
             start = index
             break
-    items: list[tuple[str, str]] = []
-    for word in words[start + 1 :]:
-        if re.match(r"--?[A-Za-z]", word):
-            name, _, value = word.lstrip("-").partition("=")
-            items.append((name.replace("-", "_"), value))
-        # Words that follow an option are its values.
-        elif items:
-            items[-1] = (items[-1][0], f"{items[-1][1]} {word}".strip())
-        else:
-            items.append(("arguments", word))
-    options: dict[str, Any] = {}
-    for name, value in items:
-        if _PLACEHOLDER.search(value):
-            continue
-        if name in options:
-            options[name] = f"{options[name]} {value}"
-        else:
-            options[name] = value or True
+    options = command_options(words[start + 1 :])
     program = " ".join(words[: start + 1])
     # A task is recognized by its folder, because the rest of the path depends on the installation.
     path = Path(words[start])

@@ -138,12 +138,20 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------- the end of the process
 
 _open_trackers: weakref.WeakSet[TrackedRun] = weakref.WeakSet()
+_kept_trackers: list[TrackedRun] = []
 _last_metrics: dict[object, tuple[Any, ...]] = {}
 
 
-def end_at_exit(tracker: TrackedRun) -> None:
-    """Close a tracker when the interpreter exits, if it is alive and open then."""
+def end_at_exit(tracker: TrackedRun, keep: bool = False) -> None:
+    """Close a tracker when the interpreter exits, if it is alive and open then.
+
+    Args:
+        tracker: The tracker.
+        keep: True to keep it alive until then.
+    """
     _open_trackers.add(tracker)
+    if keep:
+        _kept_trackers.append(tracker)
     # Handlers run in the reverse order of their registration. The client of the master registers
     # one when it is created, and delivers nothing after that has run.
     LogMetrics.connect()
@@ -172,6 +180,7 @@ def _end_all() -> None:
 
 def _forget_all() -> None:
     _open_trackers.clear()
+    _kept_trackers.clear()
     _last_metrics.clear()
 
 
