@@ -223,6 +223,10 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         sent = exposed_s = None
         phases_s.pop("communication", None)
     all_reduces = _first_of(metrics, _ALL_REDUCE_TIMES)
+    configuration = _configuration(run, workers, goal, result, metrics)
+    in_steps = goal.get("unit") == "steps"
+    if in_steps:
+        configuration["unit"] = "steps"
     remarks = []
     if isinstance(all_reduces, list):
         sizes = _first_of(metrics, _ALL_REDUCE_SIZES)
@@ -230,7 +234,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": str(run.get("name") or "run"),
         "state": state_of_run(run),
-        "configuration": _configuration(run, workers, goal, result, metrics),
+        "configuration": configuration,
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
         "goal_value": number(reached_goal.get("value")),
@@ -241,8 +245,9 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "phases_s": phases_s,
         "communication_exposed_s": exposed_s,
         "steps_s": steps,
-        "epochs": _integer(summary.get("epochs")),
-        "epochs_to_goal": _integer(reached_goal.get("epochs")),
+        "epochs": None if in_steps else _integer(summary.get("epochs")),
+        "epochs_to_goal": None if in_steps else _integer(reached_goal.get("epochs")),
+        "steps_to_goal": _integer(reached_goal.get("steps")),
         "samples_per_s": number(summary.get("samples_per_s")),
         "tokens_per_s": number(summary.get("tokens_per_s")),
         "best": number(summary.get("best"), summary.get("best_metric_value")),

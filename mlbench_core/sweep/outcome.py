@@ -315,8 +315,10 @@ def sent_per_worker(record: RunRecord) -> float | None:
     if not record.reached or record.bytes_on_wire is None or not record.workers:
         return None
     sent: float | None = record.bytes_on_wire
-    to_goal, epochs = record.epochs_to_goal, record.epochs
-    if to_goal is not None and epochs is not None and to_goal < epochs:
+    to_goal, whole = record.epochs_to_goal, record.epochs
+    if record.unit == "steps":
+        to_goal, whole = record.steps_to_goal, record.batches
+    if to_goal is not None and whole is not None and to_goal < whole:
         # The run went on after its goal, so only its raw lines have the number.
         metric = str((record.goal or {}).get("metric"))
         step = record.steps_to_goal or 0
@@ -435,5 +437,10 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     if limit_s is not None and train_s is not None:
         train_s = min(train_s, limit_s)
     return dataclasses.replace(
-        record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s
+        record,
+        reached=False,
+        time_to_goal_s=None,
+        epochs_to_goal=None,
+        steps_to_goal=None,
+        train_s=train_s,
     )

@@ -39,6 +39,9 @@ COLUMNS = (
     Column("sent_mb", "On the wire, by a worker (MB)", 3),
     Column("exchanges", "Exchanges", 0),
     Column("epochs_to_goal", "Epochs to goal", 1),
+    # Of runs that count steps.
+    Column("steps_to_goal", "Steps to goal", 0),
+    Column("tokens_to_goal", "Tokens to goal", 0),
     Column("best", "Best", 2),
     Column("price", "Price", 5),
 )
@@ -95,6 +98,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     if cost_s is not None:
         price = pricing.price(cost_s, cell.workers)
     sent = _median(map(sent_per_worker, whole))
+    in_steps = [record for record in whole if record.unit == "steps"]
     return {
         "network": cell.network,
         "algorithm": cell.algorithm,
@@ -114,6 +118,8 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "sent_mb": None if sent is None else sent / _MEGA,
         "exchanges": _median(map(attrgetter("exchanges"), whole)),
         "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
+        "steps_to_goal": _median(map(attrgetter("steps_to_goal"), in_steps)),
+        "tokens_to_goal": _median(map(attrgetter("tokens_to_goal"), in_steps)),
         "best": _median(map(attrgetter("best"), whole)),
         "price": price,
     }

@@ -30,7 +30,6 @@ class ScriptRun(TrackedRun, Protocol):
     """The part of a :class:`~mlbench_core.tracking.tracker.Tracker` that this module uses."""
 
     rank: int
-    unit: str
 
     @property
     def history(self) -> Iterable[tuple[int, str, float, int, float]]:

@@ -1170,6 +1170,9 @@ class Tracker(PhaseTimes):
             if self._is_resumed:
                 start["latest"] = dict(self._sinks.latest)
             self._sinks.event("start", lambda: start)
+            # Such a run may never end an epoch.
+            if self.unit == "steps":
+                self._send_plan()
 
     def _moment(self) -> dict[str, Any]:
         totals = self.totals()
@@ -1256,15 +1259,20 @@ class Tracker(PhaseTimes):
 
     def _send_plan(self) -> None:
         """Send the goal and the budget of epochs once, for the progress that the master shows."""
-        has_plan = self._goal is not None or self._most_epochs is not None
+        in_steps = self.unit == "steps"
+        has_plan = in_steps or self._goal is not None or self._most_epochs is not None
         if self.rank != 0 or self._has_sent_plan or not has_plan:
             return
         self._has_sent_plan = True
         plan = {**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}
+        if in_steps:
+            plan["unit"] = self.unit
         self._send("plan", json.dumps(plan))
 
     def _send(self, name: str, value: float | str) -> None:
-        LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
+        # The master draws curves against this number.
+        place = self._counters.batches if self.unit == "steps" else self.current_epoch
+        LogMetrics.log(self.run_id, self.rank, place, name, value)
 
 
 def _worst_value(minimize: bool) -> float:
