@@ -90,6 +90,7 @@ def test_a_run_that_counts_steps_sends_its_numbers_with_the_step(
         tracker.record_loss(0.5, log_to_api=True)
     places = [entry.args[2] for entry in log.call_args_list if entry.args[3] == "train_loss"]
     assert places == [1, 2, 3]
+    assert str(tracker).startswith("3 steps done | train_loss 0.5 | ")
     # The plan comes before the first step, because such a run may never end an epoch.
     (plan,) = sent(log, "plan")
     assert json.loads(plan)["unit"] == "steps"
