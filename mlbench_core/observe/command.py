@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
@@ -112,8 +109,8 @@ def main(words: Sequence[str] | None = None) -> None:
             if place.world_size > 1:
                 os.environ.setdefault(name, value)
         run = _ObservedRun(options, place)
-    except MLBenchError as error:
-        sys.stderr.write(f"mlbench observe: error: {error}\n")
+    except MLBenchError as problem:
+        sys.stderr.write(f"mlbench observe: error: {problem}\n")
         raise SystemExit(2) from None
 
     def stop(state: str) -> None:

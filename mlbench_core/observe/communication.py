@@ -108,8 +108,7 @@ class CommunicationObserver:
             wrap = functools.partial(self._collective, name, payload, op)
             patches.replace(dist, name, wrap)
             # Functions of this module, such as all_gather_object, call each other by its names.
-            counted = getattr(dist, name)
-            patches.replace(dist.distributed_c10d, name, lambda _, counted=counted: counted)
+            patches.put(dist.distributed_c10d, name, getattr(dist, name))
         patches.replace(dist.Work, "wait", self._wait)
         patches.replace(DistributedDataParallel, "__init__", self._constructor)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
