@@ -153,8 +153,10 @@ class Observer:
         reasons = list(self.communication.unmeasured)
         if self.clock.steps == 0:
             return ["everything: no optimizer step was seen in this process"]
-        if not self.data.has_fetched:
-            reasons.append("data and samples: no DataLoader was read")
+        if not self.clock.has_fetched:
+            reasons.append("data: no DataLoader was read")
+        if not self.tracker.totals()["samples"]:
+            reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
         if self.losses.first is None:
             reasons.append("loss: backward() was not called on a number")
         return reasons
@@ -175,7 +177,7 @@ class Observer:
     ) -> dict[str, str | None]:
         steps = totals["batches"]
         rows = table.observed_rows(totals, first)
-        if not self.data.has_fetched:
+        if not self.clock.has_fetched:
             rows["  data"] = None
         if world_size > 1:
             hidden_s = totals["communication_total_s"] - totals["communication_exposed_s"]
