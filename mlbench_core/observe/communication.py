@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +33,12 @@ _COLLECTIVES = {
     "all_gather": ("tensor", "all_gather"),
     "all_gather_coalesced": ("input_tensor_list", "all_gather"),
     "all_gather_into_tensor": ("input_tensor", "all_gather"),
+    "all_gather_single": ("input_tensor", "all_gather"),
     "gather": ("tensor", "broadcast"),
     "scatter": ("tensor", "broadcast"),
     "reduce_scatter": ("input_list", "reduce_scatter"),
     "reduce_scatter_tensor": ("input", "reduce_scatter"),
+    "reduce_scatter_single": ("input", "reduce_scatter"),
     "all_to_all": ("input_tensor_list", "reduce_scatter"),
     "all_to_all_single": ("input", "reduce_scatter"),
     "send": ("tensor", "neighbors"),
@@ -96,6 +99,8 @@ class CommunicationObserver:
         self._exchanged: weakref.WeakKeyDictionary[DistributedDataParallel, Method] = (
             weakref.WeakKeyDictionary()
         )
+        self._nested = threading.local()
+        # Collectives whose end nobody has waited for yet.
         self._sent_s: dict[Any, float] = {}
         self.unmeasured: dict[str, None] = {}
 
@@ -130,31 +135,36 @@ class CommunicationObserver:
         is_always_async = name in _ALWAYS_ASYNC
         clock, traffic = self.clock, self.clock.traffic
 
+        nested, gathers = self._nested, op == "all_gather"
+
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            # Before training, in an evaluation, and inside another collective nothing is counted.
-            if not clock.is_open or clock.is_waiting:
+            if gathers and clock.began_s is None:
+                clock.gather_begins()
+            # Before training, in an evaluation, and inside another collective nothing is counted:
+            # some functions call each other.
+            if not clock.is_open or clock.is_waiting or getattr(nested, "is_inside", False):
                 return original(*args, **kwargs)
             is_async = is_always_async or _argument(args, kwargs, async_at, "async_op")
             if payload is not None:
-                group = _argument(args, kwargs, group_at, "group")
                 size_bytes = _size_bytes(_argument(args, kwargs, payload_at, payload))
-                workers = dist.get_world_size(group)
+                workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
                 if workers > 1:
                     traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
-            if traffic.in_hook or not clock.is_here():
-                return original(*args, **kwargs)
-            if is_async:
-                begin_s = time.perf_counter()
-                work = original(*args, **kwargs)
-                if work is not None:
-                    self._sent_s[work] = begin_s
-                return work
-            clock.wait_begins()
+            waits = not (is_async or traffic.in_hook) and clock.is_here()
+            begin_s = time.perf_counter()
+            nested.is_inside = True
+            if waits:
+                clock.wait_begins()
             try:
-                return original(*args, **kwargs)
+                work = original(*args, **kwargs)
             finally:
-                clock.wait_ends()
+                nested.is_inside = False
+                if waits:
+                    clock.wait_ends()
+            if is_async and work is not None and not traffic.in_hook:
+                self._sent_s[work] = begin_s
+            return work
 
         return observed
 

@@ -28,6 +28,7 @@ from mlbench_core.tracking.tracker import Tracker
 __all__ = ["Observer"]
 
 _FIRST_STEP_S = 60.0
+_OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 
 
 class Observer:
@@ -96,7 +97,7 @@ class Observer:
         if self.communication.models:
             return
         obstacle: Obstacle = "no DDP"
-        if any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]):
+        if _is_sharded(optimizer):
             obstacle = "FSDP"
         raise refusal(self._methods[0].choice, obstacle)
 
@@ -134,8 +135,11 @@ class Observer:
 
     def _read(self) -> None:
         self.losses.read()
-        if self._first is None and self.clock.steps:
+        optimizer = self.clock.optimizer
+        if self._first is None and optimizer is not None:
             self._first = self.tracker.totals()
+            if _is_sharded(optimizer):
+                self.communication.unmeasured[_OF_DTENSOR] = None
 
     def _say_no_step(self) -> None:
         if self.clock.steps == 0:
@@ -213,3 +217,8 @@ class Observer:
         factor = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
         return f"{table.size(peak)} of the process"
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Return True if the parameters of an optimizer are those of FSDP2 or another DTensor."""
+    return any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])

@@ -146,6 +146,12 @@ class StepClock:
             self.samples += samples
             self.tokens += tokens
 
+    def gather_begins(self) -> None:
+        """Note an all-gather before the first batch: with FSDP2, the first forward pass begins."""
+        if self._known:
+            self.begin()
+            self._label = "fwd_pass"
+
     def backward_begins(self) -> None:
         """Note that a backward pass begins."""
         if self.is_evaluating:
