@@ -19,6 +19,7 @@ from mlbench_core.observe.script import run_script
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
+from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.process_end import call_at_end, forget, state_after
 from mlbench_core.tracking.tracker import Tracker
 
@@ -57,9 +58,24 @@ class _ObservedRun:
         )
         choices = [options.method, options.optimizer]
         made = [make_method(choice) for choice in choices if choice is not None]
-        self.observer = Observer(self.tracker, [method for method in made if method is not None])
+        methods = [method for method in made if method is not None]
+        self.observer = Observer(self.tracker, methods, on_begin=self._describe)
         watch_output(options.metrics, self._record)
         self._is_over = False
+
+    def _describe(self) -> None:
+        """Add to the configuration what is known only when training begins."""
+        import torch
+
+        from mlbench_core.distributed.pytorch import process_groups
+
+        self.results.sink.configure(
+            {
+                "backend": process_groups.backend() if process_groups.is_distributed() else None,
+                "threads": torch.get_num_threads(),
+                "device": "cuda" if cuda_in_use() else "cpu",
+            }
+        )
 
     def _record(self, name: str, value: float) -> None:
         tracker = self.tracker

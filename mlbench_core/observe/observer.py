@@ -37,6 +37,7 @@ class Observer:
     Args:
         tracker: Receives all numbers.
         methods: The methods that take the place of the script's own exchange or optimizer.
+        on_begin: Called before training begins.
         first_step_s: A notice is printed if no step was seen after this number of seconds.
         interval_s: Seconds of an interval of steps, after which numbers are read and sent.
 
@@ -50,13 +51,16 @@ class Observer:
         tracker: Tracker,
         methods: Sequence[Method] = (),
         *,
+        on_begin: Callable[[], None] = lambda: None,
         first_step_s: float = _FIRST_STEP_S,
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
         self._methods = methods
         self.losses = LossObserver(tracker)
-        self.clock = StepClock(tracker, Traffic(), self._read, self.losses.end_step, interval_s)
+        self.clock = StepClock(
+            tracker, Traffic(), self._read, self.losses.end_step, on_begin, interval_s
+        ), self._read, self.losses.end_step, interval_s)
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
@@ -115,7 +119,11 @@ class Observer:
 
         def new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
             nonlocal is_making
-            if is_making:
+            # Optimizers of the library and of torch may have others inside, and a copy passes no
+            # arguments.
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            is_inside = caller.startswith(("torch.", "mlbench_core."))
+            if is_making or is_inside or not (args or kwargs):
                 return object.__new__(cls)
             is_making = True
             try:

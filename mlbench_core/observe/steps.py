@@ -43,6 +43,7 @@ class StepClock:
         traffic: The communication of this worker.
         read_losses: Called at the end of an interval.
         end_step: Called at the end of a step.
+        on_begin: Called before training begins.
         interval_s: Seconds of an interval.
 
     Attributes:
@@ -60,6 +61,7 @@ class StepClock:
         traffic: Traffic,
         read_losses: Callable[[], None],
         end_step: Callable[[], None],
+        on_begin: Callable[[], None],
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
@@ -75,6 +77,7 @@ class StepClock:
         self.optimizer: torch.optim.Optimizer | None = None
         self._read_losses = read_losses
         self._end_step = end_step
+        self._on_begin = on_begin
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self._thread = threading.get_ident()
@@ -94,6 +97,7 @@ class StepClock:
     def begin(self) -> None:
         """Begin training if it has not begun."""
         if self.began_s is None:
+            self._on_begin()
             self.tracker.start()
             self.began_s = time.perf_counter()
             self.tracker.batch_start()
