@@ -60,7 +60,7 @@ class Observer:
         self.losses = LossObserver(tracker)
         self.clock = StepClock(
             tracker, Traffic(), self._read, self.losses.end_step, on_begin, interval_s
-        ), self._read, self.losses.end_step, interval_s)
+        )
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
