@@ -48,6 +48,15 @@ MAKE_SGD = partial(SGD, **SGD_OPTIONS)
 # Fused, as in the optimizers of the library.
 MAKE_ADAMW = partial(AdamW, fused=True, **ADAMW_OPTIONS)
 
+
+def new_optimizer(text: str, parameters: Any) -> Optimizer:
+    """Replace the script's AdamW."""
+    method = make_method(parse_optimizer(text))
+    assert method is not None
+    # lr stands at its position, as in many scripts.
+    return method.new_optimizer(AdamW, (parameters, 0.01), {"weight_decay": 0.1})
+
+
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -112,6 +121,15 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
         MAKE_SGD,
         lambda model: DiLoCo(
             model=model, period=2, inner_optimizer=MAKE_SGD, outer_lr=0.5, outer_momentum=0
+        ),
+    ),
+    # MuLoCo: --method diloco:period=4 --optimizer muon:lr=0.02
+    "diloco:period=4": (
+        lambda parameters: new_optimizer("muon:lr=0.02", parameters),
+        lambda model: DiLoCo(
+            model=model,
+            period=4,
+            inner_optimizer=partial(MuonAdamW, lr=0.02, weight_decay=0.1, kernels=True),
         ),
     ),
     "streaming_diloco:period=4,fragments=2,delay=1": (
@@ -226,8 +244,7 @@ def replaced(text: str) -> dict[str, Any]:
     hook = method.hook(model)
     if hook is not None:
         model.register_comm_hook(*hook)
-    optimizer = method.new_optimizer(AdamW, (model.parameters(), 0.01), {"weight_decay": 0.1})
-    return measured(model, optimizer, method.after_step)
+    return measured(model, new_optimizer(text, model.parameters()), method.after_step)
 
 
 def accumulated(text: str) -> list[Tensor]:
