@@ -262,21 +262,28 @@ def accumulated(text: str) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def two_models() -> list[Tensor]:
-    """Train a generator and a discriminator, each in a DDP model, and return their weights."""
+def two_models() -> list[tuple[Tensor, Tensor]]:
+    """Train two DDP models, then the second one alone, and return their weights after each."""
     method = make_method(parse_method("local_sgd:period=1"))
     assert method is not None
-    weights = []
+    models, weights = [], []
     for _ in range(2):
         model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
         hook = method.hook(model)
         assert hook is not None
         model.register_comm_hook(*hook)
-        model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
-        optimizer = SGD(model.parameters(), lr=1.0)
-        optimizer.step()
-        weights.append(model.module.weight.detach())
-    method.after_step(optimizer)
+        models.append(model)
+    for trained in (models, models[1:]):
+        for model in trained:
+            model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+            optimizer = SGD(model.parameters(), lr=1.0)
+            optimizer.step()
+        # The copies differ until the method acts.
+        with torch.no_grad():
+            models[0].module.weight.add_(dist.get_rank())
+        method.after_step(optimizer)
+        first, second = [model.module.weight.detach().clone() for model in models]
+        weights.append((first, second))
     return weights
 
 

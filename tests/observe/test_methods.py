@@ -91,9 +91,10 @@ def test_gradients_accumulate_without_communication(results: Results) -> None:
         assert result["accumulated"]["ef_sign_sgd"][0].unique().tolist() == [3.0]
 
 
-def test_all_models_of_a_script_are_averaged(results: Results) -> None:
-    for first, second in zip(results[0]["two models"], results[1]["two models"], strict=True):
-        assert torch.equal(first, second)
+def test_the_models_of_an_update_are_averaged_and_others_stay(results: Results) -> None:
+    both, second = zip(results[0]["two models"], results[1]["two models"], strict=True)
+    assert [torch.equal(*pair) for pair in zip(*both, strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(*second, strict=True)] == [False, True]
 
 
 def test_a_checkpoint_may_be_loaded_before_the_first_step(results: Results) -> None:
