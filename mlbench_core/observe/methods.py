@@ -48,7 +48,7 @@ from mlbench_core.aggregation.pytorch import (
 )
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import MethodChoice
+from mlbench_core.observe.method_names import METHODS, MethodChoice
 from mlbench_core.optim.pytorch import Dion, MuonAdamW, OneBitAdam
 from mlbench_core.optim.pytorch.periodic import make_outer_optimizer
 
@@ -162,9 +162,11 @@ class _OnWeights(Method):
         # They take a step of size 0, perhaps on one worker alone, to create the optimizer's state.
         if torch_private.is_called_by_checkpoint_functions():
             return
-        # All workers send in one order, in which they made their models.
-        for number in sorted(self._trained):
-            self._trained.pop(number).aggregate()
+        # All workers send in one order, that in which they made their models.
+        trained = sorted(self._trained.items())
+        self._trained.clear()
+        for _, weights in trained:
+            weights.aggregate()
 
 
 class _Weights:
@@ -226,10 +228,9 @@ class _OfOptimizer(Method):
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any] | None:
         """See :meth:`Method.hook`."""
-        # Muon steps along DDP's average. The other optimizers exchange their steps themselves.
-        if self.choice.name == "muon":
-            return None
-        return None, _pass_bucket
+        if METHODS[self.choice.name].exchanges_steps:
+            return None, _pass_bucket
+        return None
 
     def new_optimizer(
         self, cls: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]

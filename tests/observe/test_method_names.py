@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import METHODS, Option, parse_method, parse_optimizer
+from mlbench_core.observe.method_names import (
+    METHODS,
+    Option,
+    check_together,
+    parse_method,
+    parse_optimizer,
+)
 
 ROOT = Path(__file__).parents[2]
 EXCHANGES = [name for name, spec in METHODS.items() if spec.kind != "optimizer"]
@@ -132,6 +138,17 @@ def test_a_wrong_optimizer_is_refused(text: str, part: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parse_optimizer(text)
     assert part in str(refused.value)
+
+
+def test_an_optimizer_that_exchanges_its_steps_takes_no_method() -> None:
+    check_together(parse_method("as-is"), parse_optimizer("dion"))
+    check_together(parse_method("diloco"), parse_optimizer("muon"))
+    with pytest.raises(ConfigurationError) as refused:
+        check_together(parse_method("bf16"), parse_optimizer("dion:rank=4"))
+    assert str(refused.value) == (
+        "--method must be as-is with --optimizer dion:rank=4, which exchanges its steps itself, "
+        "not bf16: leave one of the two out"
+    )
 
 
 def test_scaffold_is_refused_with_the_reason() -> None:
