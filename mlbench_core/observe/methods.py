@@ -13,10 +13,11 @@ again from zero.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
     as_ddp_hook,
 )
+from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
@@ -114,12 +116,14 @@ class Method:
         """Return the optimizer to use in place of ``cls(*args, **kwargs)``."""
         return cls(*args, **kwargs)
 
-    def _make(self, makers: Mapping[str, Callable[..., Any]], *args: Any, **options: Any) -> Any:
-        """Call the maker of this method; errors about its options name the method."""
-        try:
-            return makers[self.choice.name](*args, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{self.choice} cannot be used here: {error}") from error
+
+@contextlib.contextmanager
+def _naming(choice: MethodChoice) -> Iterator[None]:
+    """Let errors about options or the model name the method."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{choice} cannot be used here: {error}") from error
 
 
 class _OnGradients(Method):
@@ -127,13 +131,10 @@ class _OnGradients(Method):
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
         """See :meth:`Method.hook`."""
-        aggregation = self._make(
-            _ON_GRADIENTS,
-            ddp_model.module,
-            process_group=ddp_model.process_group,
-            **self.choice.options,
-        )
-        return as_ddp_hook(aggregation, ddp_model)
+        make, group = _ON_GRADIENTS[self.choice.name], ddp_model.process_group
+        with _naming(self.choice):
+            aggregation = make(ddp_model.module, process_group=group, **self.choice.options)
+            return as_ddp_hook(aggregation, ddp_model)
 
 
 class _OnWeights(Method):
@@ -148,8 +149,10 @@ class _OnWeights(Method):
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
         """See :meth:`Method.hook`."""
-        group = ddp_model.process_group
-        aggregation = self._make(_ON_WEIGHTS, process_group=group, **self.choice.options)
+        make, group = _ON_WEIGHTS[self.choice.name], ddp_model.process_group
+        with _naming(self.choice):
+            aggregation = make(process_group=group, **self.choice.options)
+            refuse_complex(aggregation, dict(ddp_model.module.named_parameters()))
         # The method combines buffers with the weights. DDP would overwrite them in each forward
         # pass by those of the first worker.
         ddp_model.broadcast_buffers = False
@@ -262,7 +265,8 @@ class _OfOptimizer(Method):
         for name in ("lr", "weight_decay", "betas", "eps"):
             if name in bound.arguments and name not in given:
                 taken[name] = bound.arguments[name]
-        return self._make(_OPTIMIZERS, _groups(params, given), **taken, **given)  # type: ignore[no-any-return]
+        with _naming(self.choice):
+            return _OPTIMIZERS[self.choice.name](_groups(params, given), **taken, **given)
 
 
 def _groups(params: Any, given: Mapping[str, Any]) -> list[Any]:

@@ -325,6 +325,14 @@ def errors() -> dict[str, str]:
             method.hook(model)
         except ConfigurationError as error:
             messages[text] = str(error)
+    complex_model = DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64))
+    for text in ("qsgd", "streaming_diloco"):
+        method = make_method(parse_method(text))
+        assert method is not None
+        try:
+            method.hook(complex_model)
+        except ConfigurationError as error:
+            messages[text] = str(error)
     return messages
 
 
