@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mlbench_core import torch_private
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.observe.methods import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
@@ -99,6 +102,7 @@ class CommunicationObserver:
         self._exchanged: weakref.WeakKeyDictionary[DistributedDataParallel, Method] = (
             weakref.WeakKeyDictionary()
         )
+        self._method_clock = CommunicationClock()
         self._nested = threading.local()
         # Collectives whose end nobody has waited for yet.
         self._sent_s: dict[Any, float] = {}
@@ -146,7 +150,7 @@ class CommunicationObserver:
             if not clock.is_open or clock.is_waiting or getattr(nested, "is_inside", False):
                 return original(*args, **kwargs)
             is_async = is_always_async or _argument(args, kwargs, async_at, "async_op")
-            if payload is not None:
+            if payload is not None and not self._is_of_method(inspect.currentframe()):
                 size_bytes = _size_bytes(_argument(args, kwargs, payload_at, payload))
                 workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
                 if workers > 1:
@@ -167,6 +171,27 @@ class CommunicationObserver:
             return work
 
         return observed
+
+    def _is_of_method(self, frame: FrameType | None) -> bool:
+        """Return True if the caller of a frame sends a message of a method.
+
+        The library counts the collectives that its own transports make of such messages.
+        """
+        if not self._methods or frame is None or frame.f_back is None:
+            return False
+        name = str(frame.f_back.f_globals.get("__name__"))
+        return name.startswith("mlbench_core.") and name != __name__
+
+    def end_step(self) -> None:
+        """Take over the collectives that the methods have counted."""
+        if self._methods:
+            self._method_clock.report(self)
+
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
+        """Count collectives of a method, as a tracker does."""
+        self.clock.traffic.add(op, group, size_bytes, overlapped, calls)
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         clock, sent_s = self.clock, self._sent_s
@@ -302,6 +327,6 @@ def _size_bytes(payload: Any) -> int:
     """Return the bytes of a tensor or of a list of tensors."""
     if isinstance(payload, torch.Tensor):
         if payload.is_sparse:
-            return int(payload._nnz()) * payload.element_size()
+            return torch_private.sparse_bytes(payload)
         return payload.nbytes
     return sum(map(_size_bytes, payload or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 import sys
 import threading
@@ -58,9 +59,7 @@ class Observer:
         self.tracker = tracker
         self._methods = methods
         self.losses = LossObserver(tracker)
-        self.clock = StepClock(
-            tracker, Traffic(), self._read, self.losses.end_step, on_begin, interval_s
-        )
+        self.clock = StepClock(tracker, Traffic(), self._read, self._end_step, on_begin, interval_s)
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
@@ -121,8 +120,10 @@ class Observer:
             nonlocal is_making
             # Optimizers of the library and of torch may have others inside, and a copy passes no
             # arguments.
-            caller = str(sys._getframe(1).f_globals.get("__name__"))
-            is_inside = caller.startswith(("torch.", "mlbench_core."))
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            module = str(caller.f_globals.get("__name__")) if caller is not None else ""
+            is_inside = module.startswith(("torch.", "mlbench_core."))
             if is_making or is_inside or not (args or kwargs):
                 return object.__new__(cls)
             is_making = True
@@ -140,6 +141,10 @@ class Observer:
             self.clock.add_optimizer(optimizer)
 
         return init
+
+    def _end_step(self) -> None:
+        self.losses.end_step()
+        self.communication.end_step()
 
     def _read(self) -> None:
         self.losses.read()

@@ -35,10 +35,10 @@ class Traffic:
         self._hidden_s = 0.0
         self._waited_s = 0.0
 
-    def add(self, op: str, group: int, size_bytes: int, overlapped: bool) -> None:
-        """Count a collective."""
-        self.counts[op, group, size_bytes, overlapped] += 1
-        self.size_bytes += size_bytes
+    def add(self, op: str, group: int, size_bytes: int, overlapped: bool, calls: int = 1) -> None:
+        """Count calls of a collective."""
+        self.counts[op, group, size_bytes, overlapped] += calls
+        self.size_bytes += calls * size_bytes
 
     def add_hidden(self, seconds: float) -> None:
         """Add the time of a collective during which training went on."""
