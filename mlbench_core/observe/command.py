@@ -13,7 +13,7 @@ from mlbench_core.controlflow.run_results import RunFolder, Workers
 from mlbench_core.distributed.environment import Place, detect_environment
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.evaluation.goals import TimeToGoal
-from mlbench_core.observe.options import Options, parse_options
+from mlbench_core.observe.options import USAGE, Options, parse_options
 from mlbench_core.observe.output import watch_output
 from mlbench_core.observe.script import run_script
 from mlbench_core.paths import user_folder
@@ -97,6 +97,7 @@ class _ObservedRun:
         if error is None:
             self.tracker.publish_summary(self.world_size)
         self.tracker.end(error=error)
+        self.results.sink.add_to_end({"not_measured": self.observer.unmeasured()})
         try:
             self.results.__exit__(type(error) if error else None, error, None)
         finally:
@@ -117,8 +118,12 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: The command line; None for that of this process.
     """
+    words = sys.argv[1:] if words is None else words
+    if words[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"usage: python -m mlbench_core.observe {USAGE}\n")
+        return
     try:
-        options = parse_options(sys.argv[1:] if words is None else words)
+        options = parse_options(words)
         place = detect_environment().place()
         # A script finds its place in the variables of torchrun, however it was launched.
         for name, value in place.variables().items():

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -78,6 +79,7 @@ class Observer:
             hooks.append(register_optimizer_step_pre_hook(self._check_methods))
             hooks.append(register_optimizer_step_post_hook(self._exchange))
             self._replace_optimizers()
+            patches.replace(torch.amp.GradScaler, "scale", self._scale)
         hooks.append(register_optimizer_step_post_hook(clock.after_optimizer))
         for hook in hooks:
             patches.add_undo(hook.remove)
@@ -108,6 +110,17 @@ class Observer:
         """Let the methods act on the weights; a hook after each step."""
         for method in self._methods:
             method.after_step(optimizer)
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse a GradScaler with a method on weights."""
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            for method in self._methods:
+                if method.choice.kind == "weights" and scaler.is_enabled():
+                    raise refusal(method.choice, "GradScaler")
+            return original(scaler, outputs)
+
+        return scale
 
     def _replace_optimizers(self) -> None:
         """Let a call of the constructor of an optimizer return that of a method."""

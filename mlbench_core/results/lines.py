@@ -98,6 +98,10 @@ class LinesSink:
         """
         self._start["configuration"].update(settings)
 
+    def add_to_end(self, content: Mapping[str, Any]) -> None:
+        """Add fields to the line ``end``, after the tracker has ended and before :meth:`finish`."""
+        self._end.update(content)
+
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Do nothing: the totals of the line ``epoch`` contain the times that arrive here."""
 

@@ -52,6 +52,10 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     assert [line["step"] for line in lines] == [1, 3, 5]
     # The loop begins at the forward pass before the first backward pass, which is not seen.
     assert times["train_s"] + times["validation_s"] <= run.reports[0]["wall_s"]
+    assert run.result["not_measured"] == [
+        "data: no DataLoader was read",
+        "samples: neither a DataLoader nor DistributedDataParallel was used",
+    ]
 
 
 def test_goal_that_is_missed_ends_nothing(runner: Runner) -> None:
@@ -69,17 +73,43 @@ def test_sharded_parameters_say_what_is_not_seen(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "method", "message"),
     [
-        ("own_hook", "--method bf16 needs a script without a communication hook of its own"),
-        ("plain", "--method bf16 needs a script with DistributedDataParallel, but no model"),
-        ("fsdp2", "--method bf16 needs a script with DistributedDataParallel, but FSDP shards"),
+        (
+            "own_hook",
+            "bf16",
+            "--method bf16 needs a script without a communication hook of its own",
+        ),
+        (
+            "plain",
+            "bf16",
+            "--method bf16 needs a script with DistributedDataParallel, but no model",
+        ),
+        (
+            "fsdp2",
+            "bf16",
+            "--method bf16 needs a script with DistributedDataParallel, but FSDP shards",
+        ),
+        ("scaler", "diloco", "--method diloco needs a script without a GradScaler"),
     ],
 )
-def test_method_that_does_not_fit(runner: Runner, script: str, message: str) -> None:
-    run = runner.run(script, 2, options=("--method", "bf16"))
+def test_method_that_does_not_fit(runner: Runner, script: str, method: str, message: str) -> None:
+    run = runner.run(script, 2, options=("--method", method))
     assert 0 not in run.statuses
     assert message in run.logs[0]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_bits_on_three_workers(runner: Runner, view: bool) -> None:
+    """A third is not exact: DDP multiplies by 1 / 3, and does not divide by 3."""
+    arguments = ["view"] if view else []
+    observed = runner.run("compiled", 3, arguments=arguments)
+    plain = runner.run("compiled", 3, observed=False, arguments=arguments)
+    assert observed.statuses == plain.statuses == [0] * 3
+    for with_it, without in zip(observed.reports, plain.reports, strict=True):
+        assert with_it["weights"] == without["weights"]
+    assert ("gradient_as_bucket_view on 3 workers" in observed.logs[0]) == view
+    assert (observed.result["bytes_sent"]["rank_0"] is None) == view
 
 
 def test_method_on_gradients_sends_half(runner: Runner) -> None:
