@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.observe.methods import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
+from mlbench_core.tracking.clock import cuda_in_use
 
 __all__ = ["CommunicationObserver"]
 
@@ -51,6 +52,10 @@ _COLLECTIVES = {
     "irecv": (None, ""),
     "barrier": (None, ""),
 }
+_ON_STREAMS = "the time of asynchronous collectives on GPUs, outside DistributedDataParallel's hook"
+# Works that are not waited for are forgotten beyond this number.
+_MOST_WORKS = 1000
+
 # The clock of the script of this process.
 _clock: StepClock | None = None
 
@@ -167,6 +172,8 @@ class CommunicationObserver:
                 if waits:
                     clock.wait_ends()
             if is_async and work is not None and not traffic.in_hook:
+                if len(self._sent_s) >= _MOST_WORKS:
+                    self._sent_s.clear()
                 self._sent_s[work] = begin_s
             return work
 
@@ -202,7 +209,11 @@ class CommunicationObserver:
             # A work that the wrapper above did not return, such as that of DDP's hook.
             if begin_s is None or not clock.is_open or clock.is_waiting:
                 return original(work, *args, **kwargs)
-            clock.traffic.add_hidden(time.perf_counter() - begin_s)
+            if cuda_in_use():
+                # The host does not wait for it, so its times say nothing.
+                self.unmeasured[_ON_STREAMS] = None
+            else:
+                clock.traffic.add_hidden(time.perf_counter() - begin_s)
             clock.wait_begins()
             try:
                 return original(work, *args, **kwargs)

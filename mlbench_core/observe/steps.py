@@ -23,6 +23,7 @@ from mlbench_core.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = ["StepClock"]
 
@@ -71,6 +72,7 @@ class StepClock:
         self.is_in_backward = False
         self.is_evaluating = False
         self.steps = 0
+        self._steps_before = 0
         self.has_fetched = False
         self.samples = self.tokens = 0
         self.began_s: float | None = None
@@ -191,6 +193,15 @@ class StepClock:
         self._known.add(optimizer)
         self._waited_for.add(optimizer)
 
+    def trains(self, module: nn.Module) -> bool:
+        """Return True if an optimizer of the script has parameters of a module."""
+        params = set(map(id, module.parameters()))
+        for optimizer in self._known:
+            for group in optimizer.param_groups:
+                if any(id(param) in params for param in group["params"]):
+                    return True
+        return False
+
     def before_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
         self._in_optimizer += 1
@@ -244,7 +255,13 @@ class StepClock:
         self.tracker.batch_start()
 
     def end_interval(self) -> None:
-        """End an interval: read the values of the device once, and pass all on to the tracker."""
+        """End an interval: read the values of the device once, and pass all on to the tracker.
+
+        Without a step since the last one, do nothing.
+        """
+        if self.steps == self._steps_before:
+            return
+        self._steps_before = self.steps
         # A loss may reach the goal, whose times are those that are booked by then.
         self.traffic.end_interval(self.tracker)
         self._read_losses()
@@ -268,8 +285,8 @@ class StepClock:
             self._training_goes_on()
 
     def _training_goes_on(self) -> None:
-        # A model that is never trained, such as a teacher, begins an evaluation that only a
-        # backward pass ends. Its time stays training time.
+        # A model that trains in its evaluation mode begins an evaluation that a backward pass ends.
+        # Its time stays training time.
         if self._fetched_in_evaluation:
             self.tracker.validation_end()
         self._fetched_in_evaluation = False

@@ -77,6 +77,48 @@ def test_learning_rate_is_read_once_per_interval() -> None:
     with observer(interval_s=0.0) as watched:
         train(3)
     assert watched.tracker.learning_rate == 0.5
-    # Each step is an interval here, and the last one has no steps.
-    assert watched.tracker.current_epoch == 4
+    # Each step is an interval here.
+    assert watched.tracker.current_epoch == 3
     assert watched.tracker.summary().batches == 3
+
+
+def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
+    teacher = nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.ones(6, 2), batch_size=2)
+    with observer() as watched:
+        for batch in loader:
+            teacher.eval()
+            with torch.no_grad():
+                target = teacher(batch)
+            (model(batch) - target).square().mean().backward()
+            optimizer.step()
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.samples, summary.validation_s) == (3, 6, 0.0)
+
+
+def test_model_that_trains_in_evaluation_mode() -> None:
+    with observer() as watched:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.eval()
+            model(torch.ones(1, 2)).mean().backward()
+            optimizer.step()
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.validation_s) == (3, 0.0)
+
+
+def test_loss_divided_by_another_number_stays() -> None:
+    """Only a division by the number of micro-batches is undone."""
+    with observer() as watched:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for divisors in ([1], [2], [2, 2], [3, 3]):
+            for divisor in divisors:
+                (model(torch.full((1, 1), 6.0)).sum() / divisor).backward()
+            optimizer.step()
+    recorded = [entry[2] for entry in watched.tracker.history if entry[1] == "train_loss"]
+    assert recorded == [6.0, 3.0, 6.0, 2.0]
