@@ -69,14 +69,14 @@ class _HookState:
     Attributes:
         observer: Receives the times.
         group: DDP's process group.
-        factor: The mean is the sum times this number, as DDP computes it without a hook.
+        size: Its number of workers.
         state: State of the hook of the script or of the method.
         hook: That hook; None for DDP's default.
     """
 
     observer: CommunicationObserver
     group: Any
-    factor: float
+    size: int
     state: Any = None
     hook: Callable[[Any, Any], Any] | None = None
 
@@ -257,11 +257,12 @@ class CommunicationObserver:
                 f"{size} workers, as a hook would change the last bit of gradients"
             ] = None
             return
-        self._hooks[model] = _HookState(self, model.process_group, 1.0 / size)
+        self._hooks[model] = _HookState(self, model.process_group, size)
         self._register_original(model, self._hooks[model], _observed_hook)
 
     def _register_observed(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
-        self._hooks[model] = _HookState(self, model.process_group, 1.0, state, hook)
+        group = model.process_group
+        self._hooks[model] = _HookState(self, group, dist.get_world_size(group), state, hook)
         self._register_original(model, self._hooks[model], _observed_hook)
 
     def _register(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,11 +308,14 @@ def _observed_hook(state, bucket):  # type: ignore[no-untyped-def]
             future = state.hook(state.state, bucket)
         else:
             if tensor.is_sparse:
-                tensor.div_(round(1 / state.factor))
+                tensor.div_(state.size)
             else:
-                tensor.mul_(state.factor)
-            work = dist.all_reduce(tensor, group=state.group, async_op=True)
-            future = work.get_future()
+                # DDP multiplies gradients by this number. Division gives other bits.
+                tensor.mul_(1.0 / state.size)
+            # The method of the group, as DDP calls it: torch.distributed's function takes longer.
+            future = state.group.allreduce([tensor]).get_future()
+            if state.observer.clock.is_open and state.size > 1:
+                traffic.add("all_reduce", state.size, _size_bytes(tensor), True)
     finally:
         traffic.in_hook = False
     is_default = state.hook is None
