@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
@@ -162,11 +163,7 @@ def _end_as_python(error: BaseException) -> None:
     """End the process as an exception of a script ends it."""
     if isinstance(error, SystemExit):
         raise error
-    trace = error.__traceback__
-    # The frames of this package come first.
-    package = os.path.dirname(__file__)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
-        trace = trace.tb_next
+    trace = _without_own_frames(error.__traceback__)
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
@@ -175,6 +172,20 @@ def _end_as_python(error: BaseException) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise SystemExit(1)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package, as the script would have it."""
+    package = os.path.dirname(__file__) + os.sep
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(package):
+            kept.append(trace)
+        trace = trace.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
 
 
 def _folder(options: Options, run_id: str) -> Path:

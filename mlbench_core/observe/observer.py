@@ -92,8 +92,7 @@ class Observer:
         if self._notice is not None:
             self._notice.cancel()
         self._patches.restore()
-        self.clock.end_evaluation()
-        self.clock.end_interval()
+        self.clock.close()
 
     # ------------------------------------------------------------------ methods
 

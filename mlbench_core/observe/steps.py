@@ -174,6 +174,11 @@ class StepClock:
         self._label = "opt_step" if self._in_optimizer else "other"
         self.traffic.end_backward()
 
+    def backward_fails(self) -> None:
+        """Note that an exception leaves a backward pass, perhaps because a worker is lost."""
+        self.is_in_backward = False
+        self.traffic.forget_backward()
+
     # ------------------------------------------------------------------ waiting
 
     def wait_begins(self) -> None:
@@ -268,6 +273,18 @@ class StepClock:
         if self.optimizer is not None:
             self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.tracker.epoch_end()
+
+    def close(self) -> None:
+        """End the clock with the script, also in the middle of a step."""
+        self.end_evaluation()
+        if self.began_s is None:
+            return
+        # The part of a step after the last one has times too, which a new batch adds to the total.
+        self.tracker.batch_start()
+        self.is_open = False
+        self.traffic.end_step(self.tracker)
+        self.traffic.end_interval(self.tracker)
+        self.end_interval()
 
     # ------------------------------------------------------------------ evaluation
 

@@ -62,6 +62,10 @@ class Traffic:
             self._on_device.append((self._begins, self._ends))
         self._begins, self._ends = [], []
 
+    def forget_backward(self) -> None:
+        """Forget the buckets of a backward pass that has failed."""
+        self._begins, self._ends = [], []
+
     def end_step(self, tracker: Tracker) -> None:
         """Pass the bytes of a step on."""
         if self.size_bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_core.results.folder import verify_folder
 from tests.observe.conftest import SCRIPTS, Runner
 from tests.observe.test_scripts import both
 
@@ -53,6 +54,20 @@ def test_exit_status_and_state(runner: Runner, end: str, status: int, reason: st
     assert run.result["run"]["state"] == "failed"
     assert run.result["run"]["reason"] == reason
     assert run.result["batches"] == 2
+
+
+def test_lost_worker(runner: Runner) -> None:
+    """The other worker ends with the error of its backward pass, and the result is consistent."""
+    run = runner.run("losing", 2)
+    assert run.statuses == [1, 1]
+    # Its own error, and not one of the observation.
+    assert "in backward" in run.logs[0]
+    assert "observe/losses.py" not in run.logs[0]
+    assert "Gloo" in run.logs[0] or "gloo" in run.logs[0]
+    assert "out of luck" in run.logs[1]
+    assert run.result["run"]["state"] == "failed"
+    assert run.result["batches"] == 2
+    assert verify_folder(run.folder) == []
 
 
 def test_workers_that_the_script_starts(runner: Runner) -> None:
