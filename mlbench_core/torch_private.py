@@ -86,6 +86,22 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
+def divisor(loss: Tensor) -> float:
+    """Return the number by which a script divided its loss; 1 if it did not."""
+    node = loss.grad_fn
+    name = "" if node is None else node.name()
+    if name not in ("DivBackward0", "MulBackward0"):
+        return 1.0
+    other = getattr(node, "_saved_other", None)
+    # A number of the script is on the CPU, so reading it waits for no device.
+    if not isinstance(other, Tensor) or other.device.type != "cpu" or other.numel() != 1:
+        return 1.0
+    number = float(other)
+    if name == "DivBackward0":
+        return number
+    return 1 / number if number else 1.0
+
+
 # ---- memory and lists of tensors
 
 
@@ -110,6 +126,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 def foreach_div_(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide each tensor in place by one number, in few kernels for the whole list."""
     torch._foreach_div_(tensors, divisor)  # type: ignore[call-overload]
+
+
+def sparse_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the values and the indices of a sparse tensor."""
+    return tensor._values().nbytes + tensor._indices().nbytes
 
 
 def version(tensor: Tensor) -> int:
@@ -246,6 +267,15 @@ PARTS = (
         "distinguishing a backward pass from another that runs inside it, and acting at its end",
         ("_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback"),
     ),
+    Part(
+        "observe",
+        "the loss of a micro-batch before a script divides it by their number",
+        (
+            "_C._functions.DivBackward0._saved_other",
+            "_C._functions.MulBackward0._saved_other",
+        ),
+    ),
+    Part("observe", "the bytes of a sparse gradient", ("Tensor._values", "Tensor._indices")),
     Part(
         "aggregation.pytorch.transport.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",

@@ -1,0 +1,347 @@
+"""Observe the collectives of torch.distributed and the hook of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mlbench_core import torch_private
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
+from mlbench_core.observe.methods import Method, refusal
+from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.steps import StepClock
+from mlbench_core.tracking.clock import cuda_in_use
+
+__all__ = ["CommunicationObserver"]
+
+# Function of torch.distributed: the argument with this worker's payload, and the kind in the table
+# of wire_bytes whose cost it has. A reduction to one worker sends as much as a broadcast, and an
+# exchange of parts as much as a reduce-scatter.
+_COLLECTIVES = {
+    "all_reduce": ("tensor", "all_reduce"),
+    "all_reduce_coalesced": ("tensors", "all_reduce"),
+    "reduce": ("tensor", "broadcast"),
+    "broadcast": ("tensor", "broadcast"),
+    "all_gather": ("tensor", "all_gather"),
+    "all_gather_coalesced": ("input_tensor_list", "all_gather"),
+    "all_gather_into_tensor": ("input_tensor", "all_gather"),
+    "all_gather_single": ("input_tensor", "all_gather"),
+    "gather": ("tensor", "broadcast"),
+    "scatter": ("tensor", "broadcast"),
+    "reduce_scatter": ("input_list", "reduce_scatter"),
+    "reduce_scatter_tensor": ("input", "reduce_scatter"),
+    "reduce_scatter_single": ("input", "reduce_scatter"),
+    "all_to_all": ("input_tensor_list", "reduce_scatter"),
+    "all_to_all_single": ("input", "reduce_scatter"),
+    "send": ("tensor", "neighbors"),
+    "isend": ("tensor", "neighbors"),
+    # The sender counts the bytes.
+    "recv": (None, ""),
+    "irecv": (None, ""),
+    "barrier": (None, ""),
+}
+_ON_STREAMS = "the time of asynchronous collectives on GPUs, outside DistributedDataParallel's hook"
+# Works that are not waited for are forgotten beyond this number.
+_MOST_WORKS = 1000
+
+# The clock of the script of this process.
+_clock: StepClock | None = None
+
+_ALWAYS_ASYNC = ("isend", "irecv")
+
+
+@dataclass
+class _HookState:
+    """The state of the hook that DDP has while it is observed.
+
+    Attributes:
+        observer: Receives the times.
+        group: DDP's process group.
+        size: Its number of workers.
+        state: State of the hook of the script or of the method.
+        hook: That hook; None for DDP's default.
+    """
+
+    observer: CommunicationObserver
+    group: Any
+    size: int
+    state: Any = None
+    hook: Callable[[Any, Any], Any] | None = None
+
+
+class CommunicationObserver:
+    """Count collectives and measure the time that training waits for them.
+
+    Args:
+        clock: The clock of the steps, with the traffic that the counts go to.
+        methods: The methods that take the place of the script's own exchange.
+
+    Attributes:
+        models: The DDP models of the script.
+        unmeasured: Each thing that cannot be seen, with the reason; the values mean nothing.
+    """
+
+    def __init__(
+        self,
+        clock: StepClock,
+        methods: Sequence[Method] = (),
+    ) -> None:
+        self.clock = clock
+        self._methods = methods
+        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _HookState] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Models whose exchange is that of a method.
+        self._exchanged: weakref.WeakKeyDictionary[DistributedDataParallel, Method] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._method_clock = CommunicationClock()
+        self._nested = threading.local()
+        # Collectives whose end nobody has waited for yet.
+        self._sent_s: dict[Any, float] = {}
+        self.unmeasured: dict[str, None] = {}
+
+    @property
+    def models(self) -> list[DistributedDataParallel]:
+        """Return the DDP models of the script that are observed."""
+        return list(self._hooks)
+
+    def install(self, patches: Patches) -> None:
+        """Replace the functions of torch."""
+        for name, (payload, op) in _COLLECTIVES.items():
+            if not hasattr(dist, name):
+                continue
+            wrap = functools.partial(self._collective, name, payload, op)
+            patches.replace(dist, name, wrap)
+            # Functions of this module, such as all_gather_object, call each other by its names.
+            patches.put(dist.distributed_c10d, name, getattr(dist, name))
+        global _clock
+        _clock = self.clock
+        patches.replace(dist.Work, "wait", self._wait)
+        patches.replace(DistributedDataParallel, "__init__", self._constructor)
+        patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
+
+    # ------------------------------------------------------------------ collectives
+
+    def _collective(
+        self, name: str, payload: str | None, op: str, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        names = list(inspect.signature(original).parameters)
+        payload_at = _position(names, payload)
+        group_at, async_at = _position(names, "group"), _position(names, "async_op")
+        is_always_async = name in _ALWAYS_ASYNC
+        clock, traffic = self.clock, self.clock.traffic
+
+        nested, gathers = self._nested, op == "all_gather"
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if gathers and clock.began_s is None:
+                clock.gather_begins()
+            # Before training, in an evaluation, and inside another collective nothing is counted:
+            # some functions call each other.
+            if not clock.is_open or clock.is_waiting or getattr(nested, "is_inside", False):
+                return original(*args, **kwargs)
+            is_async = is_always_async or _argument(args, kwargs, async_at, "async_op")
+            if payload is not None and not self._is_of_method(inspect.currentframe()):
+                size_bytes = _size_bytes(_argument(args, kwargs, payload_at, payload))
+                workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
+                if workers > 1:
+                    traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
+            waits = not (is_async or traffic.in_hook) and clock.is_here()
+            begin_s = time.perf_counter()
+            nested.is_inside = True
+            if waits:
+                clock.wait_begins()
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                nested.is_inside = False
+                if waits:
+                    clock.wait_ends()
+            if is_async and work is not None and not traffic.in_hook:
+                if len(self._sent_s) >= _MOST_WORKS:
+                    self._sent_s.clear()
+                self._sent_s[work] = begin_s
+            return work
+
+        return observed
+
+    def _is_of_method(self, frame: FrameType | None) -> bool:
+        """Return True if the caller of a frame sends a message of a method.
+
+        The library counts the collectives that its own transports make of such messages.
+        """
+        if not self._methods or frame is None or frame.f_back is None:
+            return False
+        name = str(frame.f_back.f_globals.get("__name__"))
+        return name.startswith("mlbench_core.") and name != __name__
+
+    def end_step(self) -> None:
+        """Take over the collectives that the methods have counted."""
+        if self._methods:
+            self._method_clock.report(self)
+
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
+        """Count collectives of a method, as a tracker does."""
+        self.clock.traffic.add(op, group, size_bytes, overlapped, calls)
+
+    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        clock, sent_s = self.clock, self._sent_s
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            begin_s = sent_s.pop(work, None)
+            # A work that the wrapper above did not return, such as that of DDP's hook.
+            if begin_s is None or not clock.is_open or clock.is_waiting:
+                return original(work, *args, **kwargs)
+            if cuda_in_use():
+                # The host does not wait for it, so its times say nothing.
+                self.unmeasured[_ON_STREAMS] = None
+            else:
+                clock.traffic.add_hidden(time.perf_counter() - begin_s)
+            clock.wait_begins()
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                clock.wait_ends()
+
+        return wait
+
+    # ------------------------------------------------------------------ DDP
+
+    def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            self._observe(model)
+
+        return init
+
+    def _observe(self, model: DistributedDataParallel) -> None:
+        """Register the hook that measures, unless the constructor has registered one of its own."""
+        size = dist.get_world_size(model.process_group)
+        if model.broadcast_buffers and any(True for _ in model.module.buffers()):
+            self.unmeasured["the broadcasts of buffers by DistributedDataParallel, in C++"] = None
+        if model.find_unused_parameters:
+            self.unmeasured["the search for unused parameters by DistributedDataParallel"] = None
+        for method in self._methods:
+            arguments = method.hook(model)
+            if arguments is not None:
+                if model in self._hooks:
+                    raise refusal(method.choice, "own hook")
+                self._register_observed(model, *arguments)
+                self._exchanged[model] = method
+        if model in self._hooks:
+            return
+        # DDP multiplies a gradient by 1 / size, or divides it by size if the gradient is a view of
+        # the bucket already. Both have the same bits for a power of two only.
+        if model.gradient_as_bucket_view and size & (size - 1):
+            self.unmeasured[
+                "the communication of DistributedDataParallel with gradient_as_bucket_view on "
+                f"{size} workers, as a hook would change the last bit of gradients"
+            ] = None
+            return
+        self._hooks[model] = _HookState(self, model.process_group, size)
+        self._register_original(model, self._hooks[model], _observed_hook)
+
+    def _register_observed(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
+        group = model.process_group
+        self._hooks[model] = _HookState(self, group, dist.get_world_size(group), state, hook)
+        self._register_original(model, self._hooks[model], _observed_hook)
+
+    def _register(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        self._register_original = original
+
+        @functools.wraps(original)
+        def register_comm_hook(model: DistributedDataParallel, state: Any, hook: Any) -> None:
+            if model in self._exchanged:
+                raise refusal(self._exchanged[model].choice, "own hook")
+            ours = self._hooks.get(model)
+            if ours is None:
+                self._register_observed(model, state, hook)
+            elif ours.hook is None:
+                # DDP takes one hook in its life, and that is ours.
+                ours.state, ours.hook = state, hook
+            else:
+                original(model, state, hook)
+
+        return register_comm_hook
+
+
+def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note the begin of DDP's forward pass, and count its samples; a hook of the model.
+
+    It is a function of this module, because a script may copy or pickle its model with the hook.
+    """
+    if torch.compiler.is_compiling() or _clock is None:
+        return
+    if torch.is_grad_enabled() and not _clock.is_evaluating:
+        _clock.forward_begins((args, kwargs))
+
+
+# DDP compares the annotations of a hook with types, which postponed ones are not.
+def _observed_hook(state, bucket):  # type: ignore[no-untyped-def]
+    """Call the hook of the script, the method or DDP, and measure the time until it is done."""
+    traffic = state.observer.clock.traffic
+    tensor = bucket.buffer()
+    is_cuda = tensor.is_cuda
+    traffic.bucket_begins(is_cuda)
+    traffic.in_hook = True
+    try:
+        if state.hook is not None:
+            future = state.hook(state.state, bucket)
+        else:
+            if tensor.is_sparse:
+                tensor.div_(state.size)
+            else:
+                # DDP multiplies gradients by this number. Division gives other bits.
+                tensor.mul_(1.0 / state.size)
+            # The method of the group, as DDP calls it: torch.distributed's function takes longer.
+            future = state.group.allreduce([tensor]).get_future()
+            if state.observer.clock.is_open and state.size > 1:
+                traffic.add("all_reduce", state.size, _size_bytes(tensor), True)
+    finally:
+        traffic.in_hook = False
+    is_default = state.hook is None
+
+    def arrived(done: torch.futures.Future[Any]) -> Any:
+        value = done.value()
+        traffic.bucket_ends(is_cuda)
+        return value[0] if is_default else value
+
+    return future.then(arrived)
+
+
+def _position(names: list[str], name: str | None) -> int:
+    return names.index(name) if name in names else 1 << 30
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    if position < len(args):
+        return args[position]
+    return kwargs.get(name)
+
+
+def _size_bytes(payload: Any) -> int:
+    """Return the bytes of a tensor or of a list of tensors."""
+    if isinstance(payload, torch.Tensor):
+        if payload.is_sparse:
+            return torch_private.sparse_bytes(payload)
+        return payload.nbytes
+    return sum(map(_size_bytes, payload or ()))
