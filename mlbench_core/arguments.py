@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "check_number",
     "check_positive",
     "check_rank",
+    "hint_for",
 ]
 
 
@@ -108,3 +111,23 @@ def check_rank(rank: Any, world_size: Any) -> None:
             f"rank must be from 0 to {world_size - 1}, not {rank}: "
             f"ranks count from 0 and world_size is {world_size}"
         )
+
+
+def hint_for(word: str, choices: Sequence[str], introduction: str) -> str:
+    """Return the choice that an unknown word is most like, or else all choices.
+
+    Args:
+        word: The unknown word.
+        choices: The known words.
+        introduction: Stands before the list of all choices.
+
+    Example:
+        >>> hint_for("dilco", ["bf16", "diloco"], "the names are")
+        "did you mean 'diloco'?"
+        >>> hint_for("adam", ["bf16", "diloco"], "the names are")
+        'the names are bf16, diloco'
+    """
+    similar = difflib.get_close_matches(word, choices, 1)
+    if similar:
+        return f"did you mean {similar[0]!r}?"
+    return f"{introduction} {', '.join(choices)}"

@@ -7,7 +7,6 @@ unfinished sweep is a whole picture with fewer seeds.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.arguments import hint_for
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
@@ -241,7 +241,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     """
     for key in content:
         if key not in _KEYS:
-            hint = _hint(key, _KEYS, "the keys are")
+            hint = hint_for(key, _KEYS, "the keys are")
             raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
     if ("task" in content) == ("command" in content):
         raise ValueError(
@@ -306,14 +306,6 @@ def copied_name(name: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _hint(word: str, choices: Sequence[str], introduction: str) -> str:
-    """Return the choice that an unknown word is most like, or else all choices."""
-    similar = difflib.get_close_matches(word, choices, 1)
-    if similar:
-        return f"did you mean {similar[0]!r}?"
-    return f"{introduction} {', '.join(choices)}"
 
 
 def _own_option(arguments: Sequence[str]) -> str | None:
@@ -397,7 +389,7 @@ def _algorithms(content: Mapping[str, Any], task: Task | None) -> list[Variant]:
     variants = []
     for name in _words(content.get("algorithms", []), "algorithms"):
         if task is not None and name not in task.optimizers:
-            hint = _hint(name, task.optimizers, "they are")
+            hint = hint_for(name, task.optimizers, "they are")
             raise ValueError(
                 f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}"
             )

@@ -1,0 +1,1 @@
+"""Measure a training script without editing it."""

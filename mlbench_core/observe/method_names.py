@@ -1,0 +1,314 @@
+"""Names and options of the methods by which the workers of an unchanged script communicate.
+
+This module does not import torch, so that the command can check the names before a run starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlbench_core.arguments import hint_for
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["METHODS", "MethodChoice", "MethodSpec", "Option", "parse_method", "parse_optimizer"]
+
+Kind = Literal["as-is", "gradients", "weights", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a method.
+
+    Attributes:
+        default: Its value if it is left out; None to take the value of the script's optimizer.
+        type: Type of its values.
+        least: Smallest allowed value; not used for texts and switches.
+        most: Largest allowed value.
+        choices: Allowed texts.
+    """
+
+    default: int | float | bool | str | None
+    type: type[int] | type[float] | type[bool] | type[str]
+    least: float = 0
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.type is bool:
+            return "true or false"
+        if self.type is str:
+            return f"one of {', '.join(self.choices)}"
+        noun = "an integer" if self.type is int else "a number"
+        if self.most < math.inf:
+            return f"{noun} from {self.least:g} to {self.most:g}"
+        return f"{noun} of at least {self.least:g}"
+
+    def parse(self, text: str) -> int | float | bool | str:
+        """Return the value of a text.
+
+        Raises:
+            ValueError: The text is not an allowed value.
+        """
+        if self.type is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if self.type is str:
+            self.choices.index(text)
+            return text
+        value = int(text) if self.type is int else float(text)
+        # Written so that it is False for NaN.
+        if not (math.isfinite(value) and self.least <= value <= self.most):
+            raise ValueError(text)
+        return value
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One line of the table of methods.
+
+    Attributes:
+        kind: The values that the workers exchange: those of the script as it is, gradients in place
+            of DDP's average, or weights after the step. ``"optimizer"`` replaces the script's
+            optimizer, and only ``--optimizer`` takes it.
+        help: One line.
+        page: The page of the algorithm below ``docs/algorithms``, without its ending.
+        options: By name.
+    """
+
+    kind: Kind
+    help: str
+    page: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+def _integer(default: int, least: int = 1, most: float = math.inf) -> Option:
+    return Option(default, int, least, most)
+
+
+def _number(default: float | None, most: float = math.inf) -> Option:
+    return Option(default, float, most=most)
+
+
+def _switch(default: bool) -> Option:
+    return Option(default, bool)
+
+
+_FROM_SCRIPT = {"lr": _number(None), "weight_decay": _number(None)}
+
+# The defaults are those of task 1a, benchmarks/task1a_resnet20_cifar10/variants.py, which names the
+# source of each.
+METHODS: dict[str, MethodSpec] = {
+    "as-is": MethodSpec("as-is", "The script's own exchange", "synchronous_sgd"),
+    "bf16": MethodSpec("gradients", "Average of gradients sent in bfloat16", "synchronous_sgd"),
+    "fp16": MethodSpec("gradients", "Average of gradients sent in float16", "synchronous_sgd"),
+    "power_sgd": MethodSpec(
+        "gradients", "Average at low rank with error feedback", "power_sgd",
+        {"rank": _integer(2), "reuse_query": _switch(True), "error_feedback": _switch(True),
+         "start_after_steps": _integer(0, least=0)},
+    ),
+    "sign_sgd": MethodSpec("gradients", "Majority vote of signs", "sign_sgd"),
+    "ef_sign_sgd": MethodSpec("gradients", "Scaled signs with error feedback", "sign_sgd"),
+    "sparsified_sgd": MethodSpec(
+        "gradients", "Largest coordinates with error feedback", "sparsified_sgd",
+        {"size": _number(0.01, most=1)},
+    ),
+    "centralized_sparsified_sgd": MethodSpec(
+        "gradients", "Random coordinates, the same on all workers, with error feedback",
+        "sparsified_sgd", {"size": _number(0.1, most=1), "seed": _integer(0, least=0)},
+    ),
+    "qsgd": MethodSpec(
+        "gradients", "Random rounding to a few levels", "qsgd",
+        {"levels": _integer(7, most=127), "bucket_size": _integer(512),
+         "seed": _integer(0, least=0)},
+    ),
+    "demo": MethodSpec(
+        "gradients", "Largest cosine coefficients of a local momentum", "demo",
+        {"decay": _number(0.999, most=1), "top_k": _integer(32), "block_size": _integer(64)},
+    ),
+    "local_sgd": MethodSpec(
+        "weights", "Average of weights every period steps", "local_sgd",
+        {"period": _integer(8), "delay": _integer(0, least=0)},
+    ),
+    "diloco": MethodSpec(
+        "weights", "Outer step along the average change every period steps", "diloco",
+        {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.9)},
+    ),
+    "streaming_diloco": MethodSpec(
+        "weights", "DiLoCo in fragments that travel during training", "streaming_diloco",
+        {"period": _integer(8), "fragments": _integer(2), "delay": _integer(1, least=0),
+         "mixing": _number(0.5, most=1), "quantize": _switch(True)},
+    ),
+    "sparse_loco": MethodSpec(
+        "weights", "DiLoCo with a few quantized changes", "sparse_loco",
+        {"period": _integer(8), "density": _number(0.03, most=1), "bits": _integer(2, most=8),
+         "decay": _number(0.95, most=1), "outer_lr": _number(1.0)},
+    ),
+    "decentralized_sgd": MethodSpec(
+        "weights", "Average of weights with two neighbors on a ring", "decentralized_sgd"
+    ),
+    "choco_sgd": MethodSpec(
+        "weights", "Compressed differences to two neighbors on a ring", "choco_sgd",
+        {"compression": Option("top_k", str, choices=("identity", "random_k", "sign", "top_k")),
+         "ratio": _number(0.1, most=1), "gamma": _number(0.2, most=1)},
+    ),
+    "muon": MethodSpec(
+        "optimizer", "Muon for matrices, AdamW for all other parameters", "muon",
+        {**_FROM_SCRIPT, "momentum": _number(0.95)},
+    ),
+    "dion": MethodSpec(
+        "optimizer", "Orthonormal updates of low rank", "dion",
+        {**_FROM_SCRIPT, "rank": _integer(8), "momentum": _number(0.9, most=1)},
+    ),
+    "one_bit_adam": MethodSpec(
+        "optimizer", "Adam, and after a warm-up one bit per weight", "one_bit_adam",
+        {**_FROM_SCRIPT, "warmup_steps": _integer(20)},
+    ),
+}  # fmt: skip
+"""The methods by name: those of ``--method``, and with the kind optimizer those of
+``--optimizer``."""
+
+# Algorithms of the library that a script cannot take unchanged.
+_REFUSED = {
+    "scaffold": "it corrects the gradients of plain SGD and reads each step's learning rate, which "
+    "an unchanged script does not allow: port the script and use the library's SCAFFOLD",
+    "muloco": "it is DiLoCo with Muon inside: write --method diloco --optimizer muon",
+}
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """A method with its options.
+
+    Attributes:
+        name: A name of :data:`METHODS`.
+        options: All options of the method by name, with the defaults of those left out.
+
+    Example:
+        >>> str(MethodChoice("diloco", {"period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}))
+        'diloco:period=50'
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the method."""
+        return METHODS[self.name].kind
+
+    def __str__(self) -> str:
+        """Return the text that :func:`parse_method` reads, without options at their default."""
+        words = []
+        for name, option in METHODS[self.name].options.items():
+            value = self.options[name]
+            if value != option.default:
+                word = str(value).lower() if option.type is bool else str(value)
+                words.append(f"{name}={word}")
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
+
+def parse_method(text: str) -> MethodChoice:
+    """Read the value of ``--method``.
+
+    Args:
+        text: ``NAME`` or ``NAME:key=value,...``.
+
+    Returns:
+        The method with all its options.
+
+    Raises:
+        ConfigurationError: The name or an option is unknown, a value is not allowed, or the name
+            replaces the optimizer.
+
+    Example:
+        >>> parse_method("power_sgd:rank=4").options["rank"]
+        4
+    """
+    choice = _parse("--method", text)
+    if choice.kind == "optimizer":
+        raise ConfigurationError(
+            f"--method must be an exchange between workers, not {choice.name}, which replaces the "
+            f"script's optimizer: write --optimizer {text}"
+        )
+    return choice
+
+
+def parse_optimizer(text: str) -> MethodChoice:
+    """Read the value of ``--optimizer``; see :func:`parse_method`.
+
+    Raises:
+        ConfigurationError: The name or an option is unknown, a value is not allowed, or the name
+            keeps the script's optimizer.
+
+    Example:
+        >>> parse_optimizer("muon:lr=0.02").options["lr"]
+        0.02
+    """
+    choice = _parse("--optimizer", text)
+    if choice.kind != "optimizer":
+        raise ConfigurationError(
+            f"--optimizer must replace the script's optimizer, not {choice.name}, which keeps it: "
+            f"write --method {text}"
+        )
+    return choice
+
+
+def _parse(flag: str, text: str) -> MethodChoice:
+    """Read a name of the table with its options."""
+    name, colon, rest = text.strip().partition(":")
+    if name in _REFUSED:
+        raise ConfigurationError(f"{flag} must not be {name}: {_REFUSED[name]}")
+    if name not in METHODS:
+        names = [
+            known
+            for known, spec in METHODS.items()
+            if (spec.kind == "optimizer") == (flag == "--optimizer")
+        ]
+        raise ConfigurationError(
+            f"{flag} must be NAME or NAME:key=value,..., not {text!r}: "
+            + hint_for(name, names, "the names are")
+        )
+    allowed = METHODS[name].options
+    options = {key: option.default for key, option in allowed.items()}
+    given: set[str] = set()
+    for word in rest.split(",") if colon else ():
+        key, equals, value = word.strip().partition("=")
+        if not equals:
+            raise ConfigurationError(
+                f"{flag} {name} must have options as key=value, not {word!r}: {_options(name)}"
+            )
+        if key not in allowed:
+            hint = hint_for(key, list(allowed), "the options are") if allowed else _options(name)
+            raise ConfigurationError(f"{flag} {name} must not have the option {key!r}: {hint}")
+        if key in given:
+            raise ConfigurationError(
+                f"{flag} {name} must have each option once, not {key} twice: leave one out"
+            )
+        given.add(key)
+        try:
+            options[key] = allowed[key].parse(value)
+        except (KeyError, ValueError) as error:
+            raise ConfigurationError(
+                f"{key} of {name} must be {allowed[key].allowed}, not {value!r}: write for example "
+                f"{flag} {name}:{key}={_example(allowed[key])}"
+            ) from error
+    return MethodChoice(name, options)
+
+
+def _options(name: str) -> str:
+    """Return a sentence about the options of a method."""
+    options = METHODS[name].options
+    if not options:
+        return f"{name} has no options"
+    return f"the options are {', '.join(options)}"
+
+
+def _example(option: Option) -> str:
+    """Return the text of an allowed value."""
+    if option.default is None:
+        return "0.01"
+    return str(option.default).lower()
