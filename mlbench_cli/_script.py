@@ -18,7 +18,14 @@ from mlbench_core.observe.options import parse_options
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import Task
 
-__all__ = ["Script", "find_script", "missing_script", "refuse_options", "script_options"]
+__all__ = [
+    "Script",
+    "check_script",
+    "find_script",
+    "missing_script",
+    "refuse_options",
+    "script_options",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -119,6 +126,22 @@ def refuse_options(observer: Sequence[str], task: Task | None) -> None:
     )
 
 
+def check_script(words: Sequence[str], folder: Path) -> None:
+    """Refuse a script that does not exist.
+
+    Args:
+        words: The script and its arguments, or ``-m`` with a module and its arguments.
+        folder: The folder in which the workers start. If it does not exist here, it is one of
+            another machine.
+
+    Raises:
+        click.UsageError: It does not exist.
+    """
+    name, *_ = words
+    if name != "-m" and folder.is_dir() and not (folder / name).is_file():
+        raise missing_script(folder / name)
+
+
 def missing_script(path: Path) -> click.UsageError:
     """Return the error for a script that does not exist."""
     return click.UsageError(f"the script {path} does not exist: give its path from this folder")
@@ -161,15 +184,12 @@ class Script:
         """Refuse a script that does not exist, and a wrong method, metric or goal.
 
         Args:
-            folder: The folder in which the workers start. If it does not exist here, it is one of
-                another machine.
+            folder: The folder in which the workers start.
 
         Raises:
             click.UsageError: One of them is wrong.
         """
-        name, *_ = self.words
-        if name != "-m" and folder.is_dir() and not (folder / name).is_file():
-            raise missing_script(folder / name)
+        check_script(self.words, folder)
         try:
             parse_options([*self.options, *self.words])
         except ConfigurationError as error:
