@@ -86,6 +86,22 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
+def divisor(loss: Tensor) -> float:
+    """Return the number by which a script divided its loss; 1 if it did not."""
+    node = loss.grad_fn
+    name = "" if node is None else node.name()
+    if name not in ("DivBackward0", "MulBackward0"):
+        return 1.0
+    other = getattr(node, "_saved_other", None)
+    # A number of the script is on the CPU, so reading it waits for no device.
+    if not isinstance(other, Tensor) or other.device.type != "cpu" or other.numel() != 1:
+        return 1.0
+    number = float(other)
+    if name == "DivBackward0":
+        return number
+    return 1 / number if number else 1.0
+
+
 # ---- memory and lists of tensors
 
 
@@ -245,6 +261,12 @@ PARTS = (
         "aggregation.pytorch.transport.overlap",
         "distinguishing a backward pass from another that runs inside it, and acting at its end",
         ("_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback"),
+    ),
+    Part(
+        "observe",
+        "the loss of a micro-batch before a script divides it by their number",
+        ("_saved_other",),
+        "utils/data/../../_C/_autograd.pyi",
     ),
     Part(
         "aggregation.pytorch.transport.buckets",

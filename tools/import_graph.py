@@ -39,6 +39,9 @@ LAYERS |= {
     "controlflow": {
         "distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE,
     },
+    "observe": {
+        "distributed", "aggregation", "optim", "controlflow", "results", *SIDE_BY_SIDE,
+    },
     "prediction": {"comparison", "network"},
     "sweep": {"client", "results", "comparison", "network", "prediction"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
@@ -46,7 +49,7 @@ LAYERS |= {
     "mlbench_master": {"client", "results", "comparison", "network"},
     # `mlbench master` runs the master in its own process.
     "mlbench_cli": {
-        "client", "dataset", "results", "comparison", "network", "prediction", "sweep",
+        "client", "dataset", "results", "comparison", "network", "observe", "prediction", "sweep",
         "mlbench_master",
     },
 }  # fmt: skip

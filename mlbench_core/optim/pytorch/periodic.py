@@ -219,12 +219,7 @@ class DiLoCo(GenericCentralizedOptimizer):
             )
         if aggregation is None:
             if outer_optimizer is None:
-                check_finite_at_least_0("outer_lr", outer_lr)
-                check_finite_at_least_0("outer_momentum", outer_momentum)
-                # torch refuses Nesterov momentum without momentum.
-                outer_optimizer = partial(
-                    SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
-                )
+                outer_optimizer = make_outer_optimizer(outer_lr, outer_momentum)
             aggregation = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
         elif (outer_lr, outer_momentum, outer_optimizer) != (0.7, 0.9, None):
             raise ValueError(
@@ -253,6 +248,23 @@ class DiLoCo(GenericCentralizedOptimizer):
         # Not in the constructor: a script may load a checkpoint into the model after it made the
         # optimizer.
         self._outer.start(self.model)
+
+
+def make_outer_optimizer(outer_lr: float, outer_momentum: float) -> OptimizerFactory:
+    """Return a function that makes SGD with Nesterov momentum, the outer optimizer of DiLoCo.
+
+    Args:
+        outer_lr: Outer learning rate.
+        outer_momentum: Outer Nesterov momentum; 0 for none.
+
+    Raises:
+        TypeError: One of the two is not a number.
+        ValueError: One of the two is negative or not finite.
+    """
+    check_finite_at_least_0("outer_lr", outer_lr)
+    check_finite_at_least_0("outer_momentum", outer_momentum)
+    # torch refuses Nesterov momentum without momentum.
+    return partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
 
 
 def make_inner_optimizer(

@@ -1,0 +1,183 @@
+"""Run ``python -m mlbench_core.observe``: observe a script, and write its result folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlbench_core.controlflow.run_results import RunFolder, Workers
+from mlbench_core.distributed.environment import Place, detect_environment
+from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.evaluation.goals import TimeToGoal
+from mlbench_core.observe.options import Options, parse_options
+from mlbench_core.observe.output import watch_output
+from mlbench_core.observe.script import run_script
+from mlbench_core.paths import user_folder
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.results.environment import describe_environment
+from mlbench_core.tracking.process_end import call_at_end, forget, state_after
+from mlbench_core.tracking.tracker import Tracker
+
+__all__ = ["main"]
+
+
+class _Stopped(BaseException):
+    """SIGTERM, for the reason in the result."""
+
+
+class _ObservedRun:
+    """The result folder, the tracker and the observer of one worker."""
+
+    def __init__(self, options: Options, place: Place) -> None:
+        from mlbench_core.observe.methods import make_method
+        from mlbench_core.observe.observer import Observer
+        from mlbench_core.observe.workers import StoreWorkers
+
+        self.rank, self.world_size = place.rank, place.world_size
+        run_id = options.run_id or os.environ.get("MLBENCH_RUN_ID") or "1"
+        self._workers = StoreWorkers(place) if self.world_size > 1 else None
+        self.results = RunFolder(
+            _folder(options, run_id),
+            _configuration(options, self.world_size),
+            run_id,
+            self.rank,
+            environment=_environment(options) if self.rank == 0 else None,
+            workers=self._workers or Workers(),
+        )
+        goal = None
+        if options.goal is not None:
+            aim = options.goal
+            goal = TimeToGoal(str(aim.metric), float(aim.threshold or 0.0), bool(aim.minimize))
+        self.tracker = Tracker(
+            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False
+        )
+        choices = [options.method, options.optimizer]
+        made = [make_method(choice) for choice in choices if choice is not None]
+        self.observer = Observer(self.tracker, [method for method in made if method is not None])
+        watch_output(options.metrics, self._record)
+        self._is_over = False
+
+    def _record(self, name: str, value: float) -> None:
+        tracker = self.tracker
+        # The value may reach the goal, whose times are those that are booked by then.
+        self.observer.clock.traffic.end_interval(tracker)
+        prefix, _, name = name.partition("_")
+        was_training, tracker.is_training = tracker.is_training, prefix == "train"
+        tracker.record_stat(name, value, log_to_api=self.rank == 0)
+        tracker.is_training = was_training
+
+    def finish(self, error: BaseException | None) -> None:
+        """Write the result and print the table; a second call does nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.observer.__exit__()
+        if error is None and self.observer.clock.steps == 0:
+            error = MLBenchError("no optimizer step was seen in this process")
+        if error is None:
+            self.tracker.publish_summary(self.world_size)
+        self.tracker.end(error=error)
+        try:
+            self.results.__exit__(type(error) if error else None, error, None)
+        finally:
+            if self._workers is not None:
+                self._workers.leave()
+            if self.rank == 0:
+                text = self.observer.table(self.world_size)
+                sys.stdout.flush()
+                sys.stderr.write(f"{text}\n  result: {self.results.folder}\n")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Observe a script.
+
+    The process ends as the script would: with its traceback and its exit status. Errors of the
+    options end it with status 2.
+
+    Args:
+        words: The command line; None for that of this process.
+    """
+    try:
+        options = parse_options(sys.argv[1:] if words is None else words)
+        place = detect_environment().place()
+        # A script finds its place in the variables of torchrun, however it was launched.
+        for name, value in place.variables().items():
+            if place.world_size > 1:
+                os.environ.setdefault(name, value)
+        run = _ObservedRun(options, place)
+    except MLBenchError as error:
+        sys.stderr.write(f"mlbench observe: error: {error}\n")
+        raise SystemExit(2) from None
+
+    def stop(state: str) -> None:
+        run.finish(_Stopped("the process was stopped") if state == "stopped" else None)
+
+    call_at_end(stop)
+    error: BaseException | None = None
+    run.observer.__enter__()
+    try:
+        run_script(options.script, options.arguments, options.is_module)
+    except BaseException as raised:
+        error = raised
+    forget(stop)
+    failed = error if state_after(error) != "finished" else None
+    try:
+        run.finish(failed)
+    except MLBenchError as problem:
+        sys.stderr.write(f"mlbench observe: error: {problem}\n")
+        raise SystemExit(1) from None
+    if isinstance(error, ConfigurationError):
+        sys.stderr.write(f"mlbench observe: error: {error}\n")
+        raise SystemExit(2)
+    if error is not None:
+        _end_as_python(error)
+
+
+def _end_as_python(error: BaseException) -> None:
+    """End the process as an exception of a script ends it."""
+    if isinstance(error, SystemExit):
+        raise error
+    trace = error.__traceback__
+    # The frames of this package come first.
+    package = os.path.dirname(__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(1)
+
+
+def _folder(options: Options, run_id: str) -> Path:
+    root = options.output or os.environ.get("MLBENCH_OUTPUT") or user_folder("output")
+    return Path(root).expanduser().absolute() / Path(options.script).stem / run_id
+
+
+def _configuration(options: Options, workers: int) -> Configuration:
+    settings: dict[str, Any] = {"arguments": list(options.arguments)}
+    if options.optimizer is not None:
+        settings["optimizer"] = str(options.optimizer)
+    return Configuration(
+        workers=workers,
+        program=Path(options.script).name,
+        algorithm=str(options.method),
+        options=settings,
+        network=os.environ.get("MLBENCH_NETWORK") or None,
+        goal=None if options.goal is None else options.goal.to_dict(),
+    )
+
+
+def _environment(options: Options) -> dict[str, Any]:
+    program = None if options.is_module else Path(options.script)
+    return describe_environment(program=program)

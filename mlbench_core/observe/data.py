@@ -1,0 +1,137 @@
+"""Observe the batches of a DataLoader, and evaluations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.steps import StepClock
+
+__all__ = ["DataObserver", "count_data"]
+
+
+class DataObserver:
+    """Measure the wait for batches, count their samples, and notice evaluations.
+
+    An evaluation begins with ``model.eval()`` or with a batch that is fetched without gradients. It
+    ends with ``model.train()`` or with a batch that is fetched with gradients.
+
+    Args:
+        clock: The clock of the steps.
+
+    Attributes:
+        has_fetched: True after the first training batch of a DataLoader.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self.has_fetched = False
+        self._clock = clock
+        self._patches = Patches()
+        self._patched: set[type] = set()
+        self._evaluated: nn.Module | None = None
+
+    def install(self, patches: Patches) -> None:
+        """Replace functions of torch."""
+        self._patches = patches
+        patches.replace(DataLoader, "__iter__", self._iter)
+        patches.replace(nn.Module, "eval", self._eval)
+        patches.replace(nn.Module, "train", self._train)
+
+    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def observed(loader: Any) -> Any:
+            iterator = original(loader)
+            # The iterator stays the same object; the class that has its __next__ is observed.
+            for kind in type(iterator).__mro__:
+                if "__next__" in vars(kind):
+                    if kind not in self._patched:
+                        self._patched.add(kind)
+                        self._patches.replace(kind, "__next__", self._next)
+                    break
+            return iterator
+
+        return observed
+
+    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        clock = self._clock
+
+        @functools.wraps(original)
+        def observed(iterator: Any) -> Any:
+            if not clock.is_here():
+                return original(iterator)
+            clock.fetch_begins(torch.is_grad_enabled())
+            samples = tokens = 0
+            try:
+                batch = original(iterator)
+                if clock.is_open:
+                    self.has_fetched = True
+                    samples, tokens = count_data(batch)
+            finally:
+                clock.fetch_ends(samples, tokens)
+            return batch
+
+        return observed
+
+    def _eval(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def observed(module: nn.Module) -> Any:
+            result = original(module)
+            if self._clock.is_open and self._clock.is_here():
+                self._evaluated = module
+                self._clock.begin_evaluation()
+            return result
+
+        return observed
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def observed(module: nn.Module, mode: bool = True) -> Any:
+            result = original(module, mode)
+            # torch calls it for each module of a model, so the comparison comes first.
+            if mode and self._clock.is_evaluating and self._evaluated in (module, None):
+                self._evaluated = None
+                self._clock.end_evaluation()
+            return result
+
+        return observed
+
+
+def count_data(batch: Any) -> tuple[int, int]:
+    """Return the samples and the tokens of a batch.
+
+    Args:
+        batch: A tensor, or a sequence or mapping that has one; the first tensor counts. Integers
+            of shape (samples, length) are tokens.
+
+    Example:
+        >>> count_data((torch.zeros(8, 3), torch.zeros(8)))
+        (8, 0)
+        >>> count_data({"ids": torch.zeros(4, 16, dtype=torch.long)})
+        (4, 64)
+    """
+    first = _first_tensor(batch)
+    if first is None or first.dim() == 0:
+        return 0, 0
+    is_text = first.dim() == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
+    return first.shape[0], first.numel() if is_text else 0
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        parts = batch
+    for part in parts:
+        tensor = _first_tensor(part)
+        if tensor is not None:
+            return tensor
+    return None

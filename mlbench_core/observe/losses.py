@@ -1,0 +1,119 @@
+"""Read the losses of which a script calls backward(), without waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlbench_core import torch_private
+from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.steps import StepClock
+from mlbench_core.tracking.tracker import Tracker
+
+__all__ = ["LossObserver"]
+
+# The mean of one step: its position, and the values with the divisors of its micro-batches.
+_Step = tuple[tuple[int, float], list[tuple["float | Tensor", float]]]
+
+
+class LossObserver:
+    """Keep the loss of each micro-batch, and read those on a device once per interval.
+
+    The value is that before GradScaler multiplies it. If a script divides the loss of each
+    micro-batch by their number, the value is that before the division.
+
+    Args:
+        tracker: Receives the mean loss of each step.
+
+    Attributes:
+        first: Loss of the first step; None before it is read.
+        last: Loss of the last step that was read.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self._tracker = tracker
+        self._micro: list[tuple[float | Tensor, float]] = []
+        self._steps: list[_Step] = []
+        self._scaled: Tensor | None = None
+        self._unscaled: Tensor | None = None
+
+    def install(self, patches: Patches, clock: StepClock) -> None:
+        """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls too."""
+        patches.replace(torch.autograd, "backward", functools.partial(self._backward, clock))
+        patches.replace(torch.amp.GradScaler, "scale", self._scale)
+
+    def _backward(self, clock: StepClock, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            # Reentrant checkpointing runs a backward pass within another one.
+            if clock.is_in_backward or not clock.is_here():
+                original(tensors, *args, **kwargs)
+                return
+            self._keep(tensors)
+            clock.backward_begins()
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                clock.backward_ends()
+
+        return backward
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(outputs, Tensor):
+                self._scaled, self._unscaled = scaled, outputs
+            return scaled
+
+        return scale
+
+    def _keep(self, tensors: Any) -> None:
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        if loss is not None and loss is self._scaled:
+            loss = self._unscaled
+        self._scaled = self._unscaled = None
+        # A DTensor would need a collective to be read.
+        if type(loss) is not Tensor or loss.numel() != 1:
+            return
+        divisor = torch_private.divisor(loss)
+        if loss.device.type == "cpu":
+            self._micro.append((loss.item(), divisor))
+        else:
+            # A copy, because a CUDA graph may write the next loss to the same memory.
+            self._micro.append((loss.detach().clone(), divisor))
+
+    def end_step(self) -> None:
+        """Note that the micro-batches so far were those of one step."""
+        if self._micro:
+            self._steps.append((self._tracker.position(), self._micro))
+            self._micro = []
+
+    def read(self) -> None:
+        """Pass the losses of the steps so far on to the tracker."""
+        steps, self._steps = self._steps, []
+        values = _values([value for _, micro in steps for value, _ in micro])
+        for number, (position, micro) in enumerate(steps, 1):
+            count, total = len(micro), 0.0
+            for _, divisor in micro:
+                # Another factor than their number is a part of the loss.
+                total += next(values) * (count if round(divisor) == count else 1)
+            mean = total / count
+            self.first = mean if self.first is None else self.first
+            self.last = mean
+            log = number == len(steps) and self._tracker.rank == 0
+            self._tracker.record_stat("loss", mean, log_to_api=log, at=position)
+
+
+def _values(losses: list[float | Tensor]) -> Any:
+    """Yield numbers; those on a device are copied at once."""
+    tensors = [loss.reshape(()).double() for loss in losses if isinstance(loss, Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    for loss in losses:
+        yield next(copied) if isinstance(loss, Tensor) else loss

@@ -1,0 +1,334 @@
+"""Exchange the method by which the workers of an unchanged DDP script communicate.
+
+A method takes the place of DDP's average of gradients at two points of a step::
+
+    backward() -- DDP calls the hook with each bucket --+-- gradients: the aggregation's result
+                                                        +-- weights, optimizer: left as they are
+    optimizer.step() -- after_step() -------------------+-- weights: the aggregation acts on them
+
+The script's optimizer stays, except for methods of ``--optimizer``. A checkpoint of the script has
+no state of a method, such as error memories or DiLoCo's shared weights. A resumed run starts them
+again from zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mlbench_core import torch_private
+from mlbench_core.aggregation.pytorch import (
+    AVG_WORLD,
+    Aggregation,
+    AllReduceAggregation,
+    ChocoAggregation,
+    ChunkedTopKAggregation,
+    DecentralizedAggregation,
+    DeMoAggregation,
+    DiLoCoAggregation,
+    DionAggregation,
+    EFSignAggregation,
+    PeriodicAggregation,
+    PowerAggregation,
+    QSGDAggregation,
+    SignAggregation,
+    SparseLoCoAggregation,
+    SparsifiedAggregation,
+    StreamingDiLoCoAggregation,
+    as_ddp_hook,
+)
+from mlbench_core.aggregation.pytorch.transport.topology import ring
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.observe.method_names import MethodChoice
+from mlbench_core.optim.pytorch import Dion, MuonAdamW, OneBitAdam
+from mlbench_core.optim.pytorch.periodic import make_outer_optimizer
+
+__all__ = ["Method", "Obstacle", "make_method", "refusal"]
+
+Obstacle = Literal["own hook", "FSDP", "no DDP", "GradScaler"]
+_OBSTACLES: dict[Obstacle, str] = {
+    "own hook": "without a communication hook of its own, but it calls register_comm_hook: take "
+    "this call out of the script, or leave the option out",
+    "FSDP": "with DistributedDataParallel, but FSDP shards this model and sends the shards itself: "
+    "leave the option out, or call mlbench_core's set_fsdp_hooks in the script",
+    "no DDP": "with DistributedDataParallel, but no model was wrapped before the first step of the "
+    "optimizer: wrap the model, or leave the option out",
+    "GradScaler": "without a GradScaler, because each worker would skip other steps than the rest: "
+    "train in bfloat16 or float32, or take a method that exchanges gradients",
+}
+
+
+def refusal(choice: MethodChoice, obstacle: Obstacle) -> ConfigurationError:
+    """Return the error about a script that cannot take a method.
+
+    Args:
+        choice: The method.
+        obstacle: The property of the script that is in its way. ``"GradScaler"`` is in the way of
+            methods on weights only.
+    """
+    flag = "--optimizer" if choice.kind == "optimizer" else "--method"
+    return ConfigurationError(f"{flag} {choice} needs a script {_OBSTACLES[obstacle]}")
+
+
+class Method:
+    """A way in which the workers of a script communicate.
+
+    Attributes:
+        choice: Its name and options.
+    """
+
+    def __init__(self, choice: MethodChoice) -> None:
+        self.choice = choice
+
+    def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any] | None:
+        """Return the arguments of ``ddp_model.register_comm_hook``; None to keep DDP's average.
+
+        Call it at the end of DDP's constructor, which has given all workers the same weights. It
+        can be called for several models.
+
+        Raises:
+            ConfigurationError: An option does not fit the others, the model or the number of
+                workers.
+        """
+        raise NotImplementedError
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Act on the weights; call it after a step of the script's optimizer that ends an update.
+
+        All workers call it equally often.
+        """
+
+    def new_optimizer(
+        self, cls: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Optimizer:
+        """Return the optimizer to use in place of ``cls(*args, **kwargs)``."""
+        return cls(*args, **kwargs)
+
+    def _make(self, makers: Mapping[str, Callable[..., Any]], *args: Any, **options: Any) -> Any:
+        """Call the maker of this method; errors about its options name the method."""
+        try:
+            return makers[self.choice.name](*args, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self.choice} cannot be used here: {error}") from error
+
+
+class _OnGradients(Method):
+    """A method whose result takes the place of DDP's average of gradients."""
+
+    def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
+        """See :meth:`Method.hook`."""
+        aggregation = self._make(
+            _ON_GRADIENTS,
+            ddp_model.module,
+            process_group=ddp_model.process_group,
+            **self.choice.options,
+        )
+        return as_ddp_hook(aggregation, ddp_model)
+
+
+class _Weights:
+    """The weights of a model, and their aggregation after each step."""
+
+    def __init__(self, model: nn.Module, aggregation: Aggregation) -> None:
+        self.model = model
+        self._aggregate = aggregation.agg_model()
+        if isinstance(aggregation, PeriodicAggregation):
+            aggregation = aggregation.inside
+        self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
+
+    def share(self) -> None:
+        """Share the weights before the first step with an aggregation that takes outer steps."""
+        if self._outer is not None:
+            self._outer.start(self.model)
+
+    def aggregate(self) -> None:
+        """Replace the weights by the workers' result, if it is due."""
+        self._aggregate(self.model, AVG_WORLD)
+
+
+class _OnWeights(Method):
+    """A method that combines weights after the step."""
+
+    def __init__(self, choice: MethodChoice) -> None:
+        super().__init__(choice)
+        self._models: list[_Weights] = []
+
+    def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
+        """See :meth:`Method.hook`."""
+        group = ddp_model.process_group
+        aggregation = self._make(_ON_WEIGHTS, process_group=group, **self.choice.options)
+        # The method combines buffers with the weights. DDP would overwrite them in each forward
+        # pass by those of the first worker.
+        ddp_model.broadcast_buffers = False
+        weights = _Weights(ddp_model.module, aggregation)
+        self._models.append(weights)
+        return weights, _leave_gradients
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See :meth:`Method.after_step`."""
+        # They take a step of size 0, perhaps on one worker alone, to create the optimizer's state.
+        if torch_private.is_called_by_checkpoint_functions():
+            return
+        for weights in self._models:
+            weights.aggregate()
+
+
+# DDP compares the annotations of a hook with types, which postponed ones are not.
+def _leave_gradients(weights, bucket):  # type: ignore[no-untyped-def]
+    """Leave a bucket as it is."""
+    # Not earlier, because a script may load a checkpoint after it wrapped the model.
+    weights.share()
+    return noop_hook(None, bucket)
+
+
+class _OfOptimizer(Method):
+    """A method of an optimizer that takes the place of the script's."""
+
+    def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any] | None:
+        """See :meth:`Method.hook`."""
+        # Muon steps along DDP's average. The other optimizers exchange their steps themselves.
+        if self.choice.name == "muon":
+            return None
+        return None, noop_hook
+
+    def new_optimizer(
+        self, cls: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Optimizer:
+        """Make the optimizer for the same parameters.
+
+        It takes over ``lr``, ``weight_decay``, ``betas`` and ``eps`` of the call and the first two
+        of its parameter groups, unless the user gave them as options.
+
+        Raises:
+            ConfigurationError: The script maximizes, no process group exists yet, or an option is
+                wrong.
+        """
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigurationError(
+                f"--optimizer {self.choice} needs a script that calls init_process_group before it "
+                "makes its optimizer: move the call"
+            )
+        bound = inspect.signature(cls).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments.get("maximize"):
+            raise ConfigurationError(
+                f"--optimizer {self.choice} needs a script that minimizes, but it gives "
+                "maximize=True: negate the loss instead"
+            )
+        params = next(iter(bound.arguments.values()))
+        given = {name: value for name, value in self.choice.options.items() if value is not None}
+        taken = {}
+        for name in ("lr", "weight_decay", "betas", "eps"):
+            if name in bound.arguments and name not in given:
+                taken[name] = bound.arguments[name]
+        return self._make(_OPTIMIZERS, _groups(params, given), **taken, **given)  # type: ignore[no-any-return]
+
+
+def _groups(params: Any, given: Mapping[str, Any]) -> list[Any]:
+    """Return parameters or groups of them, without the options that the new optimizer has not."""
+    kept = {"params", "lr", "weight_decay"} - given.keys()
+    groups: list[Any] = []
+    for item in params:
+        if isinstance(item, dict):
+            item = {name: value for name, value in item.items() if name in kept}
+        groups.append(item)
+    return groups
+
+
+def make_method(choice: MethodChoice) -> Method | None:
+    """Make the method of a choice; None for ``as-is``.
+
+    Args:
+        choice: The result of :func:`~mlbench_core.observe.method_names.parse_method` or
+            :func:`~mlbench_core.observe.method_names.parse_optimizer`.
+    """
+    kinds: dict[str, type[Method]] = {
+        "gradients": _OnGradients,
+        "weights": _OnWeights,
+        "optimizer": _OfOptimizer,
+    }
+    if choice.kind == "as-is":
+        return None
+    return kinds[choice.kind](choice)
+
+
+# ---- the aggregation or optimizer of each name; options as in method_names.METHODS
+
+
+def _in_dtype(dtype: torch.dtype) -> Callable[..., Aggregation]:
+    return lambda model, **group: AllReduceAggregation(overlap=True, comm_dtype=dtype, **group)
+
+
+_ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
+    "bf16": _in_dtype(torch.bfloat16),
+    "fp16": _in_dtype(torch.float16),
+    "power_sgd": lambda model, **options: PowerAggregation(model, world_size=None, **options),
+    "sign_sgd": lambda model, **options: SignAggregation(**options),
+    "ef_sign_sgd": lambda model, **options: EFSignAggregation(**options),
+    "sparsified_sgd": SparsifiedAggregation,
+    "centralized_sparsified_sgd": lambda model, **options: SparsifiedAggregation(
+        model, random=True, **options
+    ),
+    "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
+    "demo": lambda model, **options: DeMoAggregation(**options),
+}
+
+
+def _local_sgd(period: int, delay: int, **group: Any) -> Aggregation:
+    return PeriodicAggregation(AllReduceAggregation(**group), period, delay)
+
+
+def _diloco(period: int, outer_lr: float, outer_momentum: float, **group: Any) -> Aggregation:
+    outer = make_outer_optimizer(outer_lr, outer_momentum)
+    return PeriodicAggregation(DiLoCoAggregation(outer, **group), period)
+
+
+def _sparse_loco(period: int, outer_lr: float, **compression: Any) -> Aggregation:
+    compressed = ChunkedTopKAggregation(**compression)
+    return PeriodicAggregation(SparseLoCoAggregation(compressed, outer_lr=outer_lr), period)
+
+
+def _decentralized_sgd(process_group: Any) -> Aggregation:
+    topology = ring(dist.get_world_size(process_group))
+    return DecentralizedAggregation(topology=topology, process_group=process_group)
+
+
+def _choco_sgd(process_group: Any, **options: Any) -> Aggregation:
+    topology = ring(dist.get_world_size(process_group))
+    return ChocoAggregation(topology=topology, process_group=process_group, **options)
+
+
+_ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
+    "local_sgd": _local_sgd,
+    "diloco": _diloco,
+    "streaming_diloco": StreamingDiLoCoAggregation,
+    "sparse_loco": _sparse_loco,
+    "decentralized_sgd": _decentralized_sgd,
+    "choco_sgd": _choco_sgd,
+}
+
+
+def _dion(params: Any, rank: int, momentum: float, **options: Any) -> Optimizer:
+    return Dion(params, aggregation=DionAggregation(rank=rank, momentum=momentum), **options)
+
+
+def _muon(params: Any, **options: Any) -> Optimizer:
+    return MuonAdamW(params, kernels=True, **options)
+
+
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "muon": _muon,
+    "dion": _dion,
+    "one_bit_adam": OneBitAdam,
+}

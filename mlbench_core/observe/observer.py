@@ -1,0 +1,209 @@
+"""Observe the training script of this process: its steps, losses, data and communication."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from mlbench_core.observe import table
+from mlbench_core.observe.communication import CommunicationObserver
+from mlbench_core.observe.data import DataObserver
+from mlbench_core.observe.losses import LossObserver
+from mlbench_core.observe.methods import Method, Obstacle, refusal
+from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.steps import StepClock
+from mlbench_core.observe.traffic import Traffic
+from mlbench_core.tracking.tracker import Tracker
+
+__all__ = ["Observer"]
+
+_FIRST_STEP_S = 60.0
+
+
+class Observer:
+    """Measure a script while it runs; use it as a context manager around the script.
+
+    Args:
+        tracker: Receives all numbers.
+        methods: The methods that take the place of the script's own exchange or optimizer.
+        first_step_s: A notice is printed if no step was seen after this number of seconds.
+        interval_s: Seconds of an interval of steps, after which numbers are read and sent.
+
+    Attributes:
+        clock: The clock of the steps.
+        losses: The losses.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        methods: Sequence[Method] = (),
+        *,
+        first_step_s: float = _FIRST_STEP_S,
+        interval_s: float = 1.0,
+    ) -> None:
+        self.tracker = tracker
+        self._methods = methods
+        self.losses = LossObserver(tracker)
+        self.clock = StepClock(tracker, Traffic(), self._read, self.losses.end_step, interval_s)
+        self.data = DataObserver(self.clock)
+        self.communication = CommunicationObserver(self.clock, methods)
+        self._patches = Patches()
+        self._first: dict[str, Any] | None = None
+        self._notice = threading.Timer(first_step_s, self._say_no_step, (first_step_s,))
+        self._notice.daemon = True
+
+    def __enter__(self) -> Observer:
+        patches, clock = self._patches, self.clock
+        self.losses.install(patches, clock)
+        self.data.install(patches)
+        self.communication.install(patches)
+        patches.replace(Optimizer, "__init__", self._optimizer_constructor)
+        hooks = [register_optimizer_step_pre_hook(clock.before_optimizer)]
+        if self._methods:
+            hooks.append(register_optimizer_step_pre_hook(self._check_methods))
+            hooks.append(register_optimizer_step_post_hook(self._exchange))
+            self._replace_optimizers()
+        hooks.append(register_optimizer_step_post_hook(clock.after_optimizer))
+        for hook in hooks:
+            patches.add_undo(hook.remove)
+        self._notice.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notice.cancel()
+        self._patches.restore()
+        self.clock.end_evaluation()
+        self.clock.end_interval()
+
+    # ------------------------------------------------------------------ methods
+
+    def _check_methods(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a script that a method does not fit; a hook before each step."""
+        if self.communication.models:
+            return
+        obstacle: Obstacle = "no DDP"
+        if any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]):
+            obstacle = "FSDP"
+        raise refusal(self._methods[0].choice, obstacle)
+
+    def _exchange(self, optimizer: Optimizer, *_: Any) -> None:
+        """Let the methods act on the weights; a hook after each step."""
+        for method in self._methods:
+            method.after_step(optimizer)
+
+    def _replace_optimizers(self) -> None:
+        """Let a call of the constructor of an optimizer return that of a method."""
+        makers = [method for method in self._methods if method.choice.kind == "optimizer"]
+        if not makers:
+            return
+        is_making = False
+
+        def new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_making
+            if is_making:
+                return object.__new__(cls)
+            is_making = True
+            try:
+                return makers[0].new_optimizer(cls, args, kwargs)
+            finally:
+                is_making = False
+
+        # Python calls no __init__ if __new__ returns an object of another class.
+        Optimizer.__new__ = new  # type: ignore[method-assign, assignment]
+
+    def _optimizer_constructor(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self.clock.add_optimizer(optimizer)
+
+        return init
+
+    def _read(self) -> None:
+        self.losses.read()
+        if self._first is None and self.clock.steps:
+            self._first = self.tracker.totals()
+
+    def _say_no_step(self, seconds: float) -> None:
+        if self.clock.steps == 0:
+            sys.stderr.write(
+                f"mlbench observe: no optimizer step seen yet: {seconds:g} s after the start, no "
+                "torch.optim.Optimizer has stepped in this process. The script may still prepare "
+                "data, train in processes of its own, or use another kind of optimizer\n"
+            )
+
+    # ------------------------------------------------------------------ the end
+
+    def unmeasured(self) -> list[str]:
+        """Return each thing that was not measured, with the reason."""
+        reasons = list(self.communication.unmeasured)
+        if self.clock.steps == 0:
+            return ["everything: no optimizer step was seen in this process"]
+        if not self.data.has_fetched:
+            reasons.append("data and samples: no DataLoader was read")
+        if self.losses.first is None:
+            reasons.append("loss: backward() was not called on a number")
+        return reasons
+
+    def table(self, world_size: int) -> str:
+        """Return the table of this worker.
+
+        Args:
+            world_size: Number of workers.
+        """
+        totals, first = self.tracker.totals(), self._first
+        if first is None:
+            return table.table({"steps": "0"}, self.unmeasured())
+        return table.table(self._rows(totals, first, world_size), self.unmeasured())
+
+    def _rows(
+        self, totals: dict[str, Any], first: dict[str, Any], world_size: int
+    ) -> dict[str, str | None]:
+        steps = totals["batches"]
+        rows = table.observed_rows(totals, first)
+        if not self.data.has_fetched:
+            rows["  data"] = None
+        if world_size > 1:
+            hidden_s = totals["communication_total_s"] - totals["communication_exposed_s"]
+            is_measured = totals["communication_measured"]
+            wire_bytes = totals["communication_wire_bytes"]
+            rows["hidden communication"] = None
+            rows["bytes on the wire"] = None
+            if is_measured and steps:
+                rows["hidden communication"] = f"{table.seconds(hidden_s / steps)} a step"
+                if wire_bytes is not None:
+                    rows["bytes on the wire"] = f"{table.size(wire_bytes / steps)} a step"
+            else:
+                rows["  waiting"] = None
+        for name in ("samples", "tokens"):
+            count = totals[name]
+            if count and totals["train_s"]:
+                rate = count * world_size / totals["train_s"]
+                rows[f"{name} per second"] = f"{rate:,.1f}"
+        if not totals["samples"]:
+            rows["samples per second"] = None
+        loss: str | None = None
+        if self.losses.first is not None and self.losses.last is not None:
+            loss = f"{self.losses.first:.6g} first, {self.losses.last:.6g} last"
+        rows["loss"] = loss
+        rows["peak memory"] = self._memory()
+        return rows
+
+    def _memory(self) -> str | None:
+        peak = self.tracker.summary().memory_peak_bytes
+        if peak is not None:
+            return f"{table.size(peak)} on the GPU"
+        # Linux counts in kilobytes.
+        factor = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
+        return f"{table.size(peak)} of the process"

@@ -1,0 +1,158 @@
+"""Read metrics and a goal from the lines that a script prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.run_terms import GoalAim
+
+__all__ = ["Metric", "OutputReader", "parse_goal", "parse_metric"]
+
+_NAME = r"[A-Za-z_][\w@.-]*"
+# A line without an end is cut here, so that a progress bar cannot fill the memory.
+_LONGEST_LINE = 10_000
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that a script prints.
+
+    Attributes:
+        name: Its name in the result, with the prefix ``val_`` or ``train_``.
+        regex: Found in a line, its first group is the value.
+
+    Example:
+        >>> Metric("val_loss", re.compile("val loss ([0-9.]+)")).value("step 5: val loss 1.25")
+        1.25
+    """
+
+    name: str
+    regex: re.Pattern[str]
+
+    def value(self, line: str) -> float | None:
+        """Return the value in a line; None if the line has none."""
+        found = self.regex.search(line)
+        if found is None:
+            return None
+        try:
+            return float(found.group(1))
+        except (TypeError, ValueError):
+            return None
+
+
+def parse_metric(text: str) -> Metric:
+    """Read the value of ``--metric``.
+
+    Args:
+        text: ``NAME=REGEX``. A name without the prefix ``train_`` or ``val_`` gets ``val_``.
+
+    Raises:
+        ConfigurationError: The text has another form, or the expression has no group.
+
+    Example:
+        >>> parse_metric("loss=val loss ([0-9.]+)").name
+        'val_loss'
+    """
+    name, separator, pattern = text.partition("=")
+    if not separator or not re.fullmatch(_NAME, name):
+        raise ConfigurationError(
+            f"--metric must be NAME=REGEX, not {text!r}: write for example "
+            "--metric 'val_loss=val loss ([0-9.]+)'"
+        )
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(
+            f"--metric {name} must have a regular expression, not {pattern!r}: {error}"
+        ) from error
+    if regex.groups == 0:
+        raise ConfigurationError(
+            f"--metric {name} must have a group around the number, not {pattern!r}: "
+            "write for example ([0-9.]+)"
+        )
+    return Metric(_full_name(name), regex)
+
+
+def parse_goal(text: str) -> GoalAim:
+    """Read the value of ``--goal``.
+
+    Args:
+        text: ``NAME<=VALUE`` or ``NAME>=VALUE``.
+
+    Raises:
+        ConfigurationError: The text has another form.
+
+    Example:
+        >>> parse_goal("val_loss<=1.5").text
+        'val_loss <= 1.5'
+    """
+    found = re.fullmatch(rf"\s*({_NAME})\s*([<>])=\s*(\S+)\s*", text)
+    threshold: float | None = None
+    if found is not None:
+        threshold = GoalAim.from_dict({"threshold": found.group(3)}).threshold
+    if found is None or threshold is None:
+        raise ConfigurationError(
+            f"--goal must be NAME<=VALUE or NAME>=VALUE, not {text!r}: write for example "
+            "--goal 'val_loss<=1.5'"
+        )
+    return GoalAim(_full_name(found.group(1)), threshold, minimize=found.group(2) == "<")
+
+
+def _full_name(name: str) -> str:
+    return name if name.startswith(("train_", "val_")) else f"val_{name}"
+
+
+class OutputReader:
+    """Read the metrics in everything that Python code writes to standard output and error.
+
+    Output of C++ code and of other processes is not seen.
+
+    Args:
+        metrics: The metrics.
+        record: Called with the name of a metric and its value.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], record: Callable[[str, float], None]) -> None:
+        self._metrics = metrics
+        self._record = record
+
+    def watch(self, *streams: Any) -> None:
+        """Read what is written to these streams from now on.
+
+        The objects stay the same, because a script may have kept them; only their method ``write``
+        is replaced.
+        """
+        for stream in streams:
+            stream.write = self._reading(stream.write)
+
+    def _reading(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        rest = ""
+
+        def write_and_read(text: str) -> int:
+            nonlocal rest
+            count = write(text)
+            # A progress bar ends its lines with a carriage return.
+            *lines, rest = re.split(r"[\r\n]", rest + text)
+            rest = rest[-_LONGEST_LINE:]
+            for line in lines:
+                self._read(line)
+            return count
+
+        return write_and_read
+
+    def _read(self, line: str) -> None:
+        for metric in self._metrics:
+            value = metric.value(line)
+            if value is not None:
+                self._record(metric.name, value)
+
+
+def watch_output(metrics: Sequence[Metric], record: Callable[[str, float], None]) -> None:
+    """Read the metrics in the output of this process; see :class:`OutputReader`."""
+    if metrics:
+        OutputReader(metrics, record).watch(sys.stdout, sys.stderr)

@@ -1,0 +1,76 @@
+"""Run a script or a module as Python does."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["run_script"]
+
+
+def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:
+    """Run a script as ``__main__``, as ``python SCRIPT ARGUMENTS`` does.
+
+    ``sys.argv`` has the words as they were typed, and the folder of the script is first in
+    ``sys.path``. A module is run as with ``python -m``.
+
+    Args:
+        script: Path of the script, or name of the module.
+        arguments: The words after it.
+        is_module: True for a module.
+
+    Raises:
+        ConfigurationError: The script or module does not exist.
+        BaseException: That of the script, ``SystemExit`` too.
+    """
+    if is_module:
+        _run_module(script, arguments)
+        return
+    path = Path(script)
+    # python also runs a folder or a zip file with a __main__.py.
+    if path.is_dir() or path.suffix in (".zip", ".pyz"):
+        sys.argv[:] = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        return
+    if not path.is_file():
+        raise ConfigurationError(
+            f"the script {script} does not exist in {os.getcwd()}: give its path, before its "
+            "arguments"
+        )
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = script if sys.version_info < (3, 9) else os.path.abspath(script)
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+    main.__spec__ = None
+    # Pickle and multiprocessing look it up.
+    sys.modules["__main__"] = main
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> None:
+    # Under python -m, the current folder is first.
+    sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise ConfigurationError(
+            f"-m must have the name of a module that Python finds, not {name!r}: run it in the "
+            "folder of the module, or give the path of a script"
+        )
+    sys.argv[:] = [spec.origin or name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -1,0 +1,250 @@
+"""Divide the time of a training script into steps and their phases.
+
+A step ends with the step of the optimizer, and the next one begins there::
+
+    end of step -> [other] -> fetch -> [batch_load] -> fetched -> [fwd_pass] -> backward()
+        -> [backprop] -> end of backward() -> [opt_step: clipping too] -> optimizer.step()
+        -> [opt_step] -> end of step
+
+A wait for a collective in between is ``agg``. An evaluation is outside all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.observe.traffic import Traffic
+from mlbench_core.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["StepClock"]
+
+# With several optimizers, the last one of a cycle ends the step. It is known as soon as all of them
+# have stepped. One that takes none in this number of steps counts as unused.
+_LONGEST_CYCLE = 16
+
+
+class StepClock:
+    """The clock of one worker's training steps, which feeds a tracker.
+
+    Training begins with the first batch that is fetched, the first forward pass of DDP or the first
+    backward pass, so that the preparation of the script is outside of it. An interval of steps is
+    an epoch of the tracker. The first step is the first interval.
+
+    Args:
+        tracker: Receives times and counts.
+        traffic: The communication of this worker.
+        read_losses: Called at the end of an interval.
+        end_step: Called at the end of a step.
+        interval_s: Seconds of an interval.
+
+    Attributes:
+        is_open: True while training time is measured: since the first batch, outside evaluations.
+        is_waiting: True during a wait for a collective.
+        is_in_backward: True during a backward pass.
+        steps: Number of finished steps.
+        began_s: Time of the first batch on :func:`time.perf_counter`; None before.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        traffic: Traffic,
+        read_losses: Callable[[], None],
+        end_step: Callable[[], None],
+        interval_s: float = 1.0,
+    ) -> None:
+        self.tracker = tracker
+        self.traffic = traffic
+        self.is_open = False
+        self.is_waiting = False
+        self.is_in_backward = False
+        self.is_evaluating = False
+        self.steps = 0
+        self.samples = self.tokens = 0
+        self.began_s: float | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._read_losses = read_losses
+        self._end_step = end_step
+        self._interval_s = interval_s
+        self._interval_end_s = 0.0
+        self._thread = threading.get_ident()
+        # The step of the tracker that the time until the next event belongs to.
+        self._label = "other"
+        self._in_optimizer = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waited_for: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last: weakref.ref[Any] | None = None
+        self._since_last = 0
+        self._fetched_in_evaluation = False
+
+    def is_here(self) -> bool:
+        """Return True in the thread that trains."""
+        return threading.get_ident() == self._thread
+
+    def begin(self) -> None:
+        """Begin training if it has not begun."""
+        if self.began_s is None:
+            self.tracker.start()
+            self.began_s = time.perf_counter()
+            self.tracker.batch_start()
+            self.is_open = True
+
+    # ------------------------------------------------------------------ data and passes
+
+    def fetch_begins(self, is_training: bool) -> None:
+        """Note that the script asks for a batch.
+
+        Args:
+            is_training: True if gradients are enabled.
+        """
+        if is_training:
+            if self._fetched_in_evaluation:
+                self.end_evaluation()
+            self.begin()
+        elif self.began_s is not None:
+            self.begin_evaluation()
+            self._fetched_in_evaluation = self.is_evaluating
+        if self.is_open:
+            self.tracker.record_batch_step(self._label)
+
+    def fetch_ends(self, samples: int, tokens: int) -> None:
+        """Note that the script has a batch."""
+        if self.is_open:
+            self.tracker.record_batch_load()
+            self._label = "fwd_pass"
+            self.samples += samples
+            self.tokens += tokens
+
+    def forward_begins(self) -> None:
+        """Note that DDP begins its forward pass."""
+        self.begin()
+        if self.is_open and self._label == "other":
+            self.tracker.record_batch_step("other")
+            self._label = "fwd_pass"
+
+    def backward_begins(self) -> None:
+        """Note that a backward pass begins."""
+        if self.is_evaluating:
+            self._training_goes_on()
+        self.begin()
+        self.is_in_backward = True
+        self.tracker.record_batch_step("opt_step" if self._in_optimizer else "fwd_pass")
+        self._label = "backprop"
+
+    def backward_ends(self) -> None:
+        """Note that a backward pass has ended."""
+        self.is_in_backward = False
+        self.tracker.record_batch_backprop()
+        self._label = "opt_step" if self._in_optimizer else "other"
+        self.traffic.end_backward()
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait_begins(self) -> None:
+        """Note that training waits for a collective."""
+        self.is_waiting = True
+        self.tracker.record_batch_step(self._label)
+
+    def wait_ends(self) -> None:
+        """Note that training goes on after a collective."""
+        self.is_waiting = False
+        self.tracker.record_batch_agg()
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Note that the script has made an optimizer."""
+        self._known.add(optimizer)
+        self._waited_for.add(optimizer)
+
+    def before_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
+        self._in_optimizer += 1
+        if self._in_optimizer == 1 and self.is_open:
+            # The time since the backward pass is that of clipping and of unscaling.
+            self.tracker.record_batch_opt_step()
+            self._label = "opt_step"
+
+    def after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
+        self._in_optimizer -= 1
+        if self._waited_for:
+            self._waited_for.discard(optimizer)
+        # An optimizer that steps inside another one is a part of it.
+        if self._in_optimizer or not self.is_open:
+            return
+        self.tracker.record_batch_opt_step()
+        self._label = "backprop" if self.is_in_backward else "other"
+        if self._ends_step(optimizer):
+            self.optimizer = optimizer
+            self.end_step()
+
+    def _ends_step(self, optimizer: Any) -> bool:
+        """Return True if an optimizer is the last one of the cycle."""
+        last = None if self._last is None else self._last()
+        if last is optimizer:
+            self._since_last = 0
+            return True
+        self._since_last += 1
+        if self._waited_for and self._since_last < _LONGEST_CYCLE:
+            return False
+        # All have stepped, or the last one so far is not used any more.
+        if last is None or self._waited_for or self._since_last >= _LONGEST_CYCLE:
+            self._waited_for.clear()
+            self._last = weakref.ref(optimizer)
+            self._since_last = 0
+            return True
+        return False
+
+    def end_step(self) -> None:
+        """End a step, and the interval if it is due."""
+        self._end_step()
+        self.tracker.batch_end(self.samples, self.tokens)
+        self.samples = self.tokens = 0
+        self.steps += 1
+        self.traffic.end_step(self.tracker)
+        now = time.perf_counter()
+        if now >= self._interval_end_s:
+            self.end_interval()
+            self._interval_end_s = now + self._interval_s
+        self.tracker.batch_start()
+
+    def end_interval(self) -> None:
+        """End an interval: read the values of the device once, and pass all on to the tracker."""
+        # A loss may reach the goal, whose times are those that are booked by then.
+        self.traffic.end_interval(self.tracker)
+        self._read_losses()
+        if self.optimizer is not None:
+            self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.tracker.epoch_end()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def begin_evaluation(self) -> None:
+        """Stop the clock of training for an evaluation."""
+        if self.is_open and not self.is_in_backward and not self._in_optimizer:
+            self.tracker.record_batch_step(self._label)
+            self.tracker.validation_start()
+            self.is_open, self.is_evaluating = False, True
+
+    def end_evaluation(self) -> None:
+        """Let the clock of training go on after an evaluation."""
+        if self.is_evaluating:
+            self.tracker.validation_end()
+            self._training_goes_on()
+
+    def _training_goes_on(self) -> None:
+        # A model that is never trained, such as a teacher, begins an evaluation that only a
+        # backward pass ends. Its time stays training time.
+        if self._fetched_in_evaluation:
+            self.tracker.validation_end()
+        self._fetched_in_evaluation = False
+        self.is_open, self.is_evaluating = True, False
+        self._label = "other"

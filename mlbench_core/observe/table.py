@@ -1,0 +1,100 @@
+"""Print the numbers of an observed script at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["NOT_MEASURED", "table"]
+
+NOT_MEASURED = "not measured"
+
+
+def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
+    """Return the table at the end of a run.
+
+    Args:
+        rows: Texts by name; None for a number that was not measured.
+        unmeasured: Each thing that was not measured, with the reason.
+
+    Example:
+        >>> print(table({"steps": "4", "data": None}, ["data: no DataLoader"]))
+        mlbench observe
+          steps  4
+          data   not measured
+          not measured: data: no DataLoader
+    """
+    width = max(map(len, rows), default=0)
+    lines = ["mlbench observe"]
+    for name, text in rows.items():
+        lines.append(f"  {name:<{width}}  {NOT_MEASURED if text is None else text}")
+    reasons = "; ".join(unmeasured)
+    if reasons:
+        lines.append(f"  not measured: {reasons}")
+    return "\n".join(lines)
+
+
+def seconds(value: float | None) -> str | None:
+    """Return a time as text.
+
+    Example:
+        >>> seconds(0.01234), seconds(12.5)
+        ('12.34 ms', '12.50 s')
+    """
+    if value is None:
+        return None
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+
+
+def size(value: float | None) -> str | None:
+    """Return a number of bytes as text.
+
+    Example:
+        >>> size(1234567.0)
+        '1.23 MB'
+    """
+    if value is None:
+        return None
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            break
+        value /= 1000
+    else:
+        unit = "GB"
+    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def observed_rows(
+    numbers: Mapping[str, Any], first: Mapping[str, Any], **others: str | None
+) -> dict[str, str | None]:
+    """Return the rows of one worker.
+
+    Args:
+        numbers: Totals of the tracker at the end.
+        first: Totals after the first step, which also compiles and allocates; the times of a step
+            are those of the others.
+        others: More rows.
+    """
+    steps = numbers["batches"]
+    later = steps - first["batches"]
+    before = first
+    if later <= 0:
+        before, later = {}, max(1, steps)
+
+    def per_step(name: str) -> float:
+        return float(numbers[name] - before.get(name, 0.0)) / later
+
+    steps_s, before_s = numbers["steps_s"], before.get("steps_s", {})
+    optimizer_s = (steps_s.get("opt_step", 0.0) - before_s.get("opt_step", 0.0)) / later
+    train_s = per_step("train_s")
+    named = {
+        "data": per_step("preprocess_s"),
+        "compute": per_step("compute_s") - optimizer_s,
+        "waiting": per_step("communication_s"),
+        "optimizer": optimizer_s,
+    }
+    rows: dict[str, str | None] = {"steps": str(steps), "seconds of a step": seconds(train_s)}
+    for name, value in named.items():
+        rows[f"  {name}"] = seconds(value)
+    rows["  other"] = seconds(max(0.0, train_s - sum(named.values())))
+    return {**rows, **others}

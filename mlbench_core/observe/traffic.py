@@ -1,0 +1,114 @@
+"""Add up the communication of a worker."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from mlbench_core.tracking.clock import cuda_event
+from mlbench_core.tracking.tracker import Tracker
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """The communication of one worker between two readings.
+
+    Attributes:
+        counts: Calls by kind, group size, bytes of one call, and overlap.
+        in_hook: True during DDP's hook.
+        size_bytes: Bytes that this worker handed to collectives in this step.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, int, int, bool]] = Counter()
+        self.in_hook = False
+        self.size_bytes = 0
+        # Begins and ends of DDP's buckets in this backward pass: seconds, or CUDA events.
+        self._begins: list[Any] = []
+        self._ends: list[Any] = []
+        self._on_device: list[tuple[list[Any], list[Any]]] = []
+        self._exposed_s = 0.0
+        self._hidden_s = 0.0
+        self._waited_s = 0.0
+
+    def add(self, op: str, group: int, size_bytes: int, overlapped: bool) -> None:
+        """Count a collective."""
+        self.counts[op, group, size_bytes, overlapped] += 1
+        self.size_bytes += size_bytes
+
+    def add_hidden(self, seconds: float) -> None:
+        """Add the time of a collective during which training went on."""
+        self._hidden_s += seconds
+
+    def bucket_begins(self, is_cuda: bool) -> None:
+        """Note that all gradients of one of DDP's buckets are computed."""
+        self._begins.append(_now(is_cuda))
+
+    def bucket_ends(self, is_cuda: bool) -> None:
+        """Note that a bucket has arrived; called by a thread of the process group."""
+        self._ends.append(_now(is_cuda))
+
+    def end_backward(self) -> None:
+        """Book the buckets of a backward pass, which DDP has waited for."""
+        if not self._begins:
+            return
+        if isinstance(self._begins[0], float):
+            self._book(self._begins, self._ends)
+        else:
+            self._on_device.append((self._begins, self._ends))
+        self._begins, self._ends = [], []
+
+    def end_step(self, tracker: Tracker) -> None:
+        """Pass the bytes of a step on."""
+        if self.size_bytes:
+            tracker.record_communication(0.0, 0.0, self.size_bytes)
+            self.size_bytes = 0
+
+    def end_interval(self, tracker: Tracker) -> None:
+        """Pass the times and the kinds of the collectives on."""
+        for begins, ends in self._on_device:
+            first = begins[0]
+            ends[-1].synchronize()
+            marks = []
+            for events in (begins, ends):
+                marks.append([first.elapsed_time(event) / 1e3 for event in events])
+            self._book(*marks)
+        self._on_device = []
+        tracker.book_as_communication("backprop", self._exposed_s)
+        # All waiting is in one step of the tracker: that for DDP was moved there above.
+        waited_s = tracker.totals()["steps_s"].get("agg", 0.0)
+        exposed_s, self._waited_s = waited_s - self._waited_s, waited_s
+        if self.counts:
+            tracker.record_communication(exposed_s + self._hidden_s, exposed_s, 0)
+        self._exposed_s = self._hidden_s = 0.0
+        counts, self.counts = self.counts, Counter()
+        for (op, group, size_bytes, overlapped), calls in counts.items():
+            tracker.record_collective(op, group, size_bytes, calls, overlapped)
+
+    def _book(self, begins: Sequence[float], ends: Sequence[float]) -> None:
+        """Add the times of the buckets of one backward pass.
+
+        Training waits from the moment at which the last gradient is computed to the last arrival.
+        """
+        exposed_s = max(0.0, max(ends) - max(begins))
+        # Several buckets travel at once, and the time of each moment counts once.
+        changes = sorted([*((time_s, 1) for time_s in begins), *((time_s, -1) for time_s in ends)])
+        total_s, traveling = 0.0, 0
+        for (time_s, change), (next_s, _) in itertools.pairwise(changes):
+            traveling += change
+            if traveling:
+                total_s += next_s - time_s
+        self._exposed_s += exposed_s
+        self._hidden_s += max(0.0, total_s - exposed_s)
+
+
+def _now(is_cuda: bool) -> Any:
+    if not is_cuda:
+        return time.perf_counter()
+    event = cuda_event()
+    event.record()
+    return event
