@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_cli._output import clean, number, remark, seconds
-from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MasterRequestError
-from mlbench_core.run_terms import GoalAim
+from mlbench_core.run_terms import GoalAim, length_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,15 +49,17 @@ class Goal:
     Attributes:
         aim: The aim, with the name of its metric as the script records it.
         max_epochs: Number of epochs after which a run ends without it, if known.
+        unit: ``"epochs"``, or ``"steps"`` if the run counts training batches.
     """
 
     aim: GoalAim
     max_epochs: int | None = None
+    unit: str = "epochs"
 
 
 @dataclass
 class Progress:
-    """The progress of a run while it runs."""
+    """The progress of a run while it runs; ``epochs`` are steps if that is its unit."""
 
     name: str
     state: str = "initialized"
@@ -78,6 +79,11 @@ class Progress:
             return 0.0
         end = time.monotonic() if self.ended_at is None else self.ended_at
         return end - self.started_at
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the run's length, see :class:`Goal`."""
+        return "epochs" if self.goal is None else self.goal.unit
 
     @property
     def most_epochs(self) -> int | None:
@@ -106,6 +112,8 @@ class Progress:
     @property
     def epoch_text(self) -> str:
         """Return the number of epochs that are done, with the largest number if it is known."""
+        if self.unit == "steps":
+            return length_text(None, self.epochs, self.unit)
         text = str(self.epochs)
         if self.most_epochs:
             text += f"/{self.most_epochs}"
@@ -133,7 +141,7 @@ class Progress:
             parts.append(self.waits_for)
         # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
         if self.epochs:
-            parts.append(f"{plural(self.epochs, 'epoch')} done")
+            parts.append(f"{length_text(self.epochs, self.epochs, self.unit)} done")
         if self.value is not None:
             parts.append(self.metric_text)
         return clean(", ".join(parts))
@@ -201,15 +209,24 @@ def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> No
             entries = client.metrics(run["id"], metric_filter=name).get(name, [])
         if entries:
             # A script records one value of a global validation metric per epoch.
-            progress.epochs = len(entries)
+            progress.epochs, progress.epoch_s = len(entries), _epoch_s(entries)
+            if progress.unit == "steps":
+                progress.epochs, progress.epoch_s = _steps(entries[-1]), None
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
-            progress.epoch_s = _epoch_s(entries)
         if progress.started_at is None:
             progress.started_at = time.monotonic()
     progress.state, progress.reason = state_of(run), reason_of(run)
     if progress.state in FINAL_STATES and progress.ended_at is None:
         progress.ended_at = time.monotonic()
+
+
+def _steps(entry: Mapping[str, Any]) -> int:
+    """Return the number of finished steps, which a run that counts them sends as the epoch."""
+    try:
+        return int(json.loads(entry["metadata"])["epoch"])
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
@@ -259,7 +276,7 @@ def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
         aim, most = GoalAim.from_dict(plan), plan["max_epochs"]
         if _GLOBAL_METRIC.fullmatch(f"{aim.metric} @ 0") is None:
             return None
-        return Goal(aim, None if most is None else int(most))
+        return Goal(aim, None if most is None else int(most), str(plan.get("unit") or "epochs"))
     # Scripts can send anything under this name, or nothing.
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -23,6 +23,7 @@ __all__ = [
     "check_only_own",
     "creating_folder",
     "digest",
+    "is_file_name",
     "lock",
     "move_into_place",
     "read_bytes",
@@ -33,6 +34,16 @@ __all__ = [
 _CHUNK_BYTES = 1 << 20
 # Settings, names and lists that people write have a few kilobytes.
 _SMALL_BYTES = 1 << 24
+
+
+def is_file_name(name: str) -> bool:
+    """Return True if a text is safe as the name of one file or folder.
+
+    Example:
+        >>> is_file_name("run-1"), is_file_name("../run-1")
+        (True, False)
+    """
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 @contextlib.contextmanager

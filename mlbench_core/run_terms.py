@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PHASES", "STEPS", "TRACKER_PHASES", "GoalAim", "goal_text"]
+__all__ = [
+    "PHASES",
+    "STEPS",
+    "TRACKER_PHASES",
+    "UNITS",
+    "GoalAim",
+    "check_unit",
+    "goal_text",
+    "length_text",
+]
 
 TRACKER_PHASES = {
     "compute": "compute",
@@ -30,6 +39,10 @@ STEPS: dict[str, str] = {
     "comp_metrics": "metrics",
 }
 """Steps of a batch as the tracker names them, and the phase that each belongs to."""
+
+
+UNITS = ("epochs", "steps")
+"""Units in which the length of a run is counted; a step is a training batch."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,35 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     if not goal:
         return "no goal"
     return GoalAim.from_dict(goal).text
+
+
+def check_unit(unit: str) -> str:
+    """Return a unit if it is one of :data:`UNITS`.
+
+    Raises:
+        ValueError: It is another text.
+    """
+    if unit not in UNITS:
+        raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {unit!r}")
+    return unit
+
+
+def length_text(epochs: int | None, steps: int | None, unit: str) -> str:
+    """Return the length of a part of a run in the run's unit, empty if it is unknown.
+
+    Args:
+        epochs: Number of epochs, if known.
+        steps: Number of training batches, if known.
+        unit: One of :data:`UNITS`.
+
+    Example:
+        >>> length_text(3, 1200, "epochs"), length_text(1, 1200, "steps")
+        ('3 epochs', '1,200 steps')
+    """
+    count = steps if unit == "steps" else epochs
+    if count is None:
+        return ""
+    return f"{count:,} {unit if count != 1 else unit.removesuffix('s')}"
 
 
 def _number(value: Any) -> float | None:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
@@ -23,6 +24,7 @@ __all__ = [
     "TRAIN_LIMIT",
     "Image",
     "Task",
+    "command_options",
     "container_image",
     "find_image",
     "get_task",
@@ -45,6 +47,7 @@ _SCRIPT_IN_CONTAINER = "/workspace/main.py"
 # of earlier versions end with these. Today every task scales its rate and takes every backend.
 _OLD_ENDING = re.compile(r"( open-mpi)?( \(scaling lr\))?$|-scaling$")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 
 
 def is_run_name(name: str) -> bool:
@@ -97,6 +100,40 @@ def option_value(arguments: Sequence[str], option: str) -> str | None:
         if word.startswith(option + "="):
             return word.removeprefix(option + "=")
     return None
+
+
+def command_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options among the arguments of a script by name, without placeholders.
+
+    A flag has the value True. An option that is given several times has all its values in one text,
+    and ``arguments`` has the words before the first option.
+
+    Args:
+        arguments: The words of a command line after the script.
+
+    Example:
+        >>> command_options(["train", "--batch-size=32", "--lr", "0.1", "--amp"])
+        {'arguments': 'train', 'batch_size': '32', 'lr': '0.1', 'amp': True}
+    """
+    items: list[tuple[str, str]] = []
+    for word in arguments:
+        if re.match(r"--?[A-Za-z]", word):
+            name, _, value = word.lstrip("-").partition("=")
+            items.append((name.replace("-", "_"), value))
+        # Words that follow an option are its values.
+        elif items:
+            items[-1] = (items[-1][0], f"{items[-1][1]} {word}".strip())
+        else:
+            items.append(("arguments", word))
+    options: dict[str, Any] = {}
+    for name, value in items:
+        if _PLACEHOLDER.search(value):
+            continue
+        if name in options:
+            options[name] = f"{options[name]} {value}"
+        else:
+            options[name] = value or True
+    return options
 
 
 @dataclass(frozen=True)

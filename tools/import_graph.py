@@ -34,8 +34,8 @@ LAYERS |= {
 
     # A model calls operators, which know no models.
     "models": {"distributed", "ops"},
-    # As in version 3.0, a Tracker reports to the master.
-    "tracking": {"distributed", "client"},
+    # As in version 3.0, a Tracker reports to the master. It also writes the result folder of a run.
+    "tracking": {"distributed", "client", "results"},
     "controlflow": {
         "distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE,
     },

@@ -44,6 +44,12 @@ __all__ = ["charts", "draw_overview"]
     metavar="PRICE",
     help="Price of one worker for an hour, to show what each run cost.",
 )
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(("epochs", "steps", "tokens", "time", "bytes")),
+    help="Horizontal axis of the learning curves; may be given several times.",
+)
 @dashboard_option
 @json_option
 def charts(
@@ -51,6 +57,7 @@ def charts(
     pattern: str | None,
     output: Path | None,
     price_per_hour: float | None,
+    against: tuple[str, ...],
     dashboard_url: str | None,
     as_json: bool,
 ) -> None:
@@ -66,9 +73,10 @@ def charts(
     The figures are the time by phase, the speed-up with and without communication, the time of
     every step, the communication share and the price index. The price index is the price increase
     divided by the performance increase: below 1, more workers pay for themselves. With result
-    folders, there are learning curves against epochs, training time and bytes. With
-    --price-per-hour, there is the time to the goal against the price. The first two figures are
-    also drawn side by side in overview.png.
+    folders, there are learning curves against epochs, training time and bytes. Runs that count
+    steps have them against steps and tokens instead of epochs. With --price-per-hour, there is the
+    time to the goal against the price. The first two figures are also drawn side by side in
+    overview.png.
     """
     if not folder.is_dir() and not dashboard_url:
         raise ConfigurationError(
@@ -96,7 +104,7 @@ def charts(
     if not as_json:
         print_records(results)
     groups, target = pool(kept), output or folder
-    written = draw_all(groups, target, price_per_hour, lambda text: remark(clean(text)))
+    written = draw_all(groups, target, price_per_hour, lambda text: remark(clean(text)), against)
     if as_json:
         files = list(map(str, written))
         print_json({"results": [result.as_json() for result in results], "files": files})

@@ -18,7 +18,7 @@ from mlbench_core.comparison.record import UNKNOWN, RunRecord
 from mlbench_core.comparison.stats import known_values
 from mlbench_core.comparison.times import complete, is_miss
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.run_terms import goal_text
+from mlbench_core.run_terms import goal_text, length_text
 
 __all__ = [
     "Group",
@@ -162,8 +162,10 @@ def _progress(record: RunRecord) -> str:
     missed = " and did not reach its goal" if record.state == "unfinished" else ""
     if not record.train_s:
         return missed
-    epochs = f"{record.epochs} epochs, " if record.epochs else ""
-    return f"{missed} ({epochs}{record.train_s:.1f} s of training)"
+    length = length_text(record.epochs or None, record.batches, record.unit)
+    if length:
+        length += ", "
+    return f"{missed} ({length}{record.train_s:.1f} s of training)"
 
 
 def plural(number: float, noun: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlbench_core.caller import split_observed
 from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
-from mlbench_core.tasks import TASKS, Task, find_image
+from mlbench_core.tasks import TASKS, Task, command_options, find_image
 
 __all__ = [
     "UNKNOWN",
@@ -52,7 +52,6 @@ _GOAL_IN_RESULT = (
 # measures.
 _ALL_REDUCE_TIMES = ("avg_time", "val_avg_time")
 _ALL_REDUCE_SIZES = ("tensor_size", "val_tensor_size")
-_PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No engine limits the bandwidth.
 _NOT_LIMITED = 1000.0
 # Every custom command of version 3.0 has this image name, which says nothing about the run.
@@ -160,11 +159,7 @@ def _goal_of(
 
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
-    """Split a command line into task, program and options, without placeholders.
-
-    A flag has the value True. An option that is given several times has all its values in one text,
-    and ``arguments`` has the words before the first option.
-    """
+    """Split a command line into task, program and options, see ``command_options``."""
     words = _words(command)
     observed = split_observed(words)
     if observed is not None:
@@ -178,24 +173,7 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
         if word.endswith(".py"):
             start = index
             break
-    items: list[tuple[str, str]] = []
-    for word in words[start + 1 :]:
-        if re.match(r"--?[A-Za-z]", word):
-            name, _, value = word.lstrip("-").partition("=")
-            items.append((name.replace("-", "_"), value))
-        # Words that follow an option are its values.
-        elif items:
-            items[-1] = (items[-1][0], f"{items[-1][1]} {word}".strip())
-        else:
-            items.append(("arguments", word))
-    options: dict[str, Any] = {}
-    for name, value in items:
-        if _PLACEHOLDER.search(value):
-            continue
-        if name in options:
-            options[name] = f"{options[name]} {value}"
-        else:
-            options[name] = value or True
+    options = command_options(words[start + 1 :])
     program = " ".join(words[: start + 1])
     # A task is recognized by its folder, because the rest of the path depends on the installation.
     path = Path(words[start])
@@ -258,6 +236,10 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         sent = exposed_s = None
         phases_s.pop("communication", None)
     all_reduces = _first_of(metrics, _ALL_REDUCE_TIMES)
+    configuration = _configuration(run, workers, goal, result, metrics)
+    in_steps = goal.get("unit") == "steps"
+    if in_steps:
+        configuration["unit"] = "steps"
     remarks = []
     if isinstance(all_reduces, list):
         sizes = _first_of(metrics, _ALL_REDUCE_SIZES)
@@ -265,7 +247,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": str(run.get("name") or "run"),
         "state": state_of_run(run),
-        "configuration": _configuration(run, workers, goal, result, metrics),
+        "configuration": configuration,
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
         "goal_value": number(reached_goal.get("value")),
@@ -276,8 +258,9 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "phases_s": phases_s,
         "communication_exposed_s": exposed_s,
         "steps_s": steps,
-        "epochs": _integer(summary.get("epochs")),
-        "epochs_to_goal": _integer(reached_goal.get("epochs")),
+        "epochs": None if in_steps else _integer(summary.get("epochs")),
+        "epochs_to_goal": None if in_steps else _integer(reached_goal.get("epochs")),
+        "steps_to_goal": _integer(reached_goal.get("steps")),
         "samples_per_s": number(summary.get("samples_per_s")),
         "tokens_per_s": number(summary.get("tokens_per_s")),
         "best": number(summary.get("best"), summary.get("best_metric_value")),

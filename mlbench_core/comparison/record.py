@@ -44,6 +44,7 @@ class CurvePoint:
         value: The recorded value.
         train_s: Training seconds of rank 0 by then, interpolated between the ends of epochs; None
             if unknown.
+        tokens: Training tokens of all workers by then, see :meth:`RunRecord.tokens_at`.
     """
 
     epoch: int
@@ -52,6 +53,7 @@ class CurvePoint:
     bytes: float | None
     value: float
     train_s: float | None = None
+    tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class RunRecord:
         communication_cpu_s: Processor time that the training thread of a worker used while training
             waited; None if it was not measured.
         steps_s: Training time by step, see :data:`STEPS`.
-        epochs_to_goal: Number of epochs until the goal was reached.
+        epochs_to_goal: Number of epochs until the goal was reached; None if :attr:`unit` is
+            ``"steps"``, as is ``epochs``.
         steps_to_goal: Number of training batches until the goal was reached.
         epochs: Number of epochs.
         samples_per_s: Training samples per second, all workers together.
@@ -94,6 +97,7 @@ class RunRecord:
         exchanges: Exchanges of gradients or weights in which a worker took part, averages for
             validations included.
         batches: Number of training batches of one worker.
+        tokens: Training tokens of all workers; None if they were not counted.
         collectives: The collectives of one worker in these batches, as in ``result.json``; None if
             they are not known.
         folder: The result folder with the raw lines, if there is one.
@@ -128,6 +132,7 @@ class RunRecord:
     bytes_on_wire: float | None = None
     exchanges: int | None = None
     batches: int | None = None
+    tokens: int | None = None
     collectives: Sequence[Mapping[str, Any]] | None = None
     folder: Path | None = None
     remarks: tuple[str, ...] = ()
@@ -151,6 +156,25 @@ class RunRecord:
     def goal_text(self) -> str:
         """Return the goal as a text such as ``"Prec@1 >= 95"``, or ``"no goal"``."""
         return goal_text(self.goal)
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the run's length, one of :data:`~mlbench_core.run_terms.UNITS`."""
+        return str(self.configuration.get("unit") or "epochs")
+
+    def tokens_at(self, step: int | None) -> float | None:
+        """Return the training tokens of all workers until a step.
+
+        They are interpolated over all batches of the run. None if they were not counted.
+        """
+        if step is None or self.tokens is None or not self.batches:
+            return None
+        return self.tokens * step / self.batches
+
+    @property
+    def tokens_to_goal(self) -> float | None:
+        """Return the training tokens of all workers until the goal, see :meth:`tokens_at`."""
+        return self.tokens_at(self.steps_to_goal)
 
     @property
     def has_fixed_time(self) -> bool:
@@ -217,7 +241,8 @@ class RunRecord:
                 sent_bytes = sum(_at(step, totals) for totals in sent.values())
             if trained:
                 train_s = _at(step, trained)
-            points.append(CurvePoint(epoch, step, time_s, sent_bytes, value, train_s))
+            tokens = self.tokens_at(step)
+            points.append(CurvePoint(epoch, step, time_s, sent_bytes, value, train_s, tokens))
         return points
 
     def _bytes_by_step(
@@ -293,6 +318,7 @@ class RunRecord:
             reached = None
         if goal and not configuration.get("goal"):
             configuration["goal"] = GoalAim.from_dict(goal).to_dict()
+        has_epochs = configuration.get("unit") != "steps"
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
@@ -312,9 +338,9 @@ class RunRecord:
             communication_hidden_s=hidden_s,
             communication_cpu_s=cpu_s,
             steps_s=_slowest(result.get("steps_s")),
-            epochs_to_goal=reached_goal.get("epochs"),
+            epochs_to_goal=reached_goal.get("epochs") if has_epochs else None,
             steps_to_goal=reached_goal.get("step"),
-            epochs=result.get("epochs"),
+            epochs=result.get("epochs") if has_epochs else None,
             samples_per_s=number(result.get("samples_per_s")),
             tokens_per_s=number(result.get("tokens_per_s")),
             best=number((result.get("best") or {}).get("value")),
@@ -322,6 +348,8 @@ class RunRecord:
             bytes_on_wire=bytes_on_wire,
             exchanges=result.get("exchanges"),
             batches=result.get("batches"),
+            # 0 if they were not counted.
+            tokens=result.get("tokens") or None,
             collectives=collectives,
             folder=folder,
             remarks=remarks,
@@ -369,6 +397,7 @@ class RunRecord:
             "total_s": self.total_s,
             "without_communication_s": self.without_communication_s,
             "seconds_per_epoch": self.seconds_per_epoch,
+            "tokens_to_goal": self.tokens_to_goal,
         }
 
 

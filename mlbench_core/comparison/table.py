@@ -125,6 +125,9 @@ COLUMNS = (
     # the second hardly on the seed.
     Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
     Column("seconds_per_epoch_s", "EPOCH (s)", 3),
+    # Of runs that count steps, instead of the two before.
+    Column("steps_to_goal", "STEPS TO GOAL", 0),
+    Column("tokens_to_goal", "TOKENS TO GOAL", 0),
     Column("train_s", "TRAINING (s)", 2, "scaling"),
     Column("times_as_fast", "x BASELINE", 2, "scaling"),
     # The time of the fewest workers divided by this time.
@@ -448,6 +451,9 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
     # Without a goal, or if it is not known, the columns stay empty.
     if known_values(map(operator.attrgetter("reached"), group.records)):
         row |= {"reached": len(group.reached), "missed": group.missed}
+    if group.records[0].unit == "steps":
+        for name in ("steps_to_goal", "tokens_to_goal"):
+            row[name] = _mean(group, name)
     if group.records[0].has_fixed_time:
         values = describe(group.values("goal_value"))
         row["goal_value"] = values.mean

@@ -22,6 +22,7 @@ from mlbench_core.distributed.environment import (
     detect_environment,
 )
 from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
+from mlbench_core.files import is_file_name
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import BACKENDS
 
@@ -85,7 +86,7 @@ def task_main(
         raise TypeError(
             f"main_func must be callable, not {main_func!r}: pass the task's main function"
         )
-    if not _is_folder_name(uid):
+    if not is_file_name(uid):
         raise ValueError(f"uid must be a name for a folder, such as 'task1a', not {uid!r}")
     parser = _make_parser()
     if add_arguments is not None:
@@ -98,7 +99,7 @@ def task_main(
         )
         add_arguments(parser)
     args = parser.parse_args(argv)
-    if not _is_folder_name(args.run_id):
+    if not is_file_name(args.run_id):
         parser.error(
             f"argument --run_id: {args.run_id!r} cannot name a folder; "
             "use letters, digits, '-', '_' and '.'"
@@ -331,11 +332,6 @@ def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
     if is_mpirun and importlib.util.find_spec("mpi4py") is not None:
         return "mpi"
     return "gloo"
-
-
-def _is_folder_name(name: str) -> bool:
-    """Return True if a text is safe as the name of one folder."""
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def _make_folder(option: str, root: str, *parts: str) -> str:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
 from mlbench_core.arguments import check_finite_at_least_0
-from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
+from mlbench_core.run_terms import TRACKER_PHASES, GoalAim, length_text
 from mlbench_core.tasks import get_task
 
 __all__ = [
@@ -131,14 +131,15 @@ class TimeToGoal:
             tracker: The tracker, which knows the times of the run.
 
         Returns:
-            The text of the result if the goal is reached, else None.
+            The text of the result if the goal is reached, else None. It has the number of steps if
+            the unit of the tracker is ``"steps"``.
         """
         if metric_name != self.metric or not self.is_reached(value):
             return None
         description = self.description.format(threshold=f"{self.threshold:g}")
         return (
-            f"{description} reached in {tracker.get_total_train_time():.3f} "
-            f"seconds{_detailed_times(tracker)}"
+            f"{description} reached{_after_steps(tracker)} in "
+            f"{tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
         )
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
@@ -255,6 +256,13 @@ def _times(tracker: TrackedTimes) -> dict[str, float]:
         get_total_time = getattr(tracker, f"get_total_{phase}_time")
         times[f"{phase}_time_s"] = float(get_total_time())
     return times
+
+
+def _after_steps(tracker: Any) -> str:
+    """Return the number of steps so far as a text, empty if the run counts epochs."""
+    if getattr(tracker, "unit", "epochs") != "steps":
+        return ""
+    return f" after {length_text(None, tracker.position()[0], 'steps')}"
 
 
 def _detailed_times(tracker: TrackedTimes) -> str:

@@ -30,6 +30,7 @@ class Configuration:
         goal: ``metric``, ``threshold`` and ``minimize`` of the goal, see
             :meth:`~mlbench_core.run_terms.GoalAim.to_dict`.
         seed: The seed of the run.
+        unit: One of :data:`~mlbench_core.run_terms.UNITS`: ``"steps"`` if epochs mean nothing.
 
     Example:
         >>> Configuration(workers=2, task="1a", changed=("batch_size",)).to_dict()["division"]
@@ -51,6 +52,7 @@ class Configuration:
     changed: tuple[str, ...] = ()
     goal: Mapping[str, Any] | None = None
     seed: int | None = None
+    unit: str = "epochs"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the ``division`` as plain containers that can be written as JSON.
@@ -59,9 +61,13 @@ class Configuration:
         otherwise. A script of the user is always in the open division.
         """
         division = "closed" if self.task is not None and not self.changed else "open"
-        return {
+        fields = {
             **asdict(self),
             "options": dict(self.options),
             "changed": sorted(self.changed),
             "division": division,
         }
+        # Results of earlier versions lack it, and it must not distinguish them from others.
+        if self.unit == "epochs":
+            del fields["unit"]
+        return fields

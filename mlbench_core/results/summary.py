@@ -360,6 +360,9 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
             reached_s = reached_s[worker]
         return {"time_to_goal_s": reached_s, "phases_s": phases_s}
 
+    in_steps = {}
+    if result["configuration"].get("unit") == "steps":
+        in_steps = {"unit": "steps", "steps": goal["step"]}
     return {
         "metric": goal["metric"],
         "threshold": goal["threshold"],
@@ -367,6 +370,7 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
         "reached": goal["reached"],
         "value": goal["value"],
         "epochs": goal["epochs"],
+        **in_steps,
         **_budget(goal),
         **times_of("slowest"),
         "rank_0": times_of("rank_0"),

@@ -315,11 +315,10 @@ def sent_per_worker(record: RunRecord) -> float | None:
     if not record.reached or record.bytes_on_wire is None or not record.workers:
         return None
     sent: float | None = record.bytes_on_wire
-    to_goal, ended = record.epochs_to_goal, record.epochs
-    if not ended:
-        # Scripts that are measured unchanged have steps only.
-        to_goal, ended = record.steps_to_goal, record.batches
-    if to_goal is not None and ended is not None and to_goal < ended:
+    to_goal, whole = record.epochs_to_goal, record.epochs
+    if record.unit == "steps":
+        to_goal, whole = record.steps_to_goal, record.batches
+    if to_goal is not None and whole is not None and to_goal < whole:
         # The run went on after its goal, so only its raw lines have the number.
         metric = str((record.goal or {}).get("metric"))
         step = record.steps_to_goal or 0
@@ -450,5 +449,10 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     if limit_s is not None and train_s is not None:
         train_s = min(train_s, limit_s)
     return dataclasses.replace(
-        record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s
+        record,
+        reached=False,
+        time_to_goal_s=None,
+        epochs_to_goal=None,
+        steps_to_goal=None,
+        train_s=train_s,
     )

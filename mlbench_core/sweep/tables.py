@@ -39,8 +39,9 @@ COLUMNS = (
     Column("sent_mb", "On the wire, by a worker (MB)", 3),
     Column("exchanges", "Exchanges", 0),
     Column("epochs_to_goal", "Epochs to goal", 1),
-    # Of scripts that are measured unchanged, whose epochs are not known.
+    # Of runs that count steps.
     Column("steps_to_goal", "Steps to goal", 0),
+    Column("tokens_to_goal", "Tokens to goal", 0),
     Column("best", "Best", 2),
     Column("price", "Price", 5),
 )
@@ -97,12 +98,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     if cost_s is not None:
         price = pricing.price(cost_s, cell.workers)
     sent = _median(map(sent_per_worker, whole))
-    epochs: float | None = None
-    steps: float | None = None
-    if any(record.epochs for record in whole):
-        epochs = _median(map(attrgetter("epochs_to_goal"), whole))
-    else:
-        steps = _median(map(attrgetter("steps_to_goal"), whole))
+    in_steps = [record for record in whole if record.unit == "steps"]
     return {
         "network": cell.network,
         "algorithm": cell.algorithm,
@@ -121,8 +117,9 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "times_high": ratio_high,
         "sent_mb": None if sent is None else sent / _MEGA,
         "exchanges": _median(map(attrgetter("exchanges"), whole)),
-        "epochs_to_goal": epochs,
-        "steps_to_goal": steps,
+        "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
+        "steps_to_goal": _median(map(attrgetter("steps_to_goal"), in_steps)),
+        "tokens_to_goal": _median(map(attrgetter("tokens_to_goal"), in_steps)),
         "best": _median(map(attrgetter("best"), whole)),
         "price": price,
     }
@@ -149,8 +146,5 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return all columns as CSV, that of the steps only with a value; unknown values are empty."""
-    columns = list(COLUMNS)
-    if all(row["steps_to_goal"] is None for row in rows):
-        columns = [column for column in COLUMNS if column.key != "steps_to_goal"]
-    return csv_text(columns, rows)
+    """Return all columns as CSV; a value that is unknown is empty."""
+    return csv_text(COLUMNS, rows)

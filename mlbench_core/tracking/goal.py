@@ -39,6 +39,7 @@ class TrackedRun(Protocol):
     goal_reached: bool
     goal_result: dict[str, Any] | None
     time_to_goal_s: float | None
+    unit: str
 
     @property
     def goal(self) -> Goal | None:
@@ -102,7 +103,8 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         The aim of the goal, see :class:`~mlbench_core.run_terms.GoalAim`, with ``reached``,
         ``value``, ``time_to_goal_s``, ``epochs`` and ``phases_s``. If it was reached, these belong
         to that moment, and ``epochs`` counts the epoch that ran then. Otherwise ``epochs`` and
-        ``phases_s`` are those of the run so far. None without a goal.
+        ``phases_s`` are those of the run so far. If the unit of the run is steps, ``unit`` and
+        ``steps`` are further entries. None without a goal.
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
@@ -130,6 +132,8 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     # Checkpoints of earlier versions record that the goal was reached, but not when.
     if result is not None or not tracker.goal_reached:
         metric["epochs"] = epochs
+        if tracker.unit == "steps":
+            metric |= {"unit": tracker.unit, "steps": totals["batches"]}
         for phase, tracked in TRACKER_PHASES.items():
             metric["phases_s"][phase] = totals[f"{tracked}_s"]
     return metric
@@ -138,12 +142,20 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------- the end of the process
 
 _open_trackers: weakref.WeakSet[TrackedRun] = weakref.WeakSet()
+_kept_trackers: list[TrackedRun] = []
 _last_metrics: dict[object, tuple[Any, ...]] = {}
 
 
-def end_at_exit(tracker: TrackedRun) -> None:
-    """Close a tracker when the interpreter exits, if it is alive and open then."""
+def end_at_exit(tracker: TrackedRun, keep: bool = False) -> None:
+    """Close a tracker when the interpreter exits, if it is alive and open then.
+
+    Args:
+        tracker: The tracker.
+        keep: True to keep it alive until then.
+    """
     _open_trackers.add(tracker)
+    if keep:
+        _kept_trackers.append(tracker)
     # Handlers run in the reverse order of their registration. The client of the master registers
     # one when it is created, and delivers nothing after that has run.
     LogMetrics.connect()
@@ -172,6 +184,7 @@ def _end_all() -> None:
 
 def _forget_all() -> None:
     _open_trackers.clear()
+    _kept_trackers.clear()
     _last_metrics.clear()
 
 

@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
-from mlbench_core.run_terms import GoalAim
+from mlbench_core.run_terms import GoalAim, check_unit
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
@@ -24,6 +25,7 @@ from mlbench_core.tracking.memory import memory_peak_bytes
 from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.process_end import state_after, uncaught_error
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
+from mlbench_core.tracking.script_results import ScriptResults
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
 from mlbench_core.wire_bytes import total_wire_bytes
@@ -130,6 +132,11 @@ class Tracker(PhaseTimes):
             inside batches, and training and validation with the wall clock. A difference of more
             than 1 % is logged as a warning. The summary has both differences in any case, as
             ``other_s`` and ``outside_s``.
+        results: The result folder to write, see :doc:`/reference/result_folder`. ``"auto"`` is the
+            folder in which the master looks for it, or else ``mlbench-results/RUN_ID``. All workers
+            open it together in :meth:`start`, or else at their first batch. None writes no folder.
+        unit: ``"epochs"``, or ``"steps"`` for a run whose epochs mean nothing, because it counts
+            training batches.
 
     Attributes:
         current_epoch: Current epoch, from 0.
@@ -160,8 +167,8 @@ class Tracker(PhaseTimes):
             the first epoch. The end of each epoch sets it to the number of batches in that epoch.
 
     Raises:
-        TypeError: ``goal``, the name of a step or a sink has the wrong type.
-        ValueError: ``history_size`` is below 1.
+        TypeError: ``goal``, ``results``, the name of a step or a sink has the wrong type.
+        ValueError: ``history_size`` is below 1, or ``unit`` is unknown.
 
     Example:
         >>> tracker = Tracker([], run_id="1", rank=0)
@@ -194,11 +201,14 @@ class Tracker(PhaseTimes):
         use_cuda: bool | None = None,
         history_size: int = 1000,
         check_times: bool = False,
+        results: str | PathLike[str] | None = None,
+        unit: str = "epochs",
     ) -> None:
         check_at_least("history_size", history_size, 1)
         self.metrics = list(metrics or ())
         self.run_id = run_id
         self.rank = rank
+        self.unit = check_unit(unit)
         self.goal = goal
         self.communication_steps = _steps("communication_steps", communication_steps, ["agg"])
         self.compute_steps = _steps(
@@ -221,8 +231,7 @@ class Tracker(PhaseTimes):
         self.train_prefix = TRAIN_PREFIX
         self.val_prefix = VALIDATION_PREFIX
         self.is_training = True
-        self.epoch_stats: dict[str, AverageMeter] = {}
-        self.reset_epoch_stats()
+        self.epoch_stats = self._empty_meters(self.metrics)
         self.records: dict[str, dict[int, float]] = {}
         self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
         self.batches_per_epoch: int | None = None
@@ -256,6 +265,7 @@ class Tracker(PhaseTimes):
         self._earlier_energy_j: float | None = None
         self._earlier_memory_peak_bytes: int | None = None
         self._check_times = check_times
+        self._results = ScriptResults(results)
         self._wanted_progress = progress
         self._progress: ProgressBar | None = None
         self._prepared = False
@@ -912,16 +922,17 @@ class Tracker(PhaseTimes):
         if self._has_started and self._published != self._counters.batches:
             self._report_goal()
         send_at_exit(self._exit_key, None)
+        if at_exit:
+            # Nobody passes an exception at the exit, but the interpreter keeps the one that ended
+            # it.
+            error = uncaught_error()
+        state = state_after(error)
         if self._sinks:
-            if at_exit:
-                # Nobody passes an exception at the exit, but the interpreter keeps the one that
-                # ended it.
-                error = uncaught_error()
-            state = state_after(error)
             self._sinks.event("end", lambda: {"state": state, **self._end_event()})
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
+        self._results.end(None if state == "finished" else error, alone=at_exit)
         if not at_exit:
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
@@ -1144,7 +1155,10 @@ class Tracker(PhaseTimes):
         """Start the wall clock, and notify the sinks; a second call does nothing."""
         is_first, self._has_started = not self._has_started, True
         if is_first:
-            end_at_exit(self)
+            sinks = self._results.open(self, self._is_resumed)
+            self._sinks.extend(sinks)
+            # Its result would be lost if nothing else kept the tracker until the exit.
+            end_at_exit(self, keep=bool(sinks))
         if self._start_s is None:
             self._start_s = time.perf_counter()
         if is_first:
@@ -1156,6 +1170,9 @@ class Tracker(PhaseTimes):
             if self._is_resumed:
                 start["latest"] = dict(self._sinks.latest)
             self._sinks.event("start", lambda: start)
+            # Such a run may never end an epoch.
+            if self.unit == "steps":
+                self._send_plan()
 
     def _moment(self) -> dict[str, Any]:
         totals = self.totals()
@@ -1242,15 +1259,20 @@ class Tracker(PhaseTimes):
 
     def _send_plan(self) -> None:
         """Send the goal and the budget of epochs once, for the progress that the master shows."""
-        has_plan = self._goal is not None or self._most_epochs is not None
+        in_steps = self.unit == "steps"
+        has_plan = in_steps or self._goal is not None or self._most_epochs is not None
         if self.rank != 0 or self._has_sent_plan or not has_plan:
             return
         self._has_sent_plan = True
         plan = {**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}
+        if in_steps:
+            plan["unit"] = self.unit
         self._send("plan", json.dumps(plan))
 
     def _send(self, name: str, value: float | str) -> None:
-        LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
+        # The master draws curves against this number.
+        place = self._counters.batches if self.unit == "steps" else self.current_epoch
+        LogMetrics.log(self.run_id, self.rank, place, name, value)
 
 
 def _worst_value(minimize: bool) -> float:

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlbench_core.comparison.published import number
-from mlbench_core.run_terms import GoalAim
+from mlbench_core.run_terms import GoalAim, length_text
 from mlbench_core.tasks import Task, find_image, get_task, option_value
 
 __all__ = [
@@ -48,6 +48,7 @@ class RunPlan(BaseModel):
         minimize: True if the metric has to become as small as the threshold, False if as large.
         budget_s: Training time in seconds after which the best value counts; None for another goal.
         max_epochs: Number of epochs after which the run ends without its goal.
+        unit: ``"epochs"``, or ``"steps"`` if the run counts training batches.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, str_max_length=255)
@@ -57,6 +58,7 @@ class RunPlan(BaseModel):
     minimize: bool | None = None
     budget_s: Annotated[float, Field(ge=0)] | None = None
     max_epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    unit: str = "epochs"
 
     @property
     def aim(self) -> str:
@@ -89,7 +91,9 @@ class RunGoal(BaseModel):
         reached: True if the run has reached its goal.
         value: The metric's value at the goal.
         time_to_goal_s: Training time until the goal was reached.
+        unit: ``"epochs"``, or ``"steps"`` if the run counts training batches.
         epochs: Number of epochs that it took.
+        steps: Number of training batches that it took.
         phases_s: Training time by phase: compute, communication, metrics, data.
     """
 
@@ -102,7 +106,9 @@ class RunGoal(BaseModel):
     reached: bool
     value: float | None = None
     time_to_goal_s: Annotated[float, Field(ge=0)] | None = None
+    unit: str = "epochs"
     epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    steps: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     # The remainder of rounded times can be a negative number.
     phases_s: Annotated[dict[str, float], Field(max_length=16)] = {}
 
@@ -123,6 +129,8 @@ class RunGoal(BaseModel):
         Example:
             >>> RunGoal(reached=True, time_to_goal_s=407.12, epochs=3).outcome
             'reached in 407.1 s (3 epochs)'
+            >>> RunGoal(reached=True, unit="steps", epochs=1, steps=1200).outcome
+            'reached (1,200 steps)'
             >>> RunGoal(reached=False).outcome
             'not reached'
             >>> RunGoal(reached=True, budget_s=60, value=91.52, time_to_goal_s=63.4).outcome
@@ -135,9 +143,9 @@ class RunGoal(BaseModel):
             text, preposition = f"{self.value:.4g}", "after"
         if self.time_to_goal_s is not None:
             text += f" {preposition} {self.time_to_goal_s:.1f} s"
-        if self.epochs is not None:
-            unit = "epoch" if self.epochs == 1 else "epochs"
-            text += f" ({self.epochs} {unit})"
+        length = length_text(self.epochs, self.steps, self.unit)
+        if length:
+            text += f" ({length})"
         return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlbench_core.comparison.published import describe_run
-from mlbench_core.run_terms import GoalAim
+from mlbench_core.run_terms import GoalAim, length_text
 from mlbench_master.database.columns import epoch_of, numbers_of
 from mlbench_master.database.store import Point, Run, Store, run_owner
 from mlbench_master.runs.goals import PLAN_METRIC, RunPlan
@@ -16,7 +16,7 @@ __all__ = ["RunProgress", "progress_of"]
 # Metrics that a worker sends at the end of each epoch, and of each validation.
 _OF_EPOCH = "CumulativeTrainTimeEpoch @ 0"
 _MOST_VALUES = 2000
-_AIM_FIELDS = {"metric", "threshold", "minimize", "budget_s"}
+_AIM_FIELDS = {"metric", "threshold", "minimize", "budget_s", "unit"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunProgress:
         aim: The goal as text, empty without one.
         best: The best value of the goal's metric so far, or None.
         fraction: The part of the way to the goal, from 0 to 1, as ``mlbench run --wait`` shows it.
-        epochs: Number of finished epochs.
+        epochs: Number of finished epochs, or of steps if this is the unit of the plan.
     """
 
     plan: RunPlan
@@ -36,6 +36,11 @@ class RunProgress:
     best: float | None
     fraction: float
     epochs: int
+
+    @property
+    def length(self) -> str:
+        """Return the number of finished epochs or steps as a text."""
+        return length_text(self.epochs, self.epochs, self.plan.unit)
 
 
 def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgress:
@@ -65,7 +70,10 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
         aim=plan.aim,
         best=best,
         fraction=GoalAim.of(plan).fraction(best),
-        epochs=max(_epochs(latest.get(_OF_EPOCH)), _epochs(latest.get(f"{plan.metric} @ 0"))),
+        epochs=max(
+            _finished(latest.get(_OF_EPOCH), plan.unit),
+            _finished(latest.get(f"{plan.metric} @ 0"), plan.unit),
+        ),
     )
 
 
@@ -81,9 +89,13 @@ def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
     return None
 
 
-def _epochs(point: Point | None) -> int:
-    """Return the number of epochs that were finished with an entry."""
+def _finished(point: Point | None, unit: str) -> int:
+    """Return the number of epochs or steps that were finished with an entry."""
     if point is None:
         return 0
     epoch = epoch_of(point.extra)
-    return int(epoch) + 1 if epoch.is_integer() else 0
+    if not epoch.is_integer():
+        return 0
+    # A Tracker counts epochs from 0, and sends the number of finished steps in the place of the
+    # epoch if this is its unit.
+    return int(epoch) if unit == "steps" else int(epoch) + 1

@@ -42,7 +42,11 @@ TITLES = {
 """The figures, and their titles for people."""
 
 # The overview repeats two figures. Learning curves need the raw lines, and the page has live ones.
-_LEFT_OUT = ("overview", "learning_curves_epochs", "learning_curves_time", "learning_curves_bytes")
+_LEFT_OUT = (
+    "overview",
+    *("learning_curves_epochs", "learning_curves_steps", "learning_curves_tokens"),
+    *("learning_curves_time", "learning_curves_bytes"),
+)
 _INDEX = "figures.json"
 _LONGEST_S = 120.0
 # The figures of one comparison have about 2 MB.

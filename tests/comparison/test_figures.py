@@ -379,7 +379,8 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     ):
         drawing(figures.draw_learning_curves, pool(runs), "bytes")
     with pytest.raises(
-        ConfigurationError, match="against must be one of epochs, time, bytes, not 'x'"
+        ConfigurationError,
+        match="against must be one of epochs, steps, tokens, time, bytes, not 'x'",
     ):
         drawing(figures.draw_learning_curves, pool(runs), "x")
 

@@ -382,7 +382,10 @@ def test_runs_without_a_goal_have_the_time_of_the_whole_training() -> None:
     records = {}
     for point, seconds in zip(sweep.points(), (8.0, 4.0), strict=True):
         records[point.name] = RunRecord(
-            point.name, configuration={"workers": 2}, train_s=seconds, batches=20
+            point.name,
+            configuration={"workers": 2, "unit": "steps"},
+            train_s=seconds,
+            batches=20,
         )
     rows = table_rows(gather(sweep.points(), records, sweep.networks), Pricing())
     assert [(row["algorithm"], row["median_s"], row["reached"]) for row in rows] == [

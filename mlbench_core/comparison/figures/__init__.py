@@ -23,7 +23,7 @@ from mlbench_core.comparison.figures.bars import (
 )
 from mlbench_core.comparison.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
 from mlbench_core.comparison.figures.captions import caption, not_drawn
-from mlbench_core.comparison.figures.curves import AGAINST, draw_learning_curves
+from mlbench_core.comparison.figures.curves import draw_learning_curves, usual_axes
 from mlbench_core.comparison.figures.scaling import (
     draw_communication_share,
     draw_price_index,
@@ -102,6 +102,7 @@ def drawings(
     price_per_hour: float | None = None,
     report: Callable[[str], None] | None = None,
     leave_out: Collection[str] = (),
+    against: Collection[str] = (),
 ) -> Iterator[Drawing]:
     """Draw every figure for which the groups have data, one after the other.
 
@@ -111,6 +112,8 @@ def drawings(
         report: Called with one sentence for each figure that is not drawn, with the reason. By
             default, the sentence is logged.
         leave_out: Names of figures that are not drawn, and not reported.
+        against: Horizontal axes of the learning curves, see
+            :data:`~mlbench_core.comparison.figures.curves.AGAINST`. Empty for the usual ones.
 
     Yields:
         Figures with captions and numbers.
@@ -126,9 +129,8 @@ def drawings(
         "price_index": functools.partial(draw_price_index, groups, price_per_hour),
         "communication_share": functools.partial(draw_communication_share, groups),
     }
-    for against in AGAINST:
-        maker = functools.partial(draw_learning_curves, groups, against)
-        makers[f"learning_curves_{against}"] = maker
+    for axis in against or usual_axes(groups):
+        makers[f"learning_curves_{axis}"] = functools.partial(draw_learning_curves, groups, axis)
     # Without a price, or with a single task, a report that these two are not drawn would only be
     # noise.
     if price_per_hour is not None:
@@ -156,6 +158,7 @@ def draw_all(
     folder: Path,
     price_per_hour: float | None = None,
     report: Callable[[str], None] | None = None,
+    against: Collection[str] = (),
 ) -> list[Path]:
     """Write every figure for which the groups have data as PNG and SVG, and its numbers as CSV.
 
@@ -164,6 +167,7 @@ def draw_all(
         folder: The folder to write to.
         price_per_hour: See :func:`drawings`.
         report: See :func:`drawings`.
+        against: See :func:`drawings`.
 
     Returns:
         The files written.
@@ -175,7 +179,7 @@ def draw_all(
     if not any(known_times_s(group.records) for group in groups):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written: list[Path] = []
-    for drawing in drawings(groups, price_per_hour, report):
+    for drawing in drawings(groups, price_per_hour, report, against=against):
         try:
             written += save(drawing, folder)
         except OSError:  # the others cannot be written either

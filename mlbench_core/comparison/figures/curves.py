@@ -1,4 +1,4 @@
-"""Draw learning curves with bands over repeats, against epochs, training time or bytes."""
+"""Draw learning curves with bands over repeats, against epochs, steps, time and so on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["AGAINST", "Axis", "draw_learning_curves"]
+__all__ = ["AGAINST", "Axis", "draw_learning_curves", "usual_axes"]
+
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+_COUNTS = (("billion", 1e9), ("million", 1e6), ("thousand", 1e3), ("", 1.0))
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,41 @@ class Axis:
         label: Its label.
         shared: True if the panels of all numbers of workers have the same axis.
         place: Function that returns the place of a point on the axis; None if it is unknown.
+        units: Units of the numbers with their sizes, the largest first.
     """
 
     title: str
     label: str
     shared: bool
     place: Callable[[CurvePoint], float | None]
+    units: Sequence[tuple[str, float]] = (("", 1.0),)
 
 
 AGAINST: dict[str, Axis] = {
     # The tracker counts epochs from 0; a value before the first batch belongs to 0 trained epochs.
     "epochs": Axis("epochs", "epochs", True, lambda point: point.epoch + 1 if point.step else 0),
+    "steps": Axis("steps", "steps", True, lambda point: point.step),
+    "tokens": Axis(
+        *("training tokens", "training tokens of all workers", False),
+        lambda point: point.tokens,
+        _COUNTS,
+    ),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
     "bytes": Axis(
-        "bytes on the wire", "put on the wire by all workers", False, lambda point: point.bytes
+        *("bytes on the wire", "put on the wire by all workers", False),
+        lambda point: point.bytes,
+        _BYTES,
     ),
 }
 """Horizontal axes of learning curves by name."""
 
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+
+def usual_axes(groups: Sequence[Group]) -> tuple[str, ...]:
+    """Return the axes of the learning curves of some groups: epochs, unless a run counts steps."""
+    for group in groups:
+        if group.records[0].unit == "steps":
+            return ("steps", "tokens", "time", "bytes")
+    return ("epochs", "time", "bytes")
 
 
 def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> canvas.Drawing:
@@ -65,11 +84,11 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
 
     Args:
         groups: Groups of runs with result folders.
-        against: ``"epochs"``, ``"time"`` or ``"bytes"``.
+        against: One of :data:`AGAINST`.
 
     Returns:
-        The figure ``learning_curves_epochs``, ``learning_curves_time`` or
-        ``learning_curves_bytes``. There is one panel for each number of workers.
+        The figure ``learning_curves_epochs``, ``learning_curves_time`` and so on. There is one
+        panel for each number of workers.
 
     Raises:
         ConfigurationError: The groups have no task and goal in common, or no run recorded its
@@ -169,12 +188,10 @@ def _draw(
 
 
 def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
-    """Write the numbers and the label of the horizontal axis, bytes in a readable unit."""
-    unit, size = "", 1.0
-    if axis is AGAINST["bytes"]:
-        # The largest unit in which the end of the axis is at least 1, or else bytes.
-        fitting = [pair for pair in _UNITS if largest >= pair[1]]
-        unit, size = (*fitting, _UNITS[-1])[0]
+    """Write the numbers and the label of the horizontal axis in a readable unit."""
+    # The largest unit in which the end of the axis is at least 1, or else the smallest.
+    fitting = [pair for pair in axis.units if largest >= pair[1]]
+    unit, size = (*fitting, axis.units[-1])[0]
     for axes in panels:
         axes.locator_params(axis="x", integer=axis.shared, nbins=6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mlbench_core.controlflow import run_results
 from mlbench_core.controlflow.run_results import task_configuration, task_environment
-from mlbench_core.distributed.pytorch import process_groups
-from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor
+from mlbench_core.distributed.pytorch.workers import ProcessGroupWorkers
 from mlbench_core.results.configuration import Configuration
+from mlbench_core.tracking.run_folder import RunFolder
 
 __all__ = ["RunResults", "task_results"]
 
-_CHUNK_BYTES = 16 << 20
 
-
-class _ProcessGroup(run_results.Workers):
-    """The messages of the process group of all workers."""
-
-    @property
-    def size(self) -> int:
-        return process_groups.world_size()
-
-    def sum(self, numbers: Sequence[int]) -> list[int]:
-        total = get_backend_tensor(torch.tensor(numbers, dtype=torch.int64))
-        dist.all_reduce(total)
-        return list(map(int, total.tolist()))
-
-    def broadcast(self, content: bytes, sender: int) -> bytes:
-        is_sender = process_groups.rank() == sender
-        (size,) = self.sum([len(content) if is_sender else 0])
-        received = bytearray()
-        # Broadcast and not send, because every backend has it.
-        for start in range(0, size, _CHUNK_BYTES):
-            length = min(_CHUNK_BYTES, size - start)
-            chunk = torch.zeros(length, dtype=torch.uint8)
-            if is_sender:
-                chunk = torch.frombuffer(
-                    bytearray(content[start : start + length]), dtype=torch.uint8
-                )
-            chunk = get_backend_tensor(chunk)
-            dist.broadcast(chunk, src=sender)
-            received += chunk.cpu().numpy().tobytes()
-        return bytes(received)
-
-
-class RunResults(run_results.RunFolder):
+class RunResults(RunFolder):
     """The result folder of a run.
 
     Every worker makes one at the same time, after the process group exists. Pass :attr:`sink` to
@@ -111,7 +77,7 @@ class RunResults(run_results.RunFolder):
             rank,
             environment=environment,
             resume=resume,
-            workers=_ProcessGroup(),
+            workers=ProcessGroupWorkers(),
         )
 
 

@@ -100,7 +100,13 @@ function curvesOf(parts, known) {
 function positions(curve, against) {
   if (against === "step") return curve.step;
   if (against === "time") return curve.time_s;
-  return curve.epoch.some((epoch) => epoch === null) ? null : epochs(curve);
+  if (curve.epoch.some((epoch) => epoch === null)) return null;
+  return countsSteps() ? curve.epoch : epochs(curve);
+}
+
+/** Return true if the run counts steps: its entries have the number of finished steps in the place of the epoch. */
+function countsSteps() {
+  return document.getElementById("goal").dataset.unit === "steps";
 }
 
 /** Return the number of epochs that were finished at each point: entries of one epoch lie evenly in it. */
@@ -124,7 +130,7 @@ const UNITS = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]
 function columns(curves, threshold) {
   let against = choices.against;
   if (curves.some((curve) => positions(curve, against) === null)) against = "step";
-  let title = against;
+  let title = against === "epoch" && countsSteps() ? "step" : against;
   let unit = 1;
   if (against === "time") {
     const longest = Math.max(0, ...curves.map((curve) => curve.time_s.at(-1) ?? 0));
