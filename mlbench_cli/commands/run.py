@@ -576,7 +576,15 @@ def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, An
             goal = _goal(options.task, options.light, options.arguments)
         folder = options.output or Path("mlbench-results") / options.name
         has_repeats = options.repeats is not None and options.repeats > 1
-        _follow.follow(client, started, goal, folder, options.as_json, pooled=has_repeats)
+        _follow.follow(
+            client,
+            started,
+            goal,
+            folder,
+            options.as_json,
+            pooled=has_repeats,
+            is_script=options.script is not None,
+        )
     elif options.as_json:
         print_json(started)
 

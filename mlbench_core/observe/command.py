@@ -56,7 +56,7 @@ class _ObservedRun:
             aim = options.goal
             goal = TimeToGoal(str(aim.metric), float(aim.threshold or 0.0), bool(aim.minimize))
         self.tracker = Tracker(
-            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False
+            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False, unit="steps"
         )
         choices = [options.method, options.optimizer]
         made = [make_method(choice) for choice in choices if choice is not None]
@@ -175,6 +175,7 @@ def _configuration(options: Options, workers: int) -> Configuration:
         options=settings,
         network=os.environ.get("MLBENCH_NETWORK") or None,
         goal=None if options.goal is None else options.goal.to_dict(),
+        unit="steps",
     )
 
 
