@@ -55,7 +55,7 @@ def _rows(record: RunRecord) -> dict[str, str | None]:
         return {}
     losses = [point.value for point in record.curve("train_loss")]
     rows = run_rows(moments[-1], moments[0], record.workers or 1, losses)
-    if not moments[-1]["samples"]:
+    if "batch_load" not in moments[-1]["steps_s"]:
         # Without a DataLoader, the time of loading data is a part of the others.
         rows["  data"] = None
     return rows

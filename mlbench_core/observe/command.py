@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
@@ -21,7 +18,8 @@ from mlbench_core.observe.output import watch_output
 from mlbench_core.observe.script import run_script
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.environment import describe_environment
+from mlbench_core.results.environment import describe_environment, mask_command_line
+from mlbench_core.tasks import command_options
 from mlbench_core.tracking.process_end import call_at_end, forget, state_after
 from mlbench_core.tracking.tracker import Tracker
 
@@ -112,8 +110,8 @@ def main(words: Sequence[str] | None = None) -> None:
             if place.world_size > 1:
                 os.environ.setdefault(name, value)
         run = _ObservedRun(options, place)
-    except MLBenchError as error:
-        sys.stderr.write(f"mlbench observe: error: {error}\n")
+    except MLBenchError as problem:
+        sys.stderr.write(f"mlbench observe: error: {problem}\n")
         raise SystemExit(2) from None
 
     def stop(state: str) -> None:
@@ -165,7 +163,8 @@ def _folder(options: Options, run_id: str) -> Path:
 
 
 def _configuration(options: Options, workers: int) -> Configuration:
-    settings: dict[str, Any] = {"arguments": list(options.arguments)}
+    settings = command_options(mask_command_line(options.arguments))
+    seed = str(settings.pop("seed", ""))
     if options.optimizer is not None:
         settings["optimizer"] = str(options.optimizer)
     return Configuration(
@@ -175,6 +174,7 @@ def _configuration(options: Options, workers: int) -> Configuration:
         options=settings,
         network=os.environ.get("MLBENCH_NETWORK") or None,
         goal=None if options.goal is None else options.goal.to_dict(),
+        seed=int(seed) if seed.isdecimal() else None,
         unit="steps",
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core.observe.methods import Method, refusal
@@ -44,6 +45,9 @@ _COLLECTIVES = {
     "irecv": (None, ""),
     "barrier": (None, ""),
 }
+# The clock of the script of this process.
+_clock: StepClock | None = None
+
 _ALWAYS_ASYNC = ("isend", "irecv")
 
 
@@ -108,8 +112,9 @@ class CommunicationObserver:
             wrap = functools.partial(self._collective, name, payload, op)
             patches.replace(dist, name, wrap)
             # Functions of this module, such as all_gather_object, call each other by its names.
-            counted = getattr(dist, name)
-            patches.replace(dist.distributed_c10d, name, lambda _, counted=counted: counted)
+            patches.put(dist.distributed_c10d, name, getattr(dist, name))
+        global _clock
+        _clock = self.clock
         patches.replace(dist.Work, "wait", self._wait)
         patches.replace(DistributedDataParallel, "__init__", self._constructor)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
@@ -177,6 +182,7 @@ class CommunicationObserver:
         @functools.wraps(original)
         def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             original(model, *args, **kwargs)
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
             self._observe(model)
 
         return init
@@ -229,6 +235,17 @@ class CommunicationObserver:
                 original(model, state, hook)
 
         return register_comm_hook
+
+
+def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note the begin of DDP's forward pass, and count its samples; a hook of the model.
+
+    It is a function of this module, because a script may copy or pickle its model with the hook.
+    """
+    if torch.compiler.is_compiling() or _clock is None:
+        return
+    if torch.is_grad_enabled() and not _clock.is_evaluating:
+        _clock.forward_begins((args, kwargs))
 
 
 # DDP compares the annotations of a hook with types, which postponed ones are not.

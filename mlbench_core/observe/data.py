@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
 
-__all__ = ["DataObserver", "count_data"]
+__all__ = ["DataObserver"]
 
 
 class DataObserver:
@@ -24,13 +24,9 @@ class DataObserver:
 
     Args:
         clock: The clock of the steps.
-
-    Attributes:
-        has_fetched: True after the first training batch of a DataLoader.
     """
 
     def __init__(self, clock: StepClock) -> None:
-        self.has_fetched = False
         self._clock = clock
         self._patches = Patches()
         self._patched: set[type] = set()
@@ -66,14 +62,11 @@ class DataObserver:
             if not clock.is_here():
                 return original(iterator)
             clock.fetch_begins(torch.is_grad_enabled())
-            samples = tokens = 0
+            batch = None
             try:
                 batch = original(iterator)
-                if clock.is_open:
-                    self.has_fetched = True
-                    samples, tokens = count_data(batch)
             finally:
-                clock.fetch_ends(samples, tokens)
+                clock.fetch_ends(batch)
             return batch
 
         return observed
@@ -100,38 +93,3 @@ class DataObserver:
             return result
 
         return observed
-
-
-def count_data(batch: Any) -> tuple[int, int]:
-    """Return the samples and the tokens of a batch.
-
-    Args:
-        batch: A tensor, or a sequence or mapping that has one; the first tensor counts. Integers
-            of shape (samples, length) are tokens.
-
-    Example:
-        >>> count_data((torch.zeros(8, 3), torch.zeros(8)))
-        (8, 0)
-        >>> count_data({"ids": torch.zeros(4, 16, dtype=torch.long)})
-        (4, 64)
-    """
-    first = _first_tensor(batch)
-    if first is None or first.dim() == 0:
-        return 0, 0
-    is_text = first.dim() == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return first.shape[0], first.numel() if is_text else 0
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, (tuple, list)):
-        parts = batch
-    for part in parts:
-        tensor = _first_tensor(part)
-        if tensor is not None:
-            return tensor
-    return None

@@ -60,8 +60,8 @@ class Observer:
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
         self._first: dict[str, Any] | None = None
-        self._notice = threading.Timer(first_step_s, self._say_no_step, (first_step_s,))
-        self._notice.daemon = True
+        self._first_step_s = first_step_s
+        self._notice: threading.Timer | None = None
 
     def __enter__(self) -> Observer:
         patches, clock = self._patches, self.clock
@@ -77,11 +77,14 @@ class Observer:
         hooks.append(register_optimizer_step_post_hook(clock.after_optimizer))
         for hook in hooks:
             patches.add_undo(hook.remove)
+        self._notice = threading.Timer(self._first_step_s, self._say_no_step)
+        self._notice.daemon = True
         self._notice.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._notice.cancel()
+        if self._notice is not None:
+            self._notice.cancel()
         self._patches.restore()
         self.clock.end_evaluation()
         self.clock.end_interval()
@@ -134,8 +137,9 @@ class Observer:
         if self._first is None and self.clock.steps:
             self._first = self.tracker.totals()
 
-    def _say_no_step(self, seconds: float) -> None:
+    def _say_no_step(self) -> None:
         if self.clock.steps == 0:
+            seconds = self._first_step_s
             sys.stderr.write(
                 f"mlbench observe: no optimizer step seen yet: {seconds:g} s after the start, no "
                 "torch.optim.Optimizer has stepped in this process. The script may still prepare "
@@ -149,8 +153,10 @@ class Observer:
         reasons = list(self.communication.unmeasured)
         if self.clock.steps == 0:
             return ["everything: no optimizer step was seen in this process"]
-        if not self.data.has_fetched:
-            reasons.append("data and samples: no DataLoader was read")
+        if not self.clock.has_fetched:
+            reasons.append("data: no DataLoader was read")
+        if not self.tracker.totals()["samples"]:
+            reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
         if self.losses.first is None:
             reasons.append("loss: backward() was not called on a number")
         return reasons
@@ -172,7 +178,7 @@ class Observer:
         losses = [self.losses.first, self.losses.last]
         known = [loss for loss in losses if loss is not None]
         rows = table.run_rows(totals, first, world_size, known)
-        if not self.data.has_fetched:
+        if not self.clock.has_fetched:
             rows["  data"] = None
         rows["peak memory"] = self._memory()
         return rows

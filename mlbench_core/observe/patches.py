@@ -34,8 +34,12 @@ class Patches:
             name: Name of the function in it.
             wrap: Takes the function and returns the new one.
         """
+        self.put(owner, name, wrap(getattr(owner, name)))
+
+    def put(self, owner: Any, name: str, new: Any) -> None:
+        """Replace a function of a module or class by another one."""
         original = getattr(owner, name)
-        setattr(owner, name, wrap(original))
+        setattr(owner, name, new)
         self.add_undo(lambda: setattr(owner, name, original))
 
     def add_undo(self, undo: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.observe.samples import count_data
 from mlbench_core.observe.traffic import Traffic
 from mlbench_core.tracking.tracker import Tracker
 
@@ -48,6 +49,7 @@ class StepClock:
         is_open: True while training time is measured: since the first batch, outside evaluations.
         is_waiting: True during a wait for a collective.
         is_in_backward: True during a backward pass.
+        has_fetched: True after the first training batch of a DataLoader.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
     """
@@ -67,6 +69,7 @@ class StepClock:
         self.is_in_backward = False
         self.is_evaluating = False
         self.steps = 0
+        self.has_fetched = False
         self.samples = self.tokens = 0
         self.began_s: float | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -114,20 +117,34 @@ class StepClock:
         if self.is_open:
             self.tracker.record_batch_step(self._label)
 
-    def fetch_ends(self, samples: int, tokens: int) -> None:
-        """Note that the script has a batch."""
+    def fetch_ends(self, batch: Any) -> None:
+        """Note that the script has a batch, or that the data has ended.
+
+        Args:
+            batch: The batch; None at the end.
+        """
         if self.is_open:
             self.tracker.record_batch_load()
             self._label = "fwd_pass"
+            self.has_fetched = True
+            samples, tokens = count_data(batch)
             self.samples += samples
             self.tokens += tokens
 
-    def forward_begins(self) -> None:
-        """Note that DDP begins its forward pass."""
+    def forward_begins(self, inputs: Any) -> None:
+        """Note that DDP begins its forward pass.
+
+        Args:
+            inputs: Its arguments. Their samples count if the script reads no DataLoader.
+        """
         self.begin()
-        if self.is_open and self._label == "other":
+        if self._label == "other":
             self.tracker.record_batch_step("other")
             self._label = "fwd_pass"
+        if not self.has_fetched:
+            samples, tokens = count_data(inputs)
+            self.samples += samples
+            self.tokens += tokens
 
     def backward_begins(self) -> None:
         """Note that a backward pass begins."""

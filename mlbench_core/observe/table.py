@@ -57,13 +57,13 @@ def size(value: float | None) -> str | None:
     """
     if value is None:
         return None
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            break
+    if value < 1000:
+        return f"{value:.0f} B"
+    for unit in ("kB", "MB"):
         value /= 1000
-    else:
-        unit = "GB"
-    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        if value < 1000:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1000:.2f} GB"
 
 
 def observed_rows(

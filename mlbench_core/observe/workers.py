@@ -71,7 +71,7 @@ class StoreWorkers(Workers):
         """Return the content that the sender passed."""
         name = self._next_name()
         if self._rank == sender:
-            self._store.set(name, content)
+            self._store.set(name, content)  # type: ignore[arg-type]
             return content
         return self._get(name, sender)
 

@@ -1,0 +1,46 @@
+"""Count the samples and tokens of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["count_data"]
+
+
+def count_data(batch: Any) -> tuple[int, int]:
+    """Return the samples and the tokens of a batch.
+
+    Args:
+        batch: A tensor, or a sequence or mapping that has one; the first tensor counts. Integers
+            of shape (samples, length) are tokens.
+
+    Example:
+        >>> count_data((torch.zeros(8, 3), torch.zeros(8)))
+        (8, 0)
+        >>> count_data({"ids": torch.zeros(4, 16, dtype=torch.long)})
+        (4, 64)
+    """
+    first = _first_tensor(batch)
+    if first is None or first.dim() == 0:
+        return 0, 0
+    is_text = first.dim() == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
+    return first.shape[0], first.numel() if is_text else 0
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        parts = batch
+    for part in parts:
+        tensor = _first_tensor(part)
+        if tensor is not None:
+            return tensor
+    return None

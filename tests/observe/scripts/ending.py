@@ -1,0 +1,30 @@
+"""Two steps, and then the end that the second argument names."""
+
+import os
+import signal
+import sys
+
+import report
+import torch
+
+
+def fail():
+    raise RuntimeError("out of luck")
+
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 3)).mean().backward()
+    optimizer.step()
+report.save([model], [])
+match sys.argv[2]:
+    case "crash":
+        fail()
+    case "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    case "exit":
+        sys.exit(7)
+    case "message":
+        sys.exit("no data")
