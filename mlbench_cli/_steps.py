@@ -21,7 +21,7 @@ def print_steps(records: Sequence[RunRecord]) -> None:
 
     The numbers are those of the worker of rank 0, so that the parts of a step add up to it.
     """
-    columns: dict[str, Mapping[str, str | None]] = {}
+    columns: dict[str, dict[str, str | None]] = {}
     for record in records:
         rows = _rows(record)
         if rows:
