@@ -35,7 +35,10 @@ def save(models, losses, size_bytes=None, **more):
         "losses": losses,
         "bytes": size_bytes,
         "wall_s": time.perf_counter() - _begin_s if _begin_s else None,
-        "main": [__import__("__main__").__name__, os.path.basename(__import__("__main__").__file__)],
+        "main": [
+            __import__("__main__").__name__,
+            os.path.basename(__import__("__main__").__file__),
+        ],
         "argv": sys.argv,
         **more,
     }
