@@ -13,6 +13,7 @@ from mlbench_cli import _wait
 from mlbench_cli._client import RunSource, names_of, reason_of, state_of
 from mlbench_cli._output import clean, log_line, print_json, remark
 from mlbench_cli._records import compare_records, print_comparison, print_records
+from mlbench_cli._steps import print_steps, show_unmeasured
 from mlbench_core.comparison.load import load, save
 from mlbench_core.comparison.pool import pool, usable
 from mlbench_core.comparison.record import RunRecord
@@ -31,6 +32,7 @@ def follow(
     folder: Path,
     as_json: bool,
     pooled: bool,
+    is_script: bool = False,
 ) -> None:
     """Wait for the runs, save and show their results, and fail if one of them failed.
 
@@ -41,6 +43,8 @@ def follow(
         folder: The folder for the results.
         as_json: Show JSON instead of tables.
         pooled: Show one row for the repeats of a configuration, instead of one for each run.
+        is_script: The runs measure an unchanged script: show the parts of a step, too, and what was
+            not measured.
 
     Raises:
         MLBenchError: A run failed, its metrics or its output are incomplete, its result folder
@@ -65,11 +69,15 @@ def follow(
         if pooled and usable(records)[0]:
             print_comparison(compare_records(records)[1], "table")
         else:
+            if is_script:
+                print_steps(records)
             print_records(records)
         click.echo(f"results: {folder.absolute()}")
         if chart:
             click.echo(f"chart: {chart.absolute()}")
     for item in ended:
+        if is_script:
+            show_unmeasured(client, item)
         # A comparison must not mistake a run without some of its metrics for a complete one.
         missing = (item.get("job_metadata") or {}).get("missing_metrics")
         if item.get("state") != "finished":

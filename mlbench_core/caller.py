@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mlbench_core.errors import ConfigurationError
 
 __all__ = [
     "NAMED_VARIABLES",
+    "OBSERVER",
     "PREFIXES",
     "VARIABLES",
     "call_environment",
@@ -28,7 +30,9 @@ __all__ = [
     "describe_call",
     "is_carried",
     "module_command",
+    "observe_command",
     "safe_environment",
+    "split_observed",
 ]
 
 PREFIXES = (
@@ -75,6 +79,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
 """Variable of the workers that lists the variables the user chose, separated by spaces."""
+
+OBSERVER = "mlbench_core.observe"
+"""The module that measures a training script which knows nothing of MLBench."""
 
 # Like the option -P of Python 3.11, remove the first entry of sys.path: the folder of the call.
 _SAFE = (
@@ -216,3 +223,48 @@ def describe_call(folder: Path | None = None) -> dict[str, Any]:
         ConfigurationError: The current folder was deleted.
     """
     return {"cwd": call_folder(folder), "environment": call_environment()}
+
+
+def observe_command(options: Sequence[str], script: Sequence[str]) -> str:
+    """Return the command of a worker that measures an unchanged script.
+
+    Args:
+        options: Options of the observer, each followed by its value.
+        script: The script and its arguments, or ``-m`` with a module and its arguments.
+
+    Example:
+        >>> observe_command(["--method", "bf16"], ["train.py", "--lr", "1"])
+        'python -m mlbench_core.observe --method bf16 train.py --lr 1'
+    """
+    # "python" and not a path: the Python is that of the call, also on other machines.
+    return shlex.join(["python", "-m", OBSERVER, *options, *script])
+
+
+def split_observed(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]] | None:
+    """Split a command that :func:`observe_command` made.
+
+    Args:
+        words: The words of any command.
+
+    Returns:
+        The values of each option, and the script with its arguments; None for another command, and
+        for one without a script.
+
+    Example:
+        >>> split_observed("python -m mlbench_core.observe --method bf16 train.py --lr 1".split())
+        ({'--method': ['bf16']}, ['train.py', '--lr', '1'])
+        >>> split_observed(["python", "train.py"]) is None
+        True
+    """
+    if list(words[1:3]) != ["-m", OBSERVER]:
+        return None
+    options: dict[str, list[str]] = {}
+    rest = list(words[3:])
+    while len(rest) > 1 and rest[0].startswith("--"):
+        option, equals, value = rest.pop(0).partition("=")
+        if not equals:
+            value = rest.pop(0)
+        options.setdefault(option, []).append(value)
+    if not rest or rest[0].startswith("--"):
+        return None
+    return options, rest

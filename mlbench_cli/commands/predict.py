@@ -158,8 +158,12 @@ def _row(
     from mlbench_core.network.named import get_network
 
     configuration = records[0].configuration
+    names = [configuration.get("program"), configuration.get("algorithm")]
+    if configuration.get("task") is not None:
+        # The program of a task is always main.py.
+        del names[0]
     row: dict[str, Any] = {
-        "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
+        "run": ", ".join(filter(None, names)) or records[0].name,
         "network": str(network),
         "workers": workers,
         "assumption": "",

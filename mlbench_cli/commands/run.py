@@ -1,4 +1,4 @@
-"""``mlbench run``: start runs, and with ``--wait`` watch them and show their results."""
+"""``mlbench run``: start runs, watch them, and show their results."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ from mlbench_cli._output import (
     print_json,
     print_table,
     remark,
+)
+from mlbench_cli._script import (
+    Script,
+    find_script,
+    missing_script,
+    refuse_options,
+    script_options,
 )
 from mlbench_core.caller import call_folder, check_variable, describe_call
 from mlbench_core.client import settings
@@ -98,35 +105,46 @@ class _Cores(click.FloatRange):
 
 
 class _RunCommand(click.Command):
-    """A command that keeps the words after ``--`` for the script."""
+    """A command that keeps a script with all words after it, and the words after ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # click would parse the words after "--" as numbers of workers.
         cut = args.index("--") if "--" in args else len(args)
+        start = find_script(args[:cut], self)
+        script: list[str] = []
+        arguments = list(args[cut + 1 :])
+        if start is not None:
+            # A "--" after the script is one of its own words.
+            script, arguments, cut = list(args[start:]), [], start
         # ctx.obj carries the words to run(), because click has no parameter for words that it does
         # not parse.
-        ctx.obj = list(args[cut + 1 :])
+        ctx.obj = (script, arguments)
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
-            if cut < len(args):
+            if arguments:
                 raise
-            text = f"{error.format_message().rstrip('.')}. Options of the script come after '--'."
+            place = "its name" if script else "'--'"
+            text = (
+                f"{error.format_message().rstrip('.')}. Options of the script come after {place}."
+            )
             raise click.UsageError(text, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS...]"]
+        pieces = super().collect_usage_pieces(ctx)
+        return [*pieces, "[SCRIPT.py [ARGUMENTS...] | -- ARGUMENTS...]"]
 
 
 @dataclass
 class _Options:
-    """The options of one call under click's names, and the ``arguments`` after ``--``."""
+    """The options of one call under click's names, a script, and the words after ``--``."""
 
     name: str
     num_workers: tuple[int, ...]
     task: Task | None
     image: str | None
     command: str | None
+    observer: list[str]
     backend: str | None
     gpu: bool
     num_cpus: float | None
@@ -144,10 +162,11 @@ class _Options:
     env: tuple[str, ...]
     oversubscribe: bool
     replace: bool
-    wait: bool
+    wait: bool | None
     output: Path | None
     dashboard_url: str | None
     as_json: bool
+    script_words: list[str]
     arguments: list[str]
 
     def complete(self, ctx: click.Context) -> None:
@@ -161,13 +180,15 @@ class _Options:
             raise click.UsageError(
                 "--task cannot be given with --image or --command: a task has its own command"
             )
+        self._check_script_options()
         if self.output is not None and not self.wait:
             raise click.UsageError(
                 "--output needs --wait: the results are saved when the runs have ended"
             )
         self._check_engine()
         last = settings.read(settings.LAST_RUN)
-        asked = self.task is None and self.command is None and self.image is None
+        given = (self.task, self.command, self.image, self.script)
+        asked = given.count(None) == len(given)
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
         _check_name(self.name)
         numbers = self.num_workers or _ask_workers(last.get("num_workers"))
@@ -180,7 +201,7 @@ class _Options:
             if self.task is None:
                 subject, default = f"the image ({CUSTOM_IMAGE}: none)", last.get("image")
                 self.image = _ask(subject, "--image", default or CUSTOM_IMAGE)
-        if self.task is None and not self.command:
+        if self.task is None and not self.command and self.script is None:
             subject = "the command"
             if self.image not in (None, CUSTOM_IMAGE):
                 subject += f" of image {self.image}"
@@ -203,10 +224,7 @@ class _Options:
             check_backend(self.backend, self.task, self.gpu)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--backend") from None
-        try:
-            self.series.check_seeds()
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+        self._check_seeds()
         values = {
             "name": self.name,
             "num_workers": self.num_workers,
@@ -216,6 +234,42 @@ class _Options:
             "backend": self.backend,
         }
         settings.remember(settings.LAST_RUN, values)
+
+    @property
+    def script(self) -> Script | None:
+        """The script that is measured unchanged, None for a task or a command."""
+        if not self.script_words:
+            return None
+        return Script(self.script_words, self.observer)
+
+    def _check_script_options(self) -> None:
+        """Refuse options that a script cannot have, and those that only a script has."""
+        if self.wait is None:
+            # The results of a script are the reason for which it is measured.
+            self.wait = self.script is not None
+        if self.script is None:
+            refuse_options(self.observer, self.task)
+            return
+        self.script.refuse(
+            {
+                "--task": self.task,
+                "--command": self.command,
+                "--image": self.image,
+                "--container": self.container,
+                "--light": self.light,
+            }
+        )
+        self.script.check(Path(call_folder(self.cwd)))
+
+    def _check_seeds(self) -> None:
+        """Refuse seeds that the runs would not use."""
+        if self.script is not None and self.seed is None:
+            # A script that takes no seed can be repeated, too: its times are never the same.
+            return
+        try:
+            self.series.check_seeds()
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
 
     def _check_engine(self) -> None:
         """Refuse ``--container`` with another engine, and options that need a master or none."""
@@ -284,6 +338,8 @@ class _Options:
             request["engine_options"] = options
         if self.task is not None:
             return {**request, "task": self.task.key, "arguments": self.arguments}
+        if self.script is not None:
+            return {**request, "command": self.script.command}
         words = _split(self.command or "", "--command")
         line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
@@ -325,9 +381,7 @@ class _Options:
                 continue
             # The first word can be a program anywhere on the PATH.
             if position > 0 or not shutil.which(word):
-                raise click.UsageError(
-                    f"the script {path} does not exist: give its path from this folder"
-                )
+                raise missing_script(path)
 
 
 @click.command(cls=_RunCommand)
@@ -344,6 +398,7 @@ class _Options:
     "--command",
     help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.",
 )
+@script_options
 @click.option(
     "--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate."
 )
@@ -442,9 +497,12 @@ class _Options:
 )
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option(
-    "--wait",
-    is_flag=True,
-    help="Watch the runs; at their end show the results and draw the charts.",
+    "--wait/--no-wait",
+    default=None,
+    help=(
+        "Watch the runs; at their end show the results and draw the charts "
+        "(default for a script: --wait)."
+    ),
 )
 @click.option(
     "--output",
@@ -458,7 +516,13 @@ class _Options:
 def run(ctx: click.Context, **values: Any) -> None:
     """Start one run for each of NUM_WORKERS, named NAME-NUM_WORKERS.
 
-    ARGUMENTS after -- go to the task's script:
+    A training script is measured as it is, and ARGUMENTS after it go to it. Options of this command
+    come before the script. -m MODULE in place of SCRIPT.py runs a module:
+
+    \b
+        mlbench run mine 1 2 4 --network lan-1g train.py --batch-size 32
+
+    With --task, ARGUMENTS after -- go to the task's script:
 
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
@@ -472,15 +536,18 @@ def run(ctx: click.Context, **values: Any) -> None:
     On a terminal, the command asks for missing values. If no master is configured, it starts one on
     this machine.
     """
-    options = _Options(arguments=ctx.obj, **values)
+    script_words, arguments = ctx.obj
+    options = _Options(script_words=script_words, arguments=arguments, **values)
     options.complete(ctx)
+    if options.script is not None:
+        options.script.show_own_options(Path(call_folder(options.cwd)), ctx.command)
     # Before find_or_start, so that a wrong command line starts no master.
     requests = options.series.requests()
     if options.no_master:
         with _no_master.open_runs(options.name, options.data_dir) as direct:
             started = _start(direct, requests, options.replace)
             if options.wait or not options.as_json:
-                _no_master.show_submitted(direct, started, options.wait)
+                _no_master.show_submitted(direct, started, bool(options.wait))
             _finish(direct, options, started)
         return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
@@ -503,10 +570,21 @@ def run(ctx: click.Context, **values: Any) -> None:
 def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, Any]]) -> None:
     """Wait for the runs and show their results, or only describe them without ``--wait``."""
     if options.wait:
-        goal = _goal(options.task, options.light, options.arguments)
+        if options.script is not None:
+            goal = options.script.goal
+        else:
+            goal = _goal(options.task, options.light, options.arguments)
         folder = options.output or Path("mlbench-results") / options.name
         has_repeats = options.repeats is not None and options.repeats > 1
-        _follow.follow(client, started, goal, folder, options.as_json, pooled=has_repeats)
+        _follow.follow(
+            client,
+            started,
+            goal,
+            folder,
+            options.as_json,
+            pooled=has_repeats,
+            is_script=options.script is not None,
+        )
     elif options.as_json:
         print_json(started)
 
@@ -559,7 +637,9 @@ def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
         for index, task in enumerate(TASKS.values()):
             remark(f"  [{index}] task {task.key:3} {task.title} ({task.model}, {task.data})")
         remark(f"  [{len(TASKS)}] a command of your own")
-    answer = _ask("the task", "--task TASK (see 'mlbench tasks') or --command COMMAND", default)
+    answer = _ask(
+        "the task", "a script, --task TASK (see 'mlbench tasks') or --command COMMAND", default
+    )
     if answer == str(len(TASKS)):
         return None
     if answer.isdecimal() and int(answer) < len(TASKS):

@@ -22,6 +22,7 @@ from mlbench_cli._output import (
     remark,
     seconds,
 )
+from mlbench_cli._script import check_script
 from mlbench_core.caller import describe_call
 from mlbench_core.errors import MLBenchError
 from mlbench_core.sweep.estimate import Estimate, estimate
@@ -71,7 +72,7 @@ def sweep(
     dashboard_url: str | None,
     as_json: bool,
 ) -> None:
-    """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
+    """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task or script.
 
     Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only
     add runs. A run that failed is tried again once at the next start.
@@ -82,6 +83,9 @@ def sweep(
     The workers start in the folder of FILE, with the environment of this call.
     """
     described = load_sweep(file)
+    if described.script:
+        # The workers start in the folder of the file.
+        check_script(described.script, file.parent)
     folder = SweepFolder(output)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)

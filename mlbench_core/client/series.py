@@ -172,7 +172,7 @@ class RunSeries:
         if self.task is None and not self._has_seed_placeholder():
             raise ValueError(
                 f"{option} needs {SEED} in the command, for example "
-                f"--command 'train.py --seed {SEED}': otherwise all repeats are the same run"
+                f"'train.py --seed {SEED}': otherwise all repeats are the same run"
             )
 
     def requests(self) -> list[dict[str, Any]]:

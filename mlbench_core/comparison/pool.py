@@ -355,9 +355,12 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if name not in chosen and _distinct(rows, [*chosen, name]) > _distinct(rows, chosen):
             chosen.append(name)
     if not chosen and rows:
-        # One configuration alone is called by its algorithm or its program.
+        # One configuration alone is called by its algorithm or its program, and an unchanged script
+        # by both: the method alone does not say what was trained.
         names = ("algorithm", "task", "program", "series")
         chosen = list(filter(rows[0].__contains__, names))[:1]
+        if rows[0].keys() >= {"program", "algorithm"} and "task" not in rows[0]:
+            chosen = ["program", "algorithm"]
     labels = []
     for row in rows:
         parts = [_part(name, row.get(name)) for name in chosen]

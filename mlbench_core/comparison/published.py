@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.caller import split_observed
 from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
 from mlbench_core.tasks import TASKS, Task, command_options, find_image
 
@@ -108,6 +109,9 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
         configuration["task"] = task.key
     else:
         configuration["program"] = program
+    observed = split_observed(_words(command))
+    if observed is not None:
+        configuration["algorithm"] = observed[0].get("--method", ["as-is"])[-1]
     default_dataset = None
     if task and task.has_goal:
         default_dataset = task.dataset
@@ -156,14 +160,15 @@ def _goal_of(
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     """Split a command line into task, program and options, see ``command_options``."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        # A quote is not closed, which a custom command may have.
-        words = command.split()
+    words = _words(command)
+    observed = split_observed(words)
+    if observed is not None:
+        words = observed[1]
     # The program ends at the script, as in "python -u main.py"; without a script, it is the first
     # word.
     start = 0
+    if words[0] == "-m" and len(words) > 1:
+        start = 1
     for index, word in enumerate(words[:4]):
         if word.endswith(".py"):
             start = index
@@ -176,6 +181,14 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
         if (task.folder, "main.py") == (path.parent.name, path.name):
             return task, program, options
     return None, program, options
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        # A quote is not closed, which a custom command may have.
+        return command.split()
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from mlbench_core.observe.output import watch_output
 from mlbench_core.observe.script import run_script
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.environment import describe_environment
+from mlbench_core.results.environment import describe_environment, mask_command_line
+from mlbench_core.tasks import command_options
 from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.process_end import call_at_end, forget, state_after
 from mlbench_core.tracking.tracker import Tracker
@@ -55,7 +56,7 @@ class _ObservedRun:
             aim = options.goal
             goal = TimeToGoal(str(aim.metric), float(aim.threshold or 0.0), bool(aim.minimize))
         self.tracker = Tracker(
-            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False
+            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False, unit="steps"
         )
         choices = [options.method, options.optimizer]
         made = [make_method(choice) for choice in choices if choice is not None]
@@ -194,7 +195,8 @@ def _folder(options: Options, run_id: str) -> Path:
 
 
 def _configuration(options: Options, workers: int) -> Configuration:
-    settings: dict[str, Any] = {"arguments": list(options.arguments)}
+    settings = command_options(mask_command_line(options.arguments))
+    seed = str(settings.pop("seed", ""))
     if options.optimizer is not None:
         settings["optimizer"] = str(options.optimizer)
     return Configuration(
@@ -204,6 +206,8 @@ def _configuration(options: Options, workers: int) -> Configuration:
         options=settings,
         network=os.environ.get("MLBENCH_NETWORK") or None,
         goal=None if options.goal is None else options.goal.to_dict(),
+        seed=int(seed) if seed.isdecimal() else None,
+        unit="steps",
     )
 
 

@@ -204,33 +204,11 @@ class Observer:
     def _rows(
         self, totals: dict[str, Any], first: dict[str, Any], world_size: int
     ) -> dict[str, str | None]:
-        steps = totals["batches"]
-        rows = table.observed_rows(totals, first)
+        losses = [self.losses.first, self.losses.last]
+        known = [loss for loss in losses if loss is not None]
+        rows = table.run_rows(totals, first, world_size, known)
         if not self.clock.has_fetched:
             rows["  data"] = None
-        if world_size > 1:
-            hidden_s = totals["communication_total_s"] - totals["communication_exposed_s"]
-            is_measured = totals["communication_measured"]
-            wire_bytes = totals["communication_wire_bytes"]
-            rows["hidden communication"] = None
-            rows["bytes on the wire"] = None
-            if is_measured and steps:
-                rows["hidden communication"] = f"{table.seconds(hidden_s / steps)} a step"
-                if wire_bytes is not None:
-                    rows["bytes on the wire"] = f"{table.size(wire_bytes / steps)} a step"
-            else:
-                rows["  waiting"] = None
-        for name in ("samples", "tokens"):
-            count = totals[name]
-            if count and totals["train_s"]:
-                rate = count * world_size / totals["train_s"]
-                rows[f"{name} per second"] = f"{rate:,.1f}"
-        if not totals["samples"]:
-            rows["samples per second"] = None
-        loss: str | None = None
-        if self.losses.first is not None and self.losses.last is not None:
-            loss = f"{self.losses.first:.6g} first, {self.losses.last:.6g} last"
-        rows["loss"] = loss
         rows["peak memory"] = self._memory()
         return rows
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOT_MEASURED", "table"]
+__all__ = ["NOT_MEASURED", "REASONS", "run_rows", "table"]
 
 NOT_MEASURED = "not measured"
+REASONS = f"{NOT_MEASURED}: "
+"""The beginning of the line with the things that were not measured."""
 
 
 def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
@@ -30,7 +32,7 @@ def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
         lines.append(f"  {name:<{width}}  {NOT_MEASURED if text is None else text}")
     reasons = "; ".join(unmeasured)
     if reasons:
-        lines.append(f"  not measured: {reasons}")
+        lines.append(f"  {REASONS}{reasons}")
     return "\n".join(lines)
 
 
@@ -98,3 +100,42 @@ def observed_rows(
         rows[f"  {name}"] = seconds(value)
     rows["  other"] = seconds(max(0.0, train_s - sum(named.values())))
     return {**rows, **others}
+
+
+def run_rows(
+    totals: Mapping[str, Any],
+    first: Mapping[str, Any],
+    world_size: int,
+    losses: Sequence[float],
+) -> dict[str, str | None]:
+    """Return the rows of a run, by the numbers of its first worker.
+
+    Args:
+        totals: Totals of the tracker at the end.
+        first: Totals after the first step, see :func:`observed_rows`.
+        world_size: Number of workers.
+        losses: The losses in their order; empty if none was seen.
+    """
+    steps = totals["batches"]
+    rows = observed_rows(totals, first)
+    if world_size > 1:
+        hidden_s = totals["communication_total_s"] - totals["communication_exposed_s"]
+        wire_bytes = totals.get("communication_wire_bytes")
+        rows["hidden communication"] = None
+        rows["bytes on the wire"] = None
+        if totals["communication_measured"] and steps:
+            rows["hidden communication"] = f"{seconds(hidden_s / steps)} a step"
+            if wire_bytes is not None:
+                rows["bytes on the wire"] = f"{size(wire_bytes / steps)} a step"
+        else:
+            rows["  waiting"] = None
+    rows["samples per second"] = None
+    for name in ("samples", "tokens"):
+        count = totals[name]
+        if count and totals["train_s"]:
+            rate = count * world_size / totals["train_s"]
+            rows[f"{name} per second"] = f"{rate:,.1f}"
+    rows["loss"] = None
+    if losses:
+        rows["loss"] = f"{losses[0]:.6g} first, {losses[-1]:.6g} last"
+    return rows

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.arguments import hint_for
+from mlbench_core.caller import observe_command
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
+from mlbench_core.observe.method_names import parse_method
+from mlbench_core.observe.options import parse_options
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
 __all__ = [
@@ -50,6 +53,10 @@ _KEYS = (
     "title",
     "task",
     "command",
+    "script",
+    "methods",
+    "metrics",
+    "goal",
     "backend",
     "arguments",
     "light",
@@ -63,6 +70,12 @@ _KEYS = (
     "price",
     "repeat_stopped",
 )
+# Keys that a script cannot have, and the remedy.
+_NOT_OF_SCRIPT = {
+    "algorithms": "write methods in its place",
+    "variants": "write methods in its place",
+    "light": "write a goal, for example goal = 'val_loss<=1.5'",
+}
 # Options of the script that the sweep gives itself.
 _OWN_OPTIONS = ("--seed", "--light", "--backend", "--run_id")
 
@@ -81,7 +94,7 @@ class Point:
 
     Attributes:
         name: Name of the run and of its result folder.
-        algorithm: Name of the algorithm or variant.
+        algorithm: Name of the algorithm, variant or method.
         workers: Number of workers.
         network: The network as the file names it; None for one worker.
         seed: The seed.
@@ -112,7 +125,9 @@ class Sweep:
         networks: The networks by the names of the file.
         seeds: Number of seeds: 42, 43 and so on.
         task: The task, or None for a command of the user.
-        command: The command of the user, or None for a task.
+        command: The command of the user, or None for a task or a script.
+        script: The words of a script that is measured unchanged; none for a task or a command.
+        observer: Options of the observer of a script, which are the same in every run.
         backend: Communication backend.
         arguments: Arguments of every run.
         light: True to stop at the light goal.
@@ -131,6 +146,8 @@ class Sweep:
     seeds: int = 1
     task: Task | None = None
     command: str | None = None
+    script: tuple[str, ...] = ()
+    observer: tuple[str, ...] = ()
     backend: str = BACKENDS[0]
     arguments: tuple[str, ...] = ()
     light: bool = False
@@ -185,14 +202,20 @@ class Sweep:
         words = [*self.arguments, *variant.arguments]
         if self.task is not None:
             request.update(task=self.task.key, arguments=words)
+        elif self.script:
+            # The method of a script is an option of its observer.
+            options = [*variant.arguments, *self.observer]
+            request["command"] = observe_command(options, [*self.script, *self.arguments])
         else:
             request["command"] = shlex.join([*shlex.split(self.command or ""), *words])
         # The series adds the seed to the arguments, or puts it in place of {seed} in the command.
         series = RunSeries(name, (workers,), request, self.task, seed=seed)
-        try:
-            series.check_seeds()
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        # A script that takes no seed can be repeated, too: its times are never the same.
+        if not self.script:
+            try:
+                series.check_seeds()
+            except ValueError as error:
+                raise ConfigurationError(str(error)) from None
         request = {**series.requests()[0], "name": name}
         return Point(name, variant.name, workers, network, seed, request)
 
@@ -243,23 +266,28 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         if key not in _KEYS:
             hint = hint_for(key, _KEYS, "the keys are")
             raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
-    if ("task" in content) == ("command" in content):
+    if sum(key in content for key in ("task", "command", "script")) != 1:
         raise ValueError(
-            'task or command must be given, and not both: write for example task = "1a"'
+            'one of task, command and script must be given: write for example task = "1a"'
         )
     task: Task | None = None
     command: str | None = None
+    script: tuple[str, ...] = ()
     backend = BACKENDS[0]
     if "task" in content:
         task = get_task(_text(content, "task"))
         backend = task.backends[0]
-    else:
+    elif "command" in content:
         command = _command(_text(content, "command"), folder)
+    else:
+        script = tuple(shlex.split(_text(content, "script")))
+    _check_keys(content)
     if "backend" in content:
         backend = _text(content, "backend")
     check_backend(backend, task, gpu=False)
     arguments = _words(content.get("arguments", []), "arguments")
-    if option := _own_option(arguments):
+    # The sweep adds nothing to the arguments of a script.
+    if not script and (option := _own_option(arguments)):
         raise ValueError(f"arguments must not have {option}: the sweep gives it to each run")
     workers = _workers(content.get("workers"))
     seeds = content.get("seeds", 1)
@@ -285,6 +313,8 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         seeds=seeds,
         task=task,
         command=command,
+        script=script,
+        observer=_observer(content),
         backend=backend,
         arguments=arguments,
         light=_switch(content, "light", default=False),
@@ -360,8 +390,56 @@ def _command(text: str, folder: Path) -> str:
     return shlex.join(words)
 
 
+def _check_keys(content: Mapping[str, Any]) -> None:
+    """Refuse keys of a script without one, and keys that a script cannot have."""
+    if "script" in content:
+        for key, advice in _NOT_OF_SCRIPT.items():
+            if key in content:
+                raise ValueError(f"{key} must not be given with script: {advice}")
+        return
+    for key in ("methods", "metrics", "goal"):
+        if key in content:
+            raise ValueError(
+                f'{key} must be given with script only: write for example script = "train.py"'
+            )
+
+
+def _observer(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options of the observer that a file describes, except the method."""
+    metrics = content.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"metrics must be a table, not {metrics!r}: write for example "
+            "metrics = {val_loss = 'val loss ([0-9.]+)'}"
+        )
+    words = []
+    for name in metrics:
+        words += ["--metric", f"{name}={_text(metrics, name)}"]
+    if "goal" in content:
+        words += ["--goal", _text(content, "goal")]
+    # It refuses a wrong regular expression, and a goal that is not one.
+    parse_options([*words, "script.py"])
+    return tuple(words)
+
+
+def _methods(content: Mapping[str, Any]) -> list[Variant]:
+    """Return the variants of a script, which are its methods."""
+    variants = []
+    for text in _words(content.get("methods", []), "methods", '["as-is", "bf16"]'):
+        name = str(parse_method(text))
+        variants.append(Variant(name, ("--method", name)))
+    if not variants:
+        raise ValueError(
+            'methods must be given with script: write for example methods = ["as-is", "bf16"]'
+        )
+    return variants
+
+
 def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, ...]:
-    variants = [*_algorithms(content, task), *_tables(content)]
+    if "script" in content:
+        variants = _methods(content)
+    else:
+        variants = [*_algorithms(content, task), *_tables(content)]
     if not variants:
         raise ValueError(
             'algorithms must be given: write for example algorithms = ["centralized_sgd"]'
@@ -371,7 +449,8 @@ def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, .
         # The name is the label of the algorithm in all figures and tables.
         if names.count(variant.name) > 1:
             raise ValueError(
-                f"algorithms and variants must have different names, not {variant.name!r} twice"
+                "algorithms, variants and methods must have different names, "
+                f"not {variant.name!r} twice"
             )
         if not _slug(variant.name):
             raise ValueError(
@@ -465,11 +544,10 @@ def _text(content: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _words(value: Any, key: str) -> tuple[str, ...]:
+def _words(value: Any, key: str, example: str = '["--dataset", "digits"]') -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
         raise ValueError(
-            f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", '
-            '"digits"]'
+            f"{key} must be a list of texts, not {value!r}: write for example {example}"
         )
     return tuple(value)
 

@@ -345,6 +345,8 @@ def gather(
     runs of its network and number of workers are judged by their progress at the least training
     time at which one of them was stopped. So no method is stopped earlier than another.
 
+    The time of a run without a goal is that of its whole training.
+
     Args:
         places: The planned runs.
         records: The results of those that ended, by the name of their folder.
@@ -365,7 +367,8 @@ def gather(
         setting = _setting(run.network, run.workers)
         names_of_cells.setdefault((run.algorithm, *setting), []).append(run.name)
         if run.name in records:
-            judged[run.name] = _judged(records[run.name], judged_s.get(setting, limit_s))
+            record = _at_its_end(records[run.name])
+            judged[run.name] = _judged(record, judged_s.get(setting, limit_s))
     check_comparable(list(judged.values()))
     cells = []
     for (algorithm, network, workers), names in names_of_cells.items():
@@ -419,6 +422,15 @@ def _least_stopped_s(
             setting = _setting(run.network, run.workers)
             least_s[setting] = min(record.train_s, least_s.get(setting, math.inf))
     return least_s
+
+
+def _at_its_end(record: RunRecord) -> RunRecord:
+    """Return a finished run without a goal as one that reached its goal at its end."""
+    if record.goal or record.reached is not None or record.state != "finished":
+        return record
+    return dataclasses.replace(
+        record, reached=True, time_to_goal_s=record.train_s, steps_to_goal=record.batches
+    )
 
 
 def _is_late(record: RunRecord, limit_s: float | None) -> bool:

@@ -248,7 +248,8 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         hours = f"{total_s / 3600:.1f} h"
     facts = {
         "Runs": _runs_text(outcome, left_out),
-        "Goal": "; ".join(dict.fromkeys(goals)),
+        "Goal": "; ".join(dict.fromkeys(goals))
+        or "none: the times are those of the whole training",
         "Networks": "; ".join(networks),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),

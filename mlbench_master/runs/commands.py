@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from mlbench_core.caller import split_observed
 from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
@@ -415,8 +416,14 @@ def _task_command(
 
 
 def _with_flags(command: str, run: RunIn) -> str:
-    """Return the user's command with the flags of :func:`_flags` at its end, as in version 3.0."""
-    return " ".join([command, *_flags(run, shlex.split(command))])
+    """Return the user's command with the flags of :func:`_flags` at its end, as in version 3.0.
+
+    A script that is measured unchanged gets none.
+    """
+    words = shlex.split(command)
+    if split_observed(words) is not None:
+        return command
+    return " ".join([command, *_flags(run, words)])
 
 
 def _flags(run: RunIn, words: Sequence[str]) -> list[str]:

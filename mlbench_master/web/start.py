@@ -1,4 +1,4 @@
-"""The form that starts runs: a task, a command or an image, for one number of workers or several.
+"""The form that starts runs: a task, a script, a command or an image, for numbers of workers.
 
 It names and seeds its runs as ``mlbench run`` does, and starts all of them or none. After an error,
 the page shows the form again with everything that the user typed, and the error at its field.
@@ -11,15 +11,20 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import ValidationError
 
+from mlbench_core.caller import observe_command, split_observed
 from mlbench_core.client.series import RunSeries, check_backend, parse_workers
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.named import NETWORKS
+from mlbench_core.observe.method_names import METHODS, parse_method
+from mlbench_core.observe.options import parse_options
+from mlbench_core.observe.output import parse_goal, parse_metric
 from mlbench_core.tasks import (
     BACKENDS,
     TASKS,
@@ -57,6 +62,10 @@ LABELS = {
     "image_name": "Image",
     "custom_image_name": "Name of the image",
     "arguments": "Further arguments of the script",
+    "script": "Script",
+    "method": "Method",
+    "metrics": "Metrics that it prints",
+    "goal": "Goal",
     "command": "Command",
     "num_cpus": "Cores per worker",
     "backend": "Backend",
@@ -80,7 +89,13 @@ _DEFAULTS = {
     "run_all_nodes": "true",
 }
 # Fields of a request that the form has under another name.
-_FORM_NAMES = {"custom_image_command": "command"}
+_FORM_NAMES = {"custom_image_command": "command", "cwd": "script"}
+# Fields of a script that are options of its observer, and what checks them.
+_OBSERVER: dict[str, tuple[str, Callable[[str], object]]] = {
+    "method": ("--method", parse_method),
+    "metrics": ("--metric", parse_metric),
+    "goal": ("--goal", parse_goal),
+}
 _MOST_RUNS = 500
 
 router = APIRouter()
@@ -164,6 +179,7 @@ def _form_page(
         engine=engine,
         infinity=math.inf,
         networks=NETWORKS,
+        methods={name: spec for name, spec in METHODS.items() if spec.kind != "optimizer"},
         **reasons,
     )
     answer.status_code = 400 if errors else 200
@@ -206,7 +222,8 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
     # The task limits the backends of BACKENDS, not a custom one.
     limiting = task if form.get("backend") in BACKENDS else None
     read("backend", lambda backend: check_backend(backend, limiting, "gpu_enabled" in form), None)
-    if not errors:
+    # A script that takes no seed can be repeated, too: its times are never the same.
+    if not errors and (form.get("kind") != "script" or series.seed is not None):
         read(series.seed_option or "seed", lambda _: series.check_seeds(), None)
     count = len(series.num_workers) * (series.repeats or 1)
     if count > _MOST_RUNS:
@@ -268,6 +285,8 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
             return None, {"command": command}
         custom = {"custom_image_name": form.get("custom_image_name", "")}
         return None, {"image_name": image, **custom, "custom_image_command": command}
+    if kind == "script":
+        return None, _script(form)
     arguments = _split("arguments", form.get("arguments", ""))
     if kind == "image":
         try:
@@ -275,7 +294,7 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
         except ValueError as error:
             raise FormError("image_name", str(error)) from None
     if kind != "task":
-        raise FormError("kind", f"must be task, image or command, not {kind!r}: choose one")
+        raise FormError("kind", f"must be task, script, image or command, not {kind!r}: choose one")
     try:
         task = get_task(form.get("task", ""))
     except ValueError as error:
@@ -287,6 +306,36 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
             message = f"must not have {option}, which is chosen in its field: leave out one of them"
             raise FormError("arguments", message)
     return task, {"task": task.key, "arguments": [*chosen, *arguments]}
+
+
+def _script(form: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of the request for a script that is measured unchanged."""
+    words = _split("script", form.get("script", ""))
+    if not words or not Path(words[0]).is_absolute():
+        # The master does not know the folder of the user.
+        raise FormError(
+            "script",
+            f"must begin with the absolute path of a script, not {' '.join(words)[:80]!r}: "
+            "enter for example /path/to/train.py --epochs 3",
+        )
+    options = []
+    for field, (option, parse) in _OBSERVER.items():
+        values = [form.get(field, "")]
+        if field == "metrics":
+            values = _split(field, values[0])
+        for value in filter(None, values):
+            try:
+                parse(value)
+            except ConfigurationError as error:
+                raise FormError(field, str(error)) from None
+            options += [option, value]
+    try:
+        parse_options([*options, *words])
+    except ConfigurationError as error:
+        raise FormError("goal", str(error)) from None
+    command = observe_command(options, words)
+    # A script has no light goal, and it starts in its own folder.
+    return {"command": command, "light_target": False, "cwd": str(Path(words[0]).parent)}
 
 
 def _split(field: str, text: str) -> list[str]:
@@ -354,11 +403,30 @@ def _values_of(run: Run) -> dict[str, str]:
         arguments = _arguments_of(task, words)
         if arguments is not None:
             return {**values, "kind": "task", "task": task.key, **arguments}
+    observed = split_observed(words)
+    if observed is not None:
+        return {**values, "kind": "script", **_script_values(*observed, metadata)}
     command = {"command": str(run.command)}
     if run.image in ("", CUSTOM_IMAGE) or task is not None:
         return {**values, "kind": "command", **command}
     image = {"image_name": CUSTOM_IMAGE, "custom_image_name": run.image}
     return {**values, "kind": "image", **image, **command}
+
+
+def _script_values(
+    options: Mapping[str, list[str]], words: list[str], metadata: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the fields with a script that is measured unchanged, and its observer's options."""
+    # A call of the command may name a script relative to its folder.
+    path = Path(str(metadata.get("cwd") or "/"), words[0])
+    fields = {"script": shlex.join([str(path), *words[1:]])}
+    for field, (option, _) in _OBSERVER.items():
+        given = options.get(option, [])
+        if field == "metrics":
+            fields[field] = shlex.join(given)
+        elif given:
+            fields[field] = given[-1]
+    return fields
 
 
 def _arguments_of(task: Task, words: list[str]) -> dict[str, str] | None:

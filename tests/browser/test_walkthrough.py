@@ -218,6 +218,19 @@ def pages(base: str) -> dict[str, str]:
     }
 
 
+def test_the_form_has_only_the_fields_of_the_chosen_program(watched: Watched) -> None:
+    page = watched.page
+    watched.open("/runs/new/")
+    fields = ("task", "script", "method", "metrics", "goal", "command", "light_target")
+    for kind, shown in (
+        ("task", {"task", "light_target"}),
+        ("script", {"script", "method", "metrics", "goal"}),
+        ("command", {"command", "light_target"}),
+    ):
+        page.check(f"input[name=kind][value={kind}]")
+        assert {name for name in fields if page.is_visible(f"[name={name}]")} == shown
+
+
 @pytest.mark.parametrize(("width", "theme"), SCREENS, ids=lambda value: str(value))
 def test_every_page_fits_the_screen_and_is_open_to_all(
     watched: Watched, width: int, theme: str

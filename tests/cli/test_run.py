@@ -401,7 +401,8 @@ def test_notes_of_the_master_are_shown(
         (["demo"], "the number of workers is missing: give NUM_WORKERS"),
         (
             ["demo", "1"],
-            "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND",
+            "the task is missing: "
+            "give a script, --task TASK (see 'mlbench tasks') or --command COMMAND",
         ),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),

@@ -132,3 +132,16 @@ def test_ctrl_c_says_how_to_continue(
         "mlbench: ended by Ctrl-C; start the same command again to continue",
     ]
     assert [run["state"] for run in fake.runs.values()] == ["failed"]
+
+
+def test_a_script_that_does_not_exist_starts_no_run(
+    fake: FakeMaster, call: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('script = "own.py --lr 1"\nmethods = ["as-is"]\nworkers = [1]\n')
+    error = call("sweep", str(path), "--output", str(tmp_path / "out"), code=2).stderr
+    assert f"the script {tmp_path / 'own.py'} does not exist" in " ".join(error.split())
+    (tmp_path / "own.py").touch()
+    answer = call("sweep", str(path), "--output", str(tmp_path / "out"), "--dry-run")
+    assert answer.stdout.splitlines()[1].split()[:3] == ["as-is-1-s42", "as-is", "1"]
+    assert not fake.requests

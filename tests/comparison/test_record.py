@@ -308,6 +308,34 @@ def test_a_command_line_tells_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "configuration"),
+    [
+        (
+            "--method bf16 --metric 'a=(.) b' own/train.py --depth 3",
+            {"program": "own/train.py", "algorithm": "bf16", "options": {"depth": "3"}},
+        ),
+        (
+            "--method=diloco:period=5 -m own.train",
+            {"program": "-m own.train", "algorithm": "diloco:period=5", "options": {}},
+        ),
+        ("train.py", {"program": "train.py", "algorithm": "as-is", "options": {}}),
+        # Without a script it cannot run, but a user may have sent it.
+        (
+            "--method",
+            {"program": "python", "options": {"m": "mlbench_core.observe", "method": True}},
+        ),
+    ],
+)
+def test_the_configuration_of_a_script_has_its_method(
+    command: str, configuration: dict[str, Any]
+) -> None:
+    run = {"name": "a-2", "num_workers": 2, "command": f"python -m mlbench_core.observe {command}"}
+    run["image"] = "custom_image"
+    read = RunRecord.from_metrics({}, run).configuration
+    assert read == {**configuration, "workers": 2}
+
+
+@pytest.mark.parametrize(
     ("goal", "text"),
     [
         (None, "no goal"),

@@ -248,6 +248,12 @@ def test_flags_reach_the_users_own_command(client: Any) -> None:
         ("a", {"command": "main.py {rank}"}, "main.py {rank} --light --gpu"),
         ("b", {**of_image, "custom_image_command": "main.py --gpu x"}, "main.py --gpu x --light"),
         ("c", {"command": "main.py", "gpu_enabled": "false", "light_target": "False"}, "main.py"),
+        # The arguments of a script that is measured unchanged are those of its user.
+        (
+            "d",
+            {"command": "python -m mlbench_core.observe a.py"},
+            "python -m mlbench_core.observe a.py",
+        ),
     ):
         made = client.post("/api/runs/", json={"name": name, **wishes, **body}).json()
         assert made["command"] == command

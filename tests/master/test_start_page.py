@@ -13,6 +13,7 @@ import pytest
 from mlbench_core.network.named import NETWORKS
 from mlbench_core.tasks import TASKS, get_task
 from mlbench_master import create_app
+from tests.helpers.processes import ROOT
 from tests.master.helpers import IdleEngine, TestClient
 
 ATTACK = "<script>alert(1)</script>"
@@ -120,6 +121,37 @@ def test_only_the_fields_of_the_chosen_program_count(
         )
 
 
+SCRIPT = {
+    **TASK,
+    "kind": "script",
+    # The folder of a script must exist.
+    "script": f"{ROOT}/own.py --lr '1 2'",
+    "method": "power_sgd:rank=4",
+    "metrics": "'val_loss=val loss ([0-9.]+)' 'acc=(.)'",
+    "goal": "val_loss<=0.4",
+}
+
+
+def test_a_script_is_started_with_its_method_metrics_and_goal(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IdleEngine, "starts_processes", True)
+    for name, change in (("full", {}), ("bare", {"method": "", "metrics": "", "goal": ""})):
+        form = {**SCRIPT, **change, "name": name, "repeats": "2", "light_target": "true"}
+        answer = client.post("/runs/", data=form)
+        assert answer.status_code == 303, errors(answer.text)
+    full, again, bare, _ = runs(client)
+    script = f"{ROOT}/own.py --lr '1 2'"
+    assert full["command"] == (
+        "python -m mlbench_core.observe --method power_sgd:rank=4 "
+        "--metric 'val_loss=val loss ([0-9.]+)' --metric 'acc=(.)' --goal 'val_loss<=0.4' "
+        f"{script}"
+    )
+    assert again["command"] == full["command"]
+    assert bare["command"] == f"python -m mlbench_core.observe {script}"
+    assert (full["job_metadata"]["cwd"], full["light_target"]) == (str(ROOT), False)
+
+
 def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
     form = {**COMMAND, "backend": "custom_backend", "custom_backend": "mine"}
     client.post("/runs/", data={**form, "run_all_nodes": "true"})
@@ -157,7 +189,7 @@ def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
             {"num_workers": "must give at most 500 runs"},
         ),
         (TASK, {"num_cpus": "nan"}, {"num_cpus": "Input should be a finite number"}),
-        (TASK, {"kind": "other"}, {"kind": "must be task, image or command, not 'other'"}),
+        (TASK, {"kind": "other"}, {"kind": "must be task, script, image or command, not 'other'"}),
         (TASK, {"task": "9"}, {"task": "task must be one of 0, 1a"}),
         (
             TASK,
@@ -212,6 +244,15 @@ def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
             {"command": "echo", "repeats": "2"},
             {"repeats": "--repeats needs {seed} in the command"},
         ),
+        (SCRIPT, {"script": ""}, {"script": "must begin with the absolute path of a script"}),
+        (SCRIPT, {"script": "train.py"}, {"script": "absolute path of a script, not 'train.py'"}),
+        (SCRIPT, {"script": "/a.py '"}, {"script": "must be quoted as for a shell"}),
+        (SCRIPT, {"script": "/no/a.py"}, {"script": "must be a folder on the machine"}),
+        (SCRIPT, {"method": "bf61"}, {"method": "--method must be"}),
+        (SCRIPT, {"metrics": "'loss=('"}, {"metrics": "must have a regular expression"}),
+        (SCRIPT, {"goal": "loss"}, {"goal": "--goal must be NAME"}),
+        (SCRIPT, {"goal": "other<=1"}, {"goal": "must be on one of"}),
+        (SCRIPT, {"seed": "3"}, {"seed": "--seed needs {seed} in the command"}),
         # All wrong fields at once.
         (
             TASK,
@@ -234,6 +275,8 @@ def test_an_error_is_at_its_field_and_everything_typed_stays(
     wrong: dict[str, str],
 ) -> None:
     monkeypatch.setattr(IdleEngine, "gpus", ())
+    monkeypatch.setattr(IdleEngine, "starts_processes", True)
+    monkeypatch.setattr(IdleEngine, "sees_folders", True)
     typed = {**form, **change}
     answer = client.post("/runs/", data=typed)
     assert answer.status_code == 400
@@ -383,12 +426,15 @@ def test_the_form_shows_what_tasks_and_engine_offer(
             {**COMMAND, "kind": "image", "image_name": "custom_image", "custom_image_name": "me/i"},
             {"custom_image_name": "me/i"},
         ),
+        (SCRIPT, {name: SCRIPT[name] for name in ("script", "method", "metrics", "goal")}),
     ],
 )
 def test_a_run_can_be_started_again(
     client: Any, monkeypatch: pytest.MonkeyPatch, form: dict[str, str], shown: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(IdleEngine, "starts_containers", form["kind"] != "command")
+    without_image = ("command", "script")
+    monkeypatch.setattr(IdleEngine, "starts_containers", form["kind"] not in without_image)
+    monkeypatch.setattr(IdleEngine, "starts_processes", form["kind"] == "script")
     client.post("/runs/", data=form)
     first = runs(client)[0]
     (link,) = re.findall(

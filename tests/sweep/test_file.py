@@ -23,7 +23,10 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
     ("change", "message"),
     [
         ({"sedes": 3}, "key 'sedes' must be one that a sweep has: did you mean 'seeds'?"),
-        ({"command": "train.py"}, "task or command must be given, and not both"),
+        ({"command": "train.py"}, "one of task, command and script must be given"),
+        ({"script": "train.py"}, "one of task, command and script must be given"),
+        ({"methods": ["bf16"]}, "methods must be given with script only"),
+        ({"goal": "loss<=1"}, "goal must be given with script only"),
         ({"algorithms": ["power_sdg"]}, "not 'power_sdg': did you mean 'power_sgd'?"),
         ({"algorithms": "power_sgd"}, "algorithms must be a list of texts, not 'power_sgd'"),
         ({"algorithms": []}, "algorithms must be given"),
@@ -66,6 +69,57 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
 def test_a_wrong_file_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)):
         parse_sweep({**LEAST, **change})
+
+
+SCRIPT: dict[str, Any] = {"script": "train.py --lr 1", "workers": [1], "methods": ["as-is"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": []}, "methods must be given with script"),
+        (
+            {"methods": "bf16"},
+            "methods must be a list of texts, not 'bf16': write for example [\"as",
+        ),
+        ({"methods": ["bf61"]}, "bf61"),
+        ({"methods": ["power_sgd:rank=x"]}, "rank of power_sgd must be"),
+        ({"methods": ["power_sgd", "power_sgd:rank=2"]}, "not 'power_sgd' twice"),
+        ({"algorithms": ["power_sgd"]}, "algorithms must not be given with script: write methods"),
+        ({"variants": []}, "variants must not be given with script: write methods"),
+        ({"light": True}, "light must not be given with script: write a goal"),
+        ({"metrics": ["loss"]}, "metrics must be a table, not ['loss']"),
+        ({"metrics": {"loss": 3}}, "loss must be a text, not 3"),
+        ({"metrics": {"loss": "("}}, "loss"),
+        ({"goal": "loss"}, "loss"),
+        ({"goal": 3}, "goal must be a text, not 3"),
+    ],
+)
+def test_a_wrong_file_of_a_script_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)):
+        parse_sweep({**SCRIPT, **change})
+
+
+def test_the_methods_of_a_script_are_its_algorithms(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "script = 'train.py --lr 1'\narguments = ['--seed', '{seed}']\nworkers = [2]\nseeds = 2\n"
+        "networks = ['lan-1g']\nmethods = ['as-is', 'power_sgd:rank=4']\n"
+        "metrics = {val_loss = 'val loss ([0-9.]+)'}\ngoal = 'val_loss<=1.5'\n"
+    )
+    sweep = load_sweep(path)
+    points = sweep.points()
+    assert [point.name for point in points] == [
+        f"{name}-2-lan-1g-s{seed}" for seed in (42, 43) for name in ("as-is", "power-sgd-rank-4")
+    ]
+    assert points[3].algorithm == "power_sgd:rank=4"
+    assert points[3].request["command"] == (
+        "python -m mlbench_core.observe --method power_sgd:rank=4 "
+        "--metric 'val_loss=val loss ([0-9.]+)' --goal 'val_loss<=1.5' train.py --lr 1 --seed 43"
+    )
+    # A script that takes no seed can be repeated, too.
+    again = parse_sweep({**SCRIPT, "seeds": 2}).points()
+    assert len({point.request["command"] for point in again}) == 1 and len(again) == 2
 
 
 def test_names_that_would_collide_are_refused() -> None:

@@ -22,9 +22,10 @@ from mlbench_core.network.description import Link, Network
 from mlbench_core.sweep import figures as rows_figures
 from mlbench_core.sweep import page
 from mlbench_core.sweep.figure_map import draw_map
-from mlbench_core.sweep.file import Point, Sweep
+from mlbench_core.sweep.file import Point, Sweep, parse_sweep
 from mlbench_core.sweep.html import inline_svg
 from mlbench_core.sweep.outcome import Cell, Outcome, duration, gather, sent_per_worker
+from mlbench_core.sweep.tables import known_columns, table_rows
 from mlbench_core.sweep.winners import predict_map
 from mlbench_core.sweep.words import per_network, summary
 from tests.sweep import trials
@@ -371,3 +372,26 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
     assert float(height) < 72 * drawing.figure.get_size_inches()[1] - 10, (
         "the caption is text of the page"
     )
+
+
+def test_runs_without_a_goal_have_the_time_of_the_whole_training() -> None:
+    """Scripts that are measured unchanged need no goal, and know steps and no epochs."""
+    sweep = parse_sweep(
+        {"script": "a.py", "methods": ["as-is", "bf16"], "workers": [2], "networks": ["lan-1g"]}
+    )
+    records = {}
+    for point, seconds in zip(sweep.points(), (8.0, 4.0), strict=True):
+        records[point.name] = RunRecord(
+            point.name,
+            configuration={"workers": 2, "unit": "steps"},
+            train_s=seconds,
+            batches=20,
+        )
+    rows = table_rows(gather(sweep.points(), records, sweep.networks), Pricing())
+    assert [(row["algorithm"], row["median_s"], row["reached"]) for row in rows] == [
+        ("bf16", 4.0, 1),
+        ("as-is", 8.0, 1),
+    ]
+    assert rows[0]["times_as_fast"] == 2
+    assert [(row["epochs_to_goal"], row["steps_to_goal"]) for row in rows] == [(None, 20)] * 2
+    assert "Steps to goal" in [column.header for column in known_columns(rows)]
