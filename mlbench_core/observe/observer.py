@@ -107,8 +107,10 @@ class Observer:
 
     def _exchange(self, optimizer: Optimizer, *_: Any) -> None:
         """Let the methods act on the weights; a hook after each step."""
-        for method in self._methods:
-            method.after_step(optimizer)
+        # An optimizer inside another one does not end an update.
+        if self.clock.optimizer_depth == 1:
+            for method in self._methods:
+                method.after_step(optimizer)
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Refuse a GradScaler with a method on weights."""

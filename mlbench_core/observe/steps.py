@@ -52,6 +52,7 @@ class StepClock:
         is_waiting: True during a wait for a collective.
         is_in_backward: True during a backward pass.
         has_fetched: True after the first training batch of a DataLoader.
+        optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
     """
@@ -85,7 +86,7 @@ class StepClock:
         self._thread = threading.get_ident()
         # The step of the tracker that the time until the next event belongs to.
         self._label = "other"
-        self._in_optimizer = 0
+        self.optimizer_depth = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waited_for: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
@@ -164,14 +165,14 @@ class StepClock:
             self._training_goes_on()
         self.begin()
         self.is_in_backward = True
-        self.tracker.record_batch_step("opt_step" if self._in_optimizer else "fwd_pass")
+        self.tracker.record_batch_step("opt_step" if self.optimizer_depth else "fwd_pass")
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
         self.tracker.record_batch_backprop()
-        self._label = "opt_step" if self._in_optimizer else "other"
+        self._label = "opt_step" if self.optimizer_depth else "other"
         self.traffic.end_backward()
 
     def backward_fails(self) -> None:
@@ -209,19 +210,19 @@ class StepClock:
 
     def before_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
-        self._in_optimizer += 1
-        if self._in_optimizer == 1 and self.is_open:
+        self.optimizer_depth += 1
+        if self.optimizer_depth == 1 and self.is_open:
             # The time since the backward pass is that of clipping and of unscaling.
             self.tracker.record_batch_opt_step()
             self._label = "opt_step"
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
-        self._in_optimizer -= 1
+        self.optimizer_depth -= 1
         if self._waited_for:
             self._waited_for.discard(optimizer)
         # An optimizer that steps inside another one is a part of it.
-        if self._in_optimizer or not self.is_open:
+        if self.optimizer_depth or not self.is_open:
             return
         self.tracker.record_batch_opt_step()
         self._label = "backprop" if self.is_in_backward else "other"
@@ -290,7 +291,7 @@ class StepClock:
 
     def begin_evaluation(self) -> None:
         """Stop the clock of training for an evaluation."""
-        if self.is_open and not self.is_in_backward and not self._in_optimizer:
+        if self.is_open and not self.is_in_backward and not self.optimizer_depth:
             self.tracker.record_batch_step(self._label)
             self.tracker.validation_start()
             self.is_open, self.is_evaluating = False, True
