@@ -128,6 +128,11 @@ def foreach_div_(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     torch._foreach_div_(tensors, divisor)  # type: ignore[call-overload]
 
 
+def sparse_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the values and the indices of a sparse tensor."""
+    return tensor._values().nbytes + tensor._indices().nbytes
+
+
 def version(tensor: Tensor) -> int:
     """Return a number that every change of a tensor in place increases."""
     return tensor._version
@@ -265,9 +270,12 @@ PARTS = (
     Part(
         "observe",
         "the loss of a micro-batch before a script divides it by their number",
-        ("_saved_other",),
-        "utils/data/../../_C/_autograd.pyi",
+        (
+            "_C._functions.DivBackward0._saved_other",
+            "_C._functions.MulBackward0._saved_other",
+        ),
     ),
+    Part("observe", "the bytes of a sparse gradient", ("Tensor._values", "Tensor._indices")),
     Part(
         "aggregation.pytorch.transport.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",

@@ -5,6 +5,8 @@ The printed ratio is the median of the ratios of adjacent blocks; the processor 
 whole process, with the threads of Gloo.
 
     python benchmarks/micro/observe_overhead.py [--workers 1 2] [--blocks 21] [--steps 40]
+
+With ``--width 16 --batch 8`` the steps are short, and the processor time is less noisy.
 """
 
 from __future__ import annotations
@@ -26,21 +28,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from mlbench_core.observe.observer import Observer
 from mlbench_core.tracking.tracker import Tracker
 
-WIDTH = int(os.environ.get("W", 400))
-BATCH = int(os.environ.get("B", 200))
 
-
-def trainer(workers: int) -> Callable[[int], None]:
-    """Return a function that takes a number of steps of about 10 ms."""
+def trainer(workers: int, width: int, batch: int) -> Callable[[int], None]:
+    """Return a function that takes a number of steps."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model: nn.Module = nn.Sequential(*layers)
     if workers > 1:
-        # Four buckets, as many as those of a model of 100 MB have by default.
+        # Three buckets with the default width, as many as those of a model of 50 MB by default.
         model = DistributedDataParallel(model, bucket_cap_mb=0.7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.randn(4 * BATCH, WIDTH), torch.randn(4 * BATCH, WIDTH))
-    loader = DataLoader(data, batch_sampler=[range(k * BATCH, (k + 1) * BATCH) for k in range(4)])
+    data = TensorDataset(torch.randn(4 * batch, width), torch.randn(4 * batch, width))
+    loader = DataLoader(data, batch_sampler=[range(k * batch, (k + 1) * batch) for k in range(4)])
 
     def train(steps: int) -> None:
         for _ in range(steps // 4):
@@ -52,15 +51,16 @@ def trainer(workers: int) -> Callable[[int], None]:
     return train
 
 
-def measure(rank: int, workers: int, blocks: int, steps: int, file: str) -> None:
+def measure(rank: int, workers: int, args: argparse.Namespace, file: str) -> None:
     """Print the overhead; run by each worker."""
+    blocks, steps = args.blocks, args.steps
     torch.set_num_threads(1)
     if workers > 1:
         dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=workers)
     observer = Observer(Tracker([], "overhead", rank, progress=False))
-    plain = trainer(workers)
+    plain = trainer(workers, args.width, args.batch)
     with observer:
-        observed = trainer(workers)
+        observed = trainer(workers, args.width, args.batch)
         observed(8)
     plain(8)
     ratios, extra_s, steps_s = [], [], []
@@ -97,11 +97,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--blocks", type=int, default=21)
     parser.add_argument("--steps", type=int, default=40, help="steps of a block, a multiple of 4")
+    parser.add_argument("--width", type=int, default=400, help="width of the four layers")
+    parser.add_argument("--batch", type=int, default=200, help="samples of a step")
     args = parser.parse_args()
     for workers in args.workers:
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "store")
-            mp.spawn(measure, (workers, args.blocks, args.steps, file), nprocs=workers)
+            mp.spawn(measure, (workers, args, file), nprocs=workers)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,21 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
 from mlbench_core.distributed.environment import Place, detect_environment
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.evaluation.goals import TimeToGoal
-from mlbench_core.observe.options import Options, parse_options
+from mlbench_core.observe.options import USAGE, Options, parse_options
 from mlbench_core.observe.output import watch_output
 from mlbench_core.observe.script import run_script
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment, mask_command_line
 from mlbench_core.tasks import command_options
+from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.process_end import call_at_end, forget, state_after
 from mlbench_core.tracking.tracker import Tracker
 
@@ -58,9 +60,24 @@ class _ObservedRun:
         )
         choices = [options.method, options.optimizer]
         made = [make_method(choice) for choice in choices if choice is not None]
-        self.observer = Observer(self.tracker, [method for method in made if method is not None])
+        methods = [method for method in made if method is not None]
+        self.observer = Observer(self.tracker, methods, on_begin=self._describe)
         watch_output(options.metrics, self._record)
         self._is_over = False
+
+    def _describe(self) -> None:
+        """Add to the configuration what is known only when training begins."""
+        import torch
+
+        from mlbench_core.distributed.pytorch import process_groups
+
+        self.results.sink.configure(
+            {
+                "backend": process_groups.backend() if process_groups.is_distributed() else None,
+                "threads": torch.get_num_threads(),
+                "device": "cuda" if cuda_in_use() else "cpu",
+            }
+        )
 
     def _record(self, name: str, value: float) -> None:
         tracker = self.tracker
@@ -82,6 +99,7 @@ class _ObservedRun:
         if error is None:
             self.tracker.publish_summary(self.world_size)
         self.tracker.end(error=error)
+        self.results.sink.add_to_end({"not_measured": self.observer.unmeasured()})
         try:
             self.results.__exit__(type(error) if error else None, error, None)
         finally:
@@ -102,8 +120,12 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: The command line; None for that of this process.
     """
+    words = sys.argv[1:] if words is None else words
+    if words[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"usage: python -m mlbench_core.observe {USAGE}\n")
+        return
     try:
-        options = parse_options(sys.argv[1:] if words is None else words)
+        options = parse_options(words)
         place = detect_environment().place()
         # A script finds its place in the variables of torchrun, however it was launched.
         for name, value in place.variables().items():
@@ -142,11 +164,7 @@ def _end_as_python(error: BaseException) -> None:
     """End the process as an exception of a script ends it."""
     if isinstance(error, SystemExit):
         raise error
-    trace = error.__traceback__
-    # The frames of this package come first.
-    package = os.path.dirname(__file__)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
-        trace = trace.tb_next
+    trace = _without_own_frames(error.__traceback__)
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
@@ -155,6 +173,20 @@ def _end_as_python(error: BaseException) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise SystemExit(1)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package, as the script would have it."""
+    package = os.path.dirname(__file__) + os.sep
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(package):
+            kept.append(trace)
+        trace = trace.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
 
 
 def _folder(options: Options, run_id: str) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mlbench_core import torch_private
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.observe.methods import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
+from mlbench_core.tracking.clock import cuda_in_use
 
 __all__ = ["CommunicationObserver"]
 
@@ -32,10 +37,12 @@ _COLLECTIVES = {
     "all_gather": ("tensor", "all_gather"),
     "all_gather_coalesced": ("input_tensor_list", "all_gather"),
     "all_gather_into_tensor": ("input_tensor", "all_gather"),
+    "all_gather_single": ("input_tensor", "all_gather"),
     "gather": ("tensor", "broadcast"),
     "scatter": ("tensor", "broadcast"),
     "reduce_scatter": ("input_list", "reduce_scatter"),
     "reduce_scatter_tensor": ("input", "reduce_scatter"),
+    "reduce_scatter_single": ("input", "reduce_scatter"),
     "all_to_all": ("input_tensor_list", "reduce_scatter"),
     "all_to_all_single": ("input", "reduce_scatter"),
     "send": ("tensor", "neighbors"),
@@ -45,6 +52,10 @@ _COLLECTIVES = {
     "irecv": (None, ""),
     "barrier": (None, ""),
 }
+_ON_STREAMS = "the time of asynchronous collectives on GPUs, outside DistributedDataParallel's hook"
+# Works that are not waited for are forgotten beyond this number.
+_MOST_WORKS = 1000
+
 # The clock of the script of this process.
 _clock: StepClock | None = None
 
@@ -58,14 +69,14 @@ class _HookState:
     Attributes:
         observer: Receives the times.
         group: DDP's process group.
-        factor: The mean is the sum times this number, as DDP computes it without a hook.
+        size: Its number of workers.
         state: State of the hook of the script or of the method.
         hook: That hook; None for DDP's default.
     """
 
     observer: CommunicationObserver
     group: Any
-    factor: float
+    size: int
     state: Any = None
     hook: Callable[[Any, Any], Any] | None = None
 
@@ -96,6 +107,9 @@ class CommunicationObserver:
         self._exchanged: weakref.WeakKeyDictionary[DistributedDataParallel, Method] = (
             weakref.WeakKeyDictionary()
         )
+        self._method_clock = CommunicationClock()
+        self._nested = threading.local()
+        # Collectives whose end nobody has waited for yet.
         self._sent_s: dict[Any, float] = {}
         self.unmeasured: dict[str, None] = {}
 
@@ -130,33 +144,61 @@ class CommunicationObserver:
         is_always_async = name in _ALWAYS_ASYNC
         clock, traffic = self.clock, self.clock.traffic
 
+        nested, gathers = self._nested, op == "all_gather"
+
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            # Before training, in an evaluation, and inside another collective nothing is counted.
-            if not clock.is_open or clock.is_waiting:
+            if gathers and clock.began_s is None:
+                clock.gather_begins()
+            # Before training, in an evaluation, and inside another collective nothing is counted:
+            # some functions call each other.
+            if not clock.is_open or clock.is_waiting or getattr(nested, "is_inside", False):
                 return original(*args, **kwargs)
             is_async = is_always_async or _argument(args, kwargs, async_at, "async_op")
-            if payload is not None:
-                group = _argument(args, kwargs, group_at, "group")
+            if payload is not None and not self._is_of_method(inspect.currentframe()):
                 size_bytes = _size_bytes(_argument(args, kwargs, payload_at, payload))
-                workers = dist.get_world_size(group)
+                workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
                 if workers > 1:
                     traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
-            if traffic.in_hook or not clock.is_here():
-                return original(*args, **kwargs)
-            if is_async:
-                begin_s = time.perf_counter()
-                work = original(*args, **kwargs)
-                if work is not None:
-                    self._sent_s[work] = begin_s
-                return work
-            clock.wait_begins()
+            waits = not (is_async or traffic.in_hook) and clock.is_here()
+            begin_s = time.perf_counter()
+            nested.is_inside = True
+            if waits:
+                clock.wait_begins()
             try:
-                return original(*args, **kwargs)
+                work = original(*args, **kwargs)
             finally:
-                clock.wait_ends()
+                nested.is_inside = False
+                if waits:
+                    clock.wait_ends()
+            if is_async and work is not None and not traffic.in_hook:
+                if len(self._sent_s) >= _MOST_WORKS:
+                    self._sent_s.clear()
+                self._sent_s[work] = begin_s
+            return work
 
         return observed
+
+    def _is_of_method(self, frame: FrameType | None) -> bool:
+        """Return True if the caller of a frame sends a message of a method.
+
+        The library counts the collectives that its own transports make of such messages.
+        """
+        if not self._methods or frame is None or frame.f_back is None:
+            return False
+        name = str(frame.f_back.f_globals.get("__name__"))
+        return name.startswith("mlbench_core.") and name != __name__
+
+    def end_step(self) -> None:
+        """Take over the collectives that the methods have counted."""
+        if self._methods:
+            self._method_clock.report(self)
+
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
+        """Count collectives of a method, as a tracker does."""
+        self.clock.traffic.add(op, group, size_bytes, overlapped, calls)
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         clock, sent_s = self.clock, self._sent_s
@@ -167,7 +209,11 @@ class CommunicationObserver:
             # A work that the wrapper above did not return, such as that of DDP's hook.
             if begin_s is None or not clock.is_open or clock.is_waiting:
                 return original(work, *args, **kwargs)
-            clock.traffic.add_hidden(time.perf_counter() - begin_s)
+            if cuda_in_use():
+                # The host does not wait for it, so its times say nothing.
+                self.unmeasured[_ON_STREAMS] = None
+            else:
+                clock.traffic.add_hidden(time.perf_counter() - begin_s)
             clock.wait_begins()
             try:
                 return original(work, *args, **kwargs)
@@ -211,11 +257,12 @@ class CommunicationObserver:
                 f"{size} workers, as a hook would change the last bit of gradients"
             ] = None
             return
-        self._hooks[model] = _HookState(self, model.process_group, 1.0 / size)
+        self._hooks[model] = _HookState(self, model.process_group, size)
         self._register_original(model, self._hooks[model], _observed_hook)
 
     def _register_observed(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
-        self._hooks[model] = _HookState(self, model.process_group, 1.0, state, hook)
+        group = model.process_group
+        self._hooks[model] = _HookState(self, group, dist.get_world_size(group), state, hook)
         self._register_original(model, self._hooks[model], _observed_hook)
 
     def _register(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,11 +308,14 @@ def _observed_hook(state, bucket):  # type: ignore[no-untyped-def]
             future = state.hook(state.state, bucket)
         else:
             if tensor.is_sparse:
-                tensor.div_(round(1 / state.factor))
+                tensor.div_(state.size)
             else:
-                tensor.mul_(state.factor)
-            work = dist.all_reduce(tensor, group=state.group, async_op=True)
-            future = work.get_future()
+                # DDP multiplies gradients by this number. Division gives other bits.
+                tensor.mul_(1.0 / state.size)
+            # The method of the group, as DDP calls it: torch.distributed's function takes longer.
+            future = state.group.allreduce([tensor]).get_future()
+            if state.observer.clock.is_open and state.size > 1:
+                traffic.add("all_reduce", state.size, _size_bytes(tensor), True)
     finally:
         traffic.in_hook = False
     is_default = state.hook is None
@@ -292,6 +342,6 @@ def _size_bytes(payload: Any) -> int:
     """Return the bytes of a tensor or of a list of tensors."""
     if isinstance(payload, torch.Tensor):
         if payload.is_sparse:
-            return int(payload._nnz()) * payload.element_size()
+            return torch_private.sparse_bytes(payload)
         return payload.nbytes
     return sum(map(_size_bytes, payload or ()))

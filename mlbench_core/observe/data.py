@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class DataObserver:
         self._patches = Patches()
         self._patched: set[type] = set()
         self._evaluated: nn.Module | None = None
+        self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch."""
@@ -75,7 +77,12 @@ class DataObserver:
         @functools.wraps(original)
         def observed(module: nn.Module) -> Any:
             result = original(module)
-            if self._clock.is_open and self._clock.is_here():
+            if not self._clock.is_open or not self._clock.is_here():
+                return result
+            # A model that is never trained, such as a teacher, begins no evaluation.
+            if module not in self._trained:
+                self._trained[module] = self._clock.trains(module)
+            if self._trained[module]:
                 self._evaluated = module
                 self._clock.begin_evaluation()
             return result

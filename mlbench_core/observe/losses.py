@@ -59,8 +59,10 @@ class LossObserver:
             clock.backward_begins()
             try:
                 original(tensors, *args, **kwargs)
-            finally:
-                clock.backward_ends()
+            except BaseException:
+                clock.backward_fails()
+                raise
+            clock.backward_ends()
 
         return backward
 

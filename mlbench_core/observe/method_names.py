@@ -13,7 +13,15 @@ from typing import Any, Literal
 from mlbench_core.arguments import hint_for
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["METHODS", "MethodChoice", "MethodSpec", "Option", "parse_method", "parse_optimizer"]
+__all__ = [
+    "METHODS",
+    "MethodChoice",
+    "MethodSpec",
+    "Option",
+    "check_together",
+    "parse_method",
+    "parse_optimizer",
+]
 
 Kind = Literal["as-is", "gradients", "weights", "optimizer"]
 
@@ -77,12 +85,15 @@ class MethodSpec:
         help: One line.
         page: The page of the algorithm below ``docs/algorithms``, without its ending.
         options: By name.
+        exchanges_steps: True for an optimizer whose workers exchange their steps, without DDP's
+            average of gradients.
     """
 
     kind: Kind
     help: str
     page: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    exchanges_steps: bool = False
 
 
 def _integer(default: int, least: int = 1, most: float = math.inf) -> Option:
@@ -162,10 +173,11 @@ METHODS: dict[str, MethodSpec] = {
     "dion": MethodSpec(
         "optimizer", "Orthonormal updates of low rank", "dion",
         {**_FROM_SCRIPT, "rank": _integer(8), "momentum": _number(0.9, most=1)},
+        exchanges_steps=True,
     ),
     "one_bit_adam": MethodSpec(
         "optimizer", "Adam, and after a warm-up one bit per weight", "one_bit_adam",
-        {**_FROM_SCRIPT, "warmup_steps": _integer(20)},
+        {**_FROM_SCRIPT, "warmup_steps": _integer(20)}, exchanges_steps=True,
     ),
 }  # fmt: skip
 """The methods by name: those of ``--method``, and with the kind optimizer those of
@@ -255,6 +267,23 @@ def parse_optimizer(text: str) -> MethodChoice:
             f"write --method {text}"
         )
     return choice
+
+
+def check_together(method: MethodChoice, optimizer: MethodChoice) -> None:
+    """Raise an error if an optimizer exchanges its steps itself and a method is given, too.
+
+    Args:
+        method: The value of ``--method``.
+        optimizer: The value of ``--optimizer``.
+
+    Raises:
+        ConfigurationError: The two cannot be combined.
+    """
+    if METHODS[optimizer.name].exchanges_steps and method.kind != "as-is":
+        raise ConfigurationError(
+            f"--method must be as-is with --optimizer {optimizer}, which exchanges its steps "
+            f"itself, not {method}: leave one of the two out"
+        )
 
 
 def _parse(flag: str, text: str) -> MethodChoice:

@@ -13,16 +13,16 @@ again from zero.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -47,9 +47,10 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
     as_ddp_hook,
 )
+from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import MethodChoice
+from mlbench_core.observe.method_names import METHODS, MethodChoice
 from mlbench_core.optim.pytorch import Dion, MuonAdamW, OneBitAdam
 from mlbench_core.optim.pytorch.periodic import make_outer_optimizer
 
@@ -105,7 +106,8 @@ class Method:
     def after_step(self, optimizer: Optimizer) -> None:
         """Act on the weights; call it after a step of the script's optimizer that ends an update.
 
-        All workers call it equally often.
+        All workers call it equally often. Weights of a model without a backward pass since the last
+        call stay as they are.
         """
 
     def new_optimizer(
@@ -114,12 +116,14 @@ class Method:
         """Return the optimizer to use in place of ``cls(*args, **kwargs)``."""
         return cls(*args, **kwargs)
 
-    def _make(self, makers: Mapping[str, Callable[..., Any]], *args: Any, **options: Any) -> Any:
-        """Call the maker of this method; errors about its options name the method."""
-        try:
-            return makers[self.choice.name](*args, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{self.choice} cannot be used here: {error}") from error
+
+@contextlib.contextmanager
+def _naming(choice: MethodChoice) -> Iterator[None]:
+    """Let errors about options or the model name the method."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{choice} cannot be used here: {error}") from error
 
 
 class _OnGradients(Method):
@@ -127,33 +131,10 @@ class _OnGradients(Method):
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
         """See :meth:`Method.hook`."""
-        aggregation = self._make(
-            _ON_GRADIENTS,
-            ddp_model.module,
-            process_group=ddp_model.process_group,
-            **self.choice.options,
-        )
-        return as_ddp_hook(aggregation, ddp_model)
-
-
-class _Weights:
-    """The weights of a model, and their aggregation after each step."""
-
-    def __init__(self, model: nn.Module, aggregation: Aggregation) -> None:
-        self.model = model
-        self._aggregate = aggregation.agg_model()
-        if isinstance(aggregation, PeriodicAggregation):
-            aggregation = aggregation.inside
-        self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
-
-    def share(self) -> None:
-        """Share the weights before the first step with an aggregation that takes outer steps."""
-        if self._outer is not None:
-            self._outer.start(self.model)
-
-    def aggregate(self) -> None:
-        """Replace the weights by the workers' result, if it is due."""
-        self._aggregate(self.model, AVG_WORLD)
+        make, group = _ON_GRADIENTS[self.choice.name], ddp_model.process_group
+        with _naming(self.choice):
+            aggregation = make(ddp_model.module, process_group=group, **self.choice.options)
+            return as_ddp_hook(aggregation, ddp_model)
 
 
 class _OnWeights(Method):
@@ -161,18 +142,22 @@ class _OnWeights(Method):
 
     def __init__(self, choice: MethodChoice) -> None:
         super().__init__(choice)
-        self._models: list[_Weights] = []
+        self._count = 0
+        # Models that had a backward pass since the last call of after_step, by their number. A
+        # script may train one of several models, or replace a model by a new one.
+        self._trained: dict[int, _Weights] = {}
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
         """See :meth:`Method.hook`."""
-        group = ddp_model.process_group
-        aggregation = self._make(_ON_WEIGHTS, process_group=group, **self.choice.options)
+        make, group = _ON_WEIGHTS[self.choice.name], ddp_model.process_group
+        with _naming(self.choice):
+            aggregation = make(process_group=group, **self.choice.options)
+            refuse_complex(aggregation, dict(ddp_model.module.named_parameters()))
         # The method combines buffers with the weights. DDP would overwrite them in each forward
         # pass by those of the first worker.
         ddp_model.broadcast_buffers = False
-        weights = _Weights(ddp_model.module, aggregation)
-        self._models.append(weights)
-        return weights, _leave_gradients
+        self._count += 1
+        return _Weights(self._trained, self._count, ddp_model.module, aggregation), _pass_weights
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -180,16 +165,65 @@ class _OnWeights(Method):
         # They take a step of size 0, perhaps on one worker alone, to create the optimizer's state.
         if torch_private.is_called_by_checkpoint_functions():
             return
-        for weights in self._models:
+        # All workers send in one order, that in which they made their models.
+        trained = sorted(self._trained.items())
+        self._trained.clear()
+        for _, weights in trained:
             weights.aggregate()
 
 
+class _Weights:
+    """The weights of a model and their aggregation; the state of DDP's hook.
+
+    Args:
+        trained: Receives these weights in each backward pass, under ``number``.
+        number: Number of the model in the script.
+        model: The model without DDP.
+        aggregation: An aggregation of weights.
+    """
+
+    def __init__(
+        self,
+        trained: dict[int, _Weights],
+        number: int,
+        model: nn.Module,
+        aggregation: Aggregation,
+    ) -> None:
+        self._trained = trained
+        self._number = number
+        self._model = model
+        self._aggregate = aggregation.agg_model()
+        if isinstance(aggregation, PeriodicAggregation):
+            aggregation = aggregation.inside
+        self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
+
+    def begin(self) -> None:
+        """Note a backward pass, and share the weights if it is the first one."""
+        self._trained[self._number] = self
+        # Not earlier, because a script may load a checkpoint after it wrapped the model.
+        if self._outer is not None:
+            self._outer.start(self._model)
+
+    def aggregate(self) -> None:
+        """Replace the weights by the workers' result, if it is due."""
+        self._aggregate(self._model, AVG_WORLD)
+
+
 # DDP compares the annotations of a hook with types, which postponed ones are not.
-def _leave_gradients(weights, bucket):  # type: ignore[no-untyped-def]
+def _pass_weights(weights, bucket):  # type: ignore[no-untyped-def]
+    """Leave a bucket as it is, and note the backward pass."""
+    weights.begin()
+    return _pass_bucket(None, bucket)
+
+
+def _pass_bucket(_, bucket):  # type: ignore[no-untyped-def]
     """Leave a bucket as it is."""
-    # Not earlier, because a script may load a checkpoint after it wrapped the model.
-    weights.share()
-    return noop_hook(None, bucket)
+    memory = bucket.buffer()
+    # With its device, the future makes the stream that waits for it wait for the gradients.
+    devices = [memory.device] if memory.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(memory)
+    return future
 
 
 class _OfOptimizer(Method):
@@ -197,10 +231,9 @@ class _OfOptimizer(Method):
 
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any] | None:
         """See :meth:`Method.hook`."""
-        # Muon steps along DDP's average. The other optimizers exchange their steps themselves.
-        if self.choice.name == "muon":
-            return None
-        return None, noop_hook
+        if METHODS[self.choice.name].exchanges_steps:
+            return None, _pass_bucket
+        return None
 
     def new_optimizer(
         self, cls: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -232,7 +265,8 @@ class _OfOptimizer(Method):
         for name in ("lr", "weight_decay", "betas", "eps"):
             if name in bound.arguments and name not in given:
                 taken[name] = bound.arguments[name]
-        return self._make(_OPTIMIZERS, _groups(params, given), **taken, **given)  # type: ignore[no-any-return]
+        with _naming(self.choice):
+            return _OPTIMIZERS[self.choice.name](_groups(params, given), **taken, **given)
 
 
 def _groups(params: Any, given: Mapping[str, Any]) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -28,6 +30,7 @@ from mlbench_core.tracking.tracker import Tracker
 __all__ = ["Observer"]
 
 _FIRST_STEP_S = 60.0
+_OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 
 
 class Observer:
@@ -36,6 +39,7 @@ class Observer:
     Args:
         tracker: Receives all numbers.
         methods: The methods that take the place of the script's own exchange or optimizer.
+        on_begin: Called before training begins.
         first_step_s: A notice is printed if no step was seen after this number of seconds.
         interval_s: Seconds of an interval of steps, after which numbers are read and sent.
 
@@ -49,13 +53,14 @@ class Observer:
         tracker: Tracker,
         methods: Sequence[Method] = (),
         *,
+        on_begin: Callable[[], None] = lambda: None,
         first_step_s: float = _FIRST_STEP_S,
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
         self._methods = methods
         self.losses = LossObserver(tracker)
-        self.clock = StepClock(tracker, Traffic(), self._read, self.losses.end_step, interval_s)
+        self.clock = StepClock(tracker, Traffic(), self._read, self._end_step, on_begin, interval_s)
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
@@ -74,6 +79,7 @@ class Observer:
             hooks.append(register_optimizer_step_pre_hook(self._check_methods))
             hooks.append(register_optimizer_step_post_hook(self._exchange))
             self._replace_optimizers()
+            patches.replace(torch.amp.GradScaler, "scale", self._scale)
         hooks.append(register_optimizer_step_post_hook(clock.after_optimizer))
         for hook in hooks:
             patches.add_undo(hook.remove)
@@ -86,8 +92,7 @@ class Observer:
         if self._notice is not None:
             self._notice.cancel()
         self._patches.restore()
-        self.clock.end_evaluation()
-        self.clock.end_interval()
+        self.clock.close()
 
     # ------------------------------------------------------------------ methods
 
@@ -96,14 +101,27 @@ class Observer:
         if self.communication.models:
             return
         obstacle: Obstacle = "no DDP"
-        if any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]):
+        if _is_sharded(optimizer):
             obstacle = "FSDP"
         raise refusal(self._methods[0].choice, obstacle)
 
     def _exchange(self, optimizer: Optimizer, *_: Any) -> None:
         """Let the methods act on the weights; a hook after each step."""
-        for method in self._methods:
-            method.after_step(optimizer)
+        # An optimizer inside another one does not end an update.
+        if self.clock.optimizer_depth == 1:
+            for method in self._methods:
+                method.after_step(optimizer)
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse a GradScaler with a method on weights."""
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            for method in self._methods:
+                if method.choice.kind == "weights" and scaler.is_enabled():
+                    raise refusal(method.choice, "GradScaler")
+            return original(scaler, outputs)
+
+        return scale
 
     def _replace_optimizers(self) -> None:
         """Let a call of the constructor of an optimizer return that of a method."""
@@ -114,7 +132,13 @@ class Observer:
 
         def new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
             nonlocal is_making
-            if is_making:
+            # Optimizers of the library and of torch may have others inside, and a copy passes no
+            # arguments.
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            module = str(caller.f_globals.get("__name__")) if caller is not None else ""
+            is_inside = module.startswith(("torch.", "mlbench_core."))
+            if is_making or is_inside or not (args or kwargs):
                 return object.__new__(cls)
             is_making = True
             try:
@@ -132,10 +156,17 @@ class Observer:
 
         return init
 
+    def _end_step(self) -> None:
+        self.losses.end_step()
+        self.communication.end_step()
+
     def _read(self) -> None:
         self.losses.read()
-        if self._first is None and self.clock.steps:
+        optimizer = self.clock.optimizer
+        if self._first is None and optimizer is not None:
             self._first = self.tracker.totals()
+            if _is_sharded(optimizer):
+                self.communication.unmeasured[_OF_DTENSOR] = None
 
     def _say_no_step(self) -> None:
         if self.clock.steps == 0:
@@ -191,3 +222,8 @@ class Observer:
         factor = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
         return f"{table.size(peak)} of the process"
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Return True if the parameters of an optimizer are those of FSDP2 or another DTensor."""
+    return any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])

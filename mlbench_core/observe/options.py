@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import MethodChoice, parse_method, parse_optimizer
+from mlbench_core.observe.method_names import (
+    MethodChoice,
+    check_together,
+    parse_method,
+    parse_optimizer,
+)
 from mlbench_core.observe.output import Metric, parse_goal, parse_metric
 from mlbench_core.run_terms import GoalAim
 
@@ -90,6 +95,8 @@ def parse_options(words: Sequence[str]) -> Options:
         del rest[0]
     if not rest:
         parser.error("a script is missing")
+    if parsed.optimizer is not None:
+        check_together(parsed.method, parsed.optimizer)
     names = {metric.name for metric in parsed.metric} | {*_OBSERVED_METRICS}
     if parsed.goal is not None and parsed.goal.metric not in names:
         raise ConfigurationError(

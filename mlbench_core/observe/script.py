@@ -49,7 +49,8 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
     sys.argv[:] = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
     main = types.ModuleType("__main__")
-    main.__file__ = script if sys.version_info < (3, 9) else os.path.abspath(script)
+    # Python joins the two without removing "." from the path.
+    main.__file__ = os.path.join(os.getcwd(), script)
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
     main.__spec__ = None

@@ -23,6 +23,7 @@ from mlbench_core.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = ["StepClock"]
 
@@ -43,6 +44,7 @@ class StepClock:
         traffic: The communication of this worker.
         read_losses: Called at the end of an interval.
         end_step: Called at the end of a step.
+        on_begin: Called before training begins.
         interval_s: Seconds of an interval.
 
     Attributes:
@@ -50,6 +52,7 @@ class StepClock:
         is_waiting: True during a wait for a collective.
         is_in_backward: True during a backward pass.
         has_fetched: True after the first training batch of a DataLoader.
+        optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
     """
@@ -60,6 +63,7 @@ class StepClock:
         traffic: Traffic,
         read_losses: Callable[[], None],
         end_step: Callable[[], None],
+        on_begin: Callable[[], None],
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
@@ -69,18 +73,20 @@ class StepClock:
         self.is_in_backward = False
         self.is_evaluating = False
         self.steps = 0
+        self._steps_before = 0
         self.has_fetched = False
         self.samples = self.tokens = 0
         self.began_s: float | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._read_losses = read_losses
         self._end_step = end_step
+        self._on_begin = on_begin
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self._thread = threading.get_ident()
         # The step of the tracker that the time until the next event belongs to.
         self._label = "other"
-        self._in_optimizer = 0
+        self.optimizer_depth = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waited_for: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
@@ -94,6 +100,7 @@ class StepClock:
     def begin(self) -> None:
         """Begin training if it has not begun."""
         if self.began_s is None:
+            self._on_begin()
             self.tracker.start()
             self.began_s = time.perf_counter()
             self.tracker.batch_start()
@@ -146,21 +153,32 @@ class StepClock:
             self.samples += samples
             self.tokens += tokens
 
+    def gather_begins(self) -> None:
+        """Note an all-gather before the first batch: with FSDP2, the first forward pass begins."""
+        if self._known:
+            self.begin()
+            self._label = "fwd_pass"
+
     def backward_begins(self) -> None:
         """Note that a backward pass begins."""
         if self.is_evaluating:
             self._training_goes_on()
         self.begin()
         self.is_in_backward = True
-        self.tracker.record_batch_step("opt_step" if self._in_optimizer else "fwd_pass")
+        self.tracker.record_batch_step("opt_step" if self.optimizer_depth else "fwd_pass")
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
         self.tracker.record_batch_backprop()
-        self._label = "opt_step" if self._in_optimizer else "other"
+        self._label = "opt_step" if self.optimizer_depth else "other"
         self.traffic.end_backward()
+
+    def backward_fails(self) -> None:
+        """Note that an exception leaves a backward pass, perhaps because a worker is lost."""
+        self.is_in_backward = False
+        self.traffic.forget_backward()
 
     # ------------------------------------------------------------------ waiting
 
@@ -181,21 +199,30 @@ class StepClock:
         self._known.add(optimizer)
         self._waited_for.add(optimizer)
 
+    def trains(self, module: nn.Module) -> bool:
+        """Return True if an optimizer of the script has parameters of a module."""
+        params = set(map(id, module.parameters()))
+        for optimizer in self._known:
+            for group in optimizer.param_groups:
+                if any(id(param) in params for param in group["params"]):
+                    return True
+        return False
+
     def before_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
-        self._in_optimizer += 1
-        if self._in_optimizer == 1 and self.is_open:
+        self.optimizer_depth += 1
+        if self.optimizer_depth == 1 and self.is_open:
             # The time since the backward pass is that of clipping and of unscaling.
             self.tracker.record_batch_opt_step()
             self._label = "opt_step"
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
-        self._in_optimizer -= 1
+        self.optimizer_depth -= 1
         if self._waited_for:
             self._waited_for.discard(optimizer)
         # An optimizer that steps inside another one is a part of it.
-        if self._in_optimizer or not self.is_open:
+        if self.optimizer_depth or not self.is_open:
             return
         self.tracker.record_batch_opt_step()
         self._label = "backprop" if self.is_in_backward else "other"
@@ -234,7 +261,13 @@ class StepClock:
         self.tracker.batch_start()
 
     def end_interval(self) -> None:
-        """End an interval: read the values of the device once, and pass all on to the tracker."""
+        """End an interval: read the values of the device once, and pass all on to the tracker.
+
+        Without a step since the last one, do nothing.
+        """
+        if self.steps == self._steps_before:
+            return
+        self._steps_before = self.steps
         # A loss may reach the goal, whose times are those that are booked by then.
         self.traffic.end_interval(self.tracker)
         self._read_losses()
@@ -242,11 +275,23 @@ class StepClock:
             self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.tracker.epoch_end()
 
+    def close(self) -> None:
+        """End the clock with the script, also in the middle of a step."""
+        self.end_evaluation()
+        if self.began_s is None:
+            return
+        # The part of a step after the last one has times too, which a new batch adds to the total.
+        self.tracker.batch_start()
+        self.is_open = False
+        self.traffic.end_step(self.tracker)
+        self.traffic.end_interval(self.tracker)
+        self.end_interval()
+
     # ------------------------------------------------------------------ evaluation
 
     def begin_evaluation(self) -> None:
         """Stop the clock of training for an evaluation."""
-        if self.is_open and not self.is_in_backward and not self._in_optimizer:
+        if self.is_open and not self.is_in_backward and not self.optimizer_depth:
             self.tracker.record_batch_step(self._label)
             self.tracker.validation_start()
             self.is_open, self.is_evaluating = False, True
@@ -258,8 +303,8 @@ class StepClock:
             self._training_goes_on()
 
     def _training_goes_on(self) -> None:
-        # A model that is never trained, such as a teacher, begins an evaluation that only a
-        # backward pass ends. Its time stays training time.
+        # A model that trains in its evaluation mode begins an evaluation that a backward pass ends.
+        # Its time stays training time.
         if self._fetched_in_evaluation:
             self.tracker.validation_end()
         self._fetched_in_evaluation = False

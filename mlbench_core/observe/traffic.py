@@ -35,10 +35,10 @@ class Traffic:
         self._hidden_s = 0.0
         self._waited_s = 0.0
 
-    def add(self, op: str, group: int, size_bytes: int, overlapped: bool) -> None:
-        """Count a collective."""
-        self.counts[op, group, size_bytes, overlapped] += 1
-        self.size_bytes += size_bytes
+    def add(self, op: str, group: int, size_bytes: int, overlapped: bool, calls: int = 1) -> None:
+        """Count calls of a collective."""
+        self.counts[op, group, size_bytes, overlapped] += calls
+        self.size_bytes += calls * size_bytes
 
     def add_hidden(self, seconds: float) -> None:
         """Add the time of a collective during which training went on."""
@@ -60,6 +60,10 @@ class Traffic:
             self._book(self._begins, self._ends)
         else:
             self._on_device.append((self._begins, self._ends))
+        self._begins, self._ends = [], []
+
+    def forget_backward(self) -> None:
+        """Forget the buckets of a backward pass that has failed."""
         self._begins, self._ends = [], []
 
     def end_step(self, tracker: Tracker) -> None:

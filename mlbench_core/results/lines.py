@@ -79,7 +79,7 @@ class LinesSink:
         self.path = path
         self._before_start = before_start
         self._rank = rank
-        self._start = {
+        self._start: dict[str, Any] = {
             "run_id": run_id,
             "host": socket.gethostname(),
             "configuration": dict(configuration),
@@ -89,6 +89,18 @@ class LinesSink:
         self._lost: str | None = None
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
         self._last_write_s = time.monotonic()
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Set settings that are known only when the run begins, before the line ``start``.
+
+        Args:
+            settings: Fields of the configuration by name.
+        """
+        self._start["configuration"].update(settings)
+
+    def add_to_end(self, content: Mapping[str, Any]) -> None:
+        """Add fields to the line ``end``, after the tracker has ended and before :meth:`finish`."""
+        self._end.update(content)
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Do nothing: the totals of the line ``epoch`` contain the times that arrive here."""

@@ -132,6 +132,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "bytes_on_wire": _sums(wire_bytes),
         "exchanges": exchanges,
         **_collectives(ends, number),
+        **_not_measured(ends[0]),
         "best": _best(ends[0], configuration),
         "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
         "energy_j": sum(energy_j) if energy_j else None,
@@ -324,6 +325,13 @@ def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
     if len(counted) < len(ends) or not (workers == 1 or any(counted)):
         return {}
     return {"collectives": max(counted, key=_bytes_of)}
+
+
+def _not_measured(end: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the list of what was not measured, which only an observed script has."""
+    if "not_measured" not in end:
+        return {}
+    return {"not_measured": list(map(str, end["not_measured"]))}
 
 
 def _bytes_of(collectives: Iterable[Mapping[str, Any]]) -> int:

@@ -48,6 +48,15 @@ MAKE_SGD = partial(SGD, **SGD_OPTIONS)
 # Fused, as in the optimizers of the library.
 MAKE_ADAMW = partial(AdamW, fused=True, **ADAMW_OPTIONS)
 
+
+def new_optimizer(text: str, parameters: Any) -> Optimizer:
+    """Replace the script's AdamW."""
+    method = make_method(parse_optimizer(text))
+    assert method is not None
+    # lr stands at its position, as in many scripts.
+    return method.new_optimizer(AdamW, (parameters, 0.01), {"weight_decay": 0.1})
+
+
 Make = Callable[[nn.Module], Optimizer]
 
 
@@ -112,6 +121,15 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
         MAKE_SGD,
         lambda model: DiLoCo(
             model=model, period=2, inner_optimizer=MAKE_SGD, outer_lr=0.5, outer_momentum=0
+        ),
+    ),
+    # MuLoCo: --method diloco:period=4 --optimizer muon:lr=0.02
+    "diloco:period=4": (
+        lambda parameters: new_optimizer("muon:lr=0.02", parameters),
+        lambda model: DiLoCo(
+            model=model,
+            period=4,
+            inner_optimizer=partial(MuonAdamW, lr=0.02, weight_decay=0.1, kernels=True),
         ),
     ),
     "streaming_diloco:period=4,fragments=2,delay=1": (
@@ -226,8 +244,7 @@ def replaced(text: str) -> dict[str, Any]:
     hook = method.hook(model)
     if hook is not None:
         model.register_comm_hook(*hook)
-    optimizer = method.new_optimizer(AdamW, (model.parameters(), 0.01), {"weight_decay": 0.1})
-    return measured(model, optimizer, method.after_step)
+    return measured(model, new_optimizer(text, model.parameters()), method.after_step)
 
 
 def accumulated(text: str) -> list[Tensor]:
@@ -245,21 +262,28 @@ def accumulated(text: str) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def two_models() -> list[Tensor]:
-    """Train a generator and a discriminator, each in a DDP model, and return their weights."""
+def two_models() -> list[tuple[Tensor, Tensor]]:
+    """Train two DDP models, then the second one alone, and return their weights after each."""
     method = make_method(parse_method("local_sgd:period=1"))
     assert method is not None
-    weights = []
+    models, weights = [], []
     for _ in range(2):
         model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
         hook = method.hook(model)
         assert hook is not None
         model.register_comm_hook(*hook)
-        model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
-        optimizer = SGD(model.parameters(), lr=1.0)
-        optimizer.step()
-        weights.append(model.module.weight.detach())
-    method.after_step(optimizer)
+        models.append(model)
+    for trained in (models, models[1:]):
+        for model in trained:
+            model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+            optimizer = SGD(model.parameters(), lr=1.0)
+            optimizer.step()
+        # The copies differ until the method acts.
+        with torch.no_grad():
+            models[0].module.weight.add_(dist.get_rank())
+        method.after_step(optimizer)
+        first, second = [model.module.weight.detach().clone() for model in models]
+        weights.append((first, second))
     return weights
 
 
@@ -299,6 +323,14 @@ def errors() -> dict[str, str]:
         assert method is not None
         try:
             method.hook(model)
+        except ConfigurationError as error:
+            messages[text] = str(error)
+    complex_model = DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64))
+    for text in ("qsgd", "streaming_diloco"):
+        method = make_method(parse_method(text))
+        assert method is not None
+        try:
+            method.hook(complex_model)
         except ConfigurationError as error:
             messages[text] = str(error)
     return messages

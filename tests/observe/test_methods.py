@@ -91,9 +91,10 @@ def test_gradients_accumulate_without_communication(results: Results) -> None:
         assert result["accumulated"]["ef_sign_sgd"][0].unique().tolist() == [3.0]
 
 
-def test_all_models_of_a_script_are_averaged(results: Results) -> None:
-    for first, second in zip(results[0]["two models"], results[1]["two models"], strict=True):
-        assert torch.equal(first, second)
+def test_the_models_of_an_update_are_averaged_and_others_stay(results: Results) -> None:
+    both, second = zip(results[0]["two models"], results[1]["two models"], strict=True)
+    assert [torch.equal(*pair) for pair in zip(*both, strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(*second, strict=True)] == [False, True]
 
 
 def test_a_checkpoint_may_be_loaded_before_the_first_step(results: Results) -> None:
@@ -102,13 +103,15 @@ def test_a_checkpoint_may_be_loaded_before_the_first_step(results: Results) -> N
         assert torch.equal(script, ours)
 
 
-def test_options_that_do_not_fit_each_other_name_the_method(results: Results) -> None:
+def test_options_and_models_that_do_not_fit_name_the_method(results: Results) -> None:
     messages = results[0]["errors"]
     assert messages["local_sgd:period=2,delay=2"] == (
         "local_sgd:period=2,delay=2 cannot be used here: delay must be less than period, 2, not 2: "
         "a message must arrive before the next one is sent"
     )
     assert "size must be" in messages["sparsified_sgd:size=0"]
+    for text in ("qsgd", "streaming_diloco"):
+        assert messages[text].startswith(f"{text} cannot be used here: parameter 'weight' must be")
 
 
 def test_the_groups_of_a_script_keep_their_rates_unless_the_user_gives_one() -> None:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from mlbench_core.results.folder import verify_folder
 from tests.observe.conftest import Run, Runner
 
 STEPS = {
@@ -34,6 +35,7 @@ def check(run: Run, steps: int) -> None:
     workers = result["configuration"]["workers"]
     assert result["run"]["state"] == "finished"
     assert result["batches"] == steps
+    assert verify_folder(run.folder) == []
     for rank, report in enumerate(run.reports):
         (end,) = run.lines("end", rank)
         totals = end["totals"]

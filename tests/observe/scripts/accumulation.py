@@ -15,7 +15,7 @@ model = DistributedDataParallel(nn.Linear(40, 7))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses = []
 report.begin()
-for step in range(STEPS):
+for _ in range(STEPS):
     shown = 0.0
     for micro in range(MICRO):
         quiet = model.no_sync() if micro < MICRO - 1 else contextlib.nullcontext()

@@ -12,8 +12,10 @@ torch.manual_seed(2)
 data = TensorDataset(torch.randn(64, 32), torch.randint(0, 5, (64,)))
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=4, sampler=sampler)
-model = nn.Sequential(nn.Linear(32, 300), nn.BatchNorm1d(300), nn.Dropout(), nn.Linear(300, 5))
-ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+model = nn.Sequential(
+    nn.Linear(32, 600), nn.BatchNorm1d(600), nn.Dropout(), nn.Linear(600, 600), nn.Linear(600, 5)
+)
+ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
 losses, steps = [], 0
 report.begin()

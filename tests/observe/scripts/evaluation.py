@@ -16,7 +16,7 @@ losses = []
 def evaluate():
     model.eval()
     time.sleep(0.05)
-    value = model(torch.ones(3, 5)).mean().item()
+    value = model(torch.ones(3, 5)).square().mean().item()
     model.train()
     return value
 

@@ -15,7 +15,7 @@ ours = torch.optim.Adam(generator.parameters(), lr=0.01)
 theirs = torch.optim.Adam(critic.parameters(), lr=0.01)
 losses = []
 report.begin()
-for step in range(STEPS):
+for _step in range(STEPS):
     found = []
     for _ in range(2):
         theirs.zero_grad()

@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 losses = []
 report.begin()
-for epoch in range(2):
+for _ in range(2):
     for inputs, targets in DataLoader(Slow(), batch_size=8, shuffle=True):
         loss = nn.functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()

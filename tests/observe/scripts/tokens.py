@@ -47,7 +47,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 losses = []
 inputs, targets = batch()
 report.begin()
-for step in range(STEPS):
+for _ in range(STEPS):
     for micro in range(MICRO):
         model.require_backward_grad_sync = micro == MICRO - 1
         logits, loss = model(inputs, targets)

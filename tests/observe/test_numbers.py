@@ -1,0 +1,139 @@
+"""Numbers of observed scripts that only some kinds of script have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.observe.conftest import Runner
+from tests.observe.test_scripts import both, check
+
+METRIC = ("--metric", "val_loss=val loss ([0-9.]+)")
+
+
+def printed(log: str) -> list[float]:
+    """Return the values that a script has printed."""
+    return [float(text) for text in re.findall(r"val loss ([0-9.]+)", log)]
+
+
+def test_data_loader_and_evaluation(runner: Runner) -> None:
+    """Batches without gradients are an evaluation, and its metric reaches the goal."""
+    run = both(runner, "ddp_loader", 2, *METRIC, "--goal", "val_loss<=100")
+    check(run, 16)
+    result = run.result
+    assert result["times"]["rank_0"]["validation_s"] > 0
+    values = [line["value"] for line in run.lines("stat") if line["name"] == "val_loss"]
+    assert values == printed(run.logs[0])
+    assert len(values) == 2
+    assert result["goal"]["reached"]
+    assert result["goal"]["value"] == values[0]
+    assert result["goal"]["step"] == 8
+    assert "the broadcasts of buffers by DistributedDataParallel" in run.logs[0]
+    # In the first pass all gradients are in one bucket, and then in two.
+    assert all(entry["overlapped"] for entry in result["collectives"])
+    assert sum(entry["calls"] for entry in result["collectives"]) > 16
+    assert result["times"]["rank_0"]["communication_hidden_s"] > 0
+
+
+def test_loading_is_data(runner: Runner) -> None:
+    run = runner.run("plain", 1)
+    times = run.result["times"]["rank_0"]
+    assert times["data_s"] >= run.reports[0]["data_s"]
+    assert run.result["times"]["rank_0"]["train_s"] <= times["wall_s"]
+
+
+def test_evaluation_between_steps(runner: Runner) -> None:
+    run = runner.run("evaluation", 1, options=METRIC)
+    times = run.result["times"]["rank_0"]
+    assert times["validation_s"] >= run.reports[0]["validation_s"]
+    lines = [line for line in run.lines("stat") if line["name"] == "val_loss"]
+    assert [line["value"] for line in lines] == printed(run.logs[0])
+    assert [line["step"] for line in lines] == [1, 3, 5]
+    # The loop begins at the forward pass before the first backward pass, which is not seen.
+    assert times["train_s"] + times["validation_s"] <= run.reports[0]["wall_s"]
+    assert run.result["not_measured"] == [
+        "data: no DataLoader was read",
+        "samples: neither a DataLoader nor DistributedDataParallel was used",
+    ]
+
+
+def test_goal_that_is_missed_ends_nothing(runner: Runner) -> None:
+    run = runner.run("evaluation", 1, options=(*METRIC, "--goal", "val_loss<=-1"))
+    assert run.statuses == [0]
+    assert run.result["goal"]["reached"] is False
+    assert run.result["batches"] == 6
+
+
+def test_sharded_parameters_say_what_is_not_seen(runner: Runner) -> None:
+    run = runner.run("fsdp2", 2)
+    assert "collectives that DTensor issues in C++" in run.logs[0]
+    ops = {entry["op"] for entry in run.result["collectives"]}
+    assert ops == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("script", "method", "message"),
+    [
+        (
+            "own_hook",
+            "bf16",
+            "--method bf16 needs a script without a communication hook of its own",
+        ),
+        (
+            "plain",
+            "bf16",
+            "--method bf16 needs a script with DistributedDataParallel, but no model",
+        ),
+        (
+            "fsdp2",
+            "bf16",
+            "--method bf16 needs a script with DistributedDataParallel, but FSDP shards",
+        ),
+        ("scaler", "diloco", "--method diloco needs a script without a GradScaler"),
+    ],
+)
+def test_method_that_does_not_fit(runner: Runner, script: str, method: str, message: str) -> None:
+    run = runner.run(script, 2, options=("--method", method))
+    assert 0 not in run.statuses
+    assert message in run.logs[0]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_bits_on_three_workers(runner: Runner, view: bool) -> None:
+    """A third is not exact: DDP multiplies by 1 / 3, and does not divide by 3."""
+    arguments = ["view"] if view else []
+    observed = runner.run("compiled", 3, arguments=arguments)
+    plain = runner.run("compiled", 3, observed=False, arguments=arguments)
+    assert observed.statuses == plain.statuses == [0] * 3
+    for with_it, without in zip(observed.reports, plain.reports, strict=True):
+        assert with_it["weights"] == without["weights"]
+    assert ("gradient_as_bucket_view on 3 workers" in observed.logs[0]) == view
+    assert (observed.result["bytes_sent"]["rank_0"] is None) == view
+
+
+def test_method_on_gradients_sends_half(runner: Runner) -> None:
+    run = runner.run("compiled", 2, options=("--method", "bf16"))
+    assert run.statuses == [0, 0], run.logs
+    (end,) = run.lines("end")
+    assert end["totals"]["communication_size_bytes"] == run.reports[0]["bytes"] / 2
+    assert run.result["configuration"]["algorithm"] == "bf16"
+
+
+def test_method_on_weights_sends_them_every_period(runner: Runner) -> None:
+    run = runner.run("compiled", 2, options=("--method", "local_sgd:period=2"))
+    assert run.statuses == [0, 0], run.logs
+    (end,) = run.lines("end")
+    # Of five steps, the second and the fourth end a period.
+    sent = run.reports[0]["bytes"] * 2 // 5
+    assert end["totals"]["communication_size_bytes"] == sent
+    assert end["collectives"] == [
+        {"op": "all_reduce", "group": 2, "calls": 2, "bytes": sent, "overlapped": False}
+    ]
+
+
+def test_optimizer_takes_the_place_of_the_script_s(runner: Runner) -> None:
+    run = runner.run("compiled", 2, options=("--optimizer", "muon:lr=0.01"))
+    assert run.statuses == [0, 0], run.logs
+    assert run.result["batches"] == 5
+    assert run.reports[0]["weights"] != runner.run("compiled", 2).reports[0]["weights"]

@@ -1,0 +1,124 @@
+"""The observer in a process of its own tests: the notice without steps, and what it leaves."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mlbench_core.observe.observer import Observer
+from mlbench_core.tracking.tracker import Tracker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def observer(**options: float) -> Observer:
+    """An observer with a tracker of its own."""
+    return Observer(Tracker([], "run", 0, progress=False), **options)
+
+
+def test_notice_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with observer(first_step_s=0.01):
+        time.sleep(0.2)
+    text = capsys.readouterr().err
+    assert "no optimizer step seen yet: 0.01 s after the start" in text
+
+
+def test_no_notice_after_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    # The first step imports parts of torch.
+    train(1)
+    with observer(first_step_s=0.3) as watched:
+        train(2)
+        time.sleep(0.5)
+    assert watched.clock.steps == 2
+    assert capsys.readouterr().err == ""
+
+
+def train(steps: int) -> None:
+    """Train a small model."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).mean().backward()
+        optimizer.step()
+
+
+def test_torch_is_left_as_it_was() -> None:
+    names = [
+        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"), (DataLoader, "__iter__"),
+        (nn.Module, "eval"), (nn.Module, "train"), (torch.optim.Optimizer, "__init__"),
+        (torch.distributed, "all_reduce"), (torch.distributed.Work, "wait"),
+        (torch.distributed.distributed_c10d, "all_reduce"),
+        (nn.parallel.DistributedDataParallel, "__init__"),
+    ]  # fmt: skip
+    before = [getattr(owner, name) for owner, name in names]
+    with observer() as watched:
+        train(1)
+    assert [getattr(owner, name) for owner, name in names] == before
+    train(1)
+    assert watched.clock.steps == 1
+
+
+def test_unused_optimizer_delays_steps_only_at_first() -> None:
+    """With two optimizers of which one never steps, the other one ends steps after a while."""
+    with observer() as watched:
+        unused = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        train(40)
+        del unused
+    # The first 16 steps count as one.
+    assert watched.clock.steps == 25
+
+
+def test_learning_rate_is_read_once_per_interval() -> None:
+    with observer(interval_s=0.0) as watched:
+        train(3)
+    assert watched.tracker.learning_rate == 0.5
+    # Each step is an interval here.
+    assert watched.tracker.current_epoch == 3
+    assert watched.tracker.summary().batches == 3
+
+
+def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
+    teacher = nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.ones(6, 2), batch_size=2)
+    with observer() as watched:
+        for batch in loader:
+            teacher.eval()
+            with torch.no_grad():
+                target = teacher(batch)
+            (model(batch) - target).square().mean().backward()
+            optimizer.step()
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.samples, summary.validation_s) == (3, 6, 0.0)
+
+
+def test_model_that_trains_in_evaluation_mode() -> None:
+    with observer() as watched:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.eval()
+            model(torch.ones(1, 2)).mean().backward()
+            optimizer.step()
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.validation_s) == (3, 0.0)
+
+
+def test_loss_divided_by_another_number_stays() -> None:
+    """Only a division by the number of micro-batches is undone."""
+    with observer() as watched:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for divisors in ([1], [2], [2, 2], [3, 3]):
+            for divisor in divisors:
+                (model(torch.full((1, 1), 6.0)).sum() / divisor).backward()
+            optimizer.step()
+    recorded = [entry[2] for entry in watched.tracker.history if entry[1] == "train_loss"]
+    assert recorded == [6.0, 3.0, 6.0, 2.0]
