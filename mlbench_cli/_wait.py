@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_cli._output import clean, number, remark, seconds
+from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MasterRequestError
-from mlbench_core.run_terms import GoalAim, length_text
+from mlbench_core.run_terms import GoalAim
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,17 +50,17 @@ class Goal:
     Attributes:
         aim: The aim, with the name of its metric as the script records it.
         max_epochs: Number of epochs after which a run ends without it, if known.
-        unit: ``"epochs"``, or ``"steps"`` if the run counts training batches.
+        has_epochs: False if the run counts steps instead.
     """
 
     aim: GoalAim
     max_epochs: int | None = None
-    unit: str = "epochs"
+    has_epochs: bool = True
 
 
 @dataclass
 class Progress:
-    """The progress of a run while it runs; ``epochs`` are steps if that is its unit."""
+    """The progress of a run while it runs."""
 
     name: str
     state: str = "initialized"
@@ -81,9 +82,9 @@ class Progress:
         return end - self.started_at
 
     @property
-    def unit(self) -> str:
-        """Return the unit of the run's length, see :class:`Goal`."""
-        return "epochs" if self.goal is None else self.goal.unit
+    def has_epochs(self) -> bool:
+        """Return False if the run counts steps instead."""
+        return self.goal is None or self.goal.has_epochs
 
     @property
     def most_epochs(self) -> int | None:
@@ -112,8 +113,8 @@ class Progress:
     @property
     def epoch_text(self) -> str:
         """Return the number of epochs that are done, with the largest number if it is known."""
-        if self.unit == "steps":
-            return length_text(None, self.epochs, self.unit)
+        if not self.has_epochs:
+            return "-"
         text = str(self.epochs)
         if self.most_epochs:
             text += f"/{self.most_epochs}"
@@ -141,7 +142,7 @@ class Progress:
             parts.append(self.waits_for)
         # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
         if self.epochs:
-            parts.append(f"{length_text(self.epochs, self.epochs, self.unit)} done")
+            parts.append(f"{plural(self.epochs, 'epoch')} done")
         if self.value is not None:
             parts.append(self.metric_text)
         return clean(", ".join(parts))
@@ -208,10 +209,9 @@ def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> No
         if name:
             entries = client.metrics(run["id"], metric_filter=name).get(name, [])
         if entries:
-            # A script records one value of a global validation metric per epoch.
-            progress.epochs, progress.epoch_s = len(entries), _epoch_s(entries)
-            if progress.unit == "steps":
-                progress.epochs, progress.epoch_s = _steps(entries[-1]), None
+            # A script records one value of a global validation metric per epoch, if it has epochs.
+            if progress.has_epochs:
+                progress.epochs, progress.epoch_s = len(entries), _epoch_s(entries)
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
         if progress.started_at is None:
@@ -219,14 +219,6 @@ def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> No
     progress.state, progress.reason = state_of(run), reason_of(run)
     if progress.state in FINAL_STATES and progress.ended_at is None:
         progress.ended_at = time.monotonic()
-
-
-def _steps(entry: Mapping[str, Any]) -> int:
-    """Return the number of finished steps, which a run that counts them sends as the epoch."""
-    try:
-        return int(json.loads(entry["metadata"])["epoch"])
-    except (KeyError, TypeError, ValueError):
-        return 0
 
 
 def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
@@ -276,7 +268,7 @@ def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
         aim, most = GoalAim.from_dict(plan), plan["max_epochs"]
         if _GLOBAL_METRIC.fullmatch(f"{aim.metric} @ 0") is None:
             return None
-        return Goal(aim, None if most is None else int(most), str(plan.get("unit") or "epochs"))
+        return Goal(aim, None if most is None else int(most), plan.get("unit") != "steps")
     # Scripts can send anything under this name, or nothing.
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -56,7 +56,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
     model = Net()
     optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)
     metrics = [TopKAccuracy(topk=1)]
-    tracker = Tracker(metrics, run_id, rank, goal=task1_time_to_accuracy_goal())
+    goal = task1_time_to_accuracy_goal()
+    tracker = Tracker(metrics, run_id, rank, goal=goal, results="auto")
     tracker.start()
     for epoch in range(epochs):
         epoch_loss = 0.0
@@ -82,7 +83,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             optimizer.step(tracker=tracker)
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
-            tracker.batch_end()
+            tracker.batch_end(samples=len(images))
             record_train_batch_stats(
                 batch_idx, loss.item(), output, results, tracker, len(train_set)
             )

@@ -15,7 +15,7 @@ from typing import Any
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
-from mlbench_core.run_terms import GoalAim, check_unit
+from mlbench_core.run_terms import GoalAim, check_unit, length_text
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
@@ -863,12 +863,14 @@ class Tracker(PhaseTimes):
         """Return one line: epoch, means of its statistics, best value and training time.
 
         Epochs count from 0, as in the log. Between two epochs, the line has the number of finished
-        epochs instead.
+        epochs instead, and always that of steps if they are the unit.
         """
         count, meters = self.current_epoch, self.epoch_stats.values()
         has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
         parts = [f"Epoch {count}"]
-        if count > 0 and not has_begun:
+        if self.unit == "steps":
+            parts = [f"{length_text(None, self._counters.batches, self.unit)} done"]
+        elif count > 0 and not has_begun:
             parts = [f"{count} epochs done" if count > 1 else "1 epoch done"]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
@@ -878,7 +880,8 @@ class Tracker(PhaseTimes):
                 parts.append(f"{name} {meter.avg:.4g}")
         if self._has_best:
             metric = getattr(self.primary_metric, "name", "metric")
-            parts.append(f"best {metric} {self.best_metric_value:.4g} (epoch {self.best_epoch})")
+            place = f" (epoch {self.best_epoch})" if self.unit == "epochs" else ""
+            parts.append(f"best {metric} {self.best_metric_value:.4g}{place}")
         parts.append(f"train time {self._counters.train_s:.1f} s")
         if self.goal_reached:
             parts.append("goal reached")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from mlbench_core.results.folder import read_result, verify_folder
 from tests.helpers.data import test_data
 from tests.helpers.forked import run_scripts
 from tests.helpers.processes import ROOT, free_port, post_json, running_master, wait_for
@@ -47,12 +49,19 @@ def test_two_workers_started_by_hand_as_documented_reach_the_goal_and_report(
         assert all(f"--run_id {run['id']}" in command for command in commands)
         monkeypatch.chdir(ROOT)
         workers = [[*shlex.split(command)[1:], "--data", str(folder)] for command in commands]
-        variables = {"MASTER_PORT": str(free_port()), "MLBENCH_MASTER_URL": master.url}
+        variables = {
+            "MASTER_PORT": str(free_port()),
+            "MLBENCH_MASTER_URL": master.url,
+            "MLBENCH_OUTPUT": str(tmp_path / "output"),
+        }
         both = run_scripts(workers, timeout_s=240, **variables)
         assert [done.returncode for done in both] == [0, 0], both
         assert "goal reached" in both[0].stdout
         assert float(master.metric_values(run["id"], "val_global_Prec@1 @ 0")[-1]) >= 80
         assert len(master.metric_values(run["id"], "TaskResult @ 0")) == 1
+    results = tmp_path / "output" / "step5" / str(run["id"])
+    assert verify_folder(results) == []
+    assert read_result(results)["configuration"]["workers"] == 2
 
 
 def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
@@ -77,6 +86,8 @@ def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
         assert float(accuracies[-1]) >= 80
         assert len(master.metric_values(run["id"], "TotalCumulativeTrainTime @ 0")) == 1
         assert master.metric_values(run["id"], "batch_load @ 0"), "the loading of data counts"
+        (result,) = master.metric_values(run["id"], "result @ 0")
+        assert json.loads(result)["samples"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +116,11 @@ def losses(step: int, world_size: int, folder: Path) -> list[list[float]]:
         for rank in range(world_size)
     ]  # fmt: skip
     done = run_scripts(
-        workers, timeout_s=120, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        workers,
+        timeout_s=120,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        MLBENCH_OUTPUT=str(folder / "output"),
     )
     assert [worker.returncode for worker in done] == [0] * world_size, done
     return [

@@ -31,9 +31,7 @@ def drawn(patch: pytest.MonkeyPatch) -> list[tuple[list[str], Path, float | None
     """Names, folder and price of each call to draw; drawing itself takes seconds."""
     calls: list[tuple[list[str], Path, float | None]] = []
 
-    def draw_all(
-        groups: Sequence[Group], folder: Path, price: float | None, report: Any
-    ) -> list[Path]:
+    def draw_all(groups: Sequence[Group], folder: Path, price: float | None, *_: Any) -> list[Path]:
         calls.append(([record.name for group in groups for record in group.records], folder, price))
         return [folder / "overview.png"]
 

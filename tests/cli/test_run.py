@@ -846,6 +846,7 @@ def test_wait_says_what_a_run_waits_for_and_that_it_was_stopped(
         ({"metric": "train_loss"}, "Prec@1 60"),
         ({"threshold": "low"}, "Brier 0.25"),
         ({"max_epochs": float("inf")}, "Prec@1 60"),
+        ({"unit": "steps"}, "Brier 0.25 of 0.1"),
     ],
 )
 def test_wait_shows_the_goal_of_a_script_of_your_own(
@@ -874,4 +875,6 @@ def test_wait_shows_the_goal_of_a_script_of_your_own(
 
     patch.setattr(fake, "_create", create_with_plan)
     text = call("run", "own", "1", "--command", "true", "--wait", "--output", str(tmp_path)).stderr
-    assert f"own-1: started, 2 epochs done, {shown}\n" in text
+    # The number of values of a run that counts steps is not that of its epochs.
+    done = "" if "unit" in change else "2 epochs done, "
+    assert f"own-1: started, {done}{shown}\n" in text

@@ -69,7 +69,8 @@ def test_curves_of_steps_are_drawn_against_steps_and_tokens(tmp_path: Path) -> N
     for against in ("steps", "tokens"):
         with figures.style():
             drawing = figures.draw_learning_curves(groups, against)
-        places[against] = list(drawing.figure.axes[0].lines[0].get_xdata())
+        (line, *_) = drawing.figure.axes[0].lines
+        places[against] = [float(x) for x in line.get_xdata()]  # type: ignore[arg-type, union-attr]
     assert places == {"steps": [10, 20, 30], "tokens": [80, 160, 240]}
     assert usual_axes(pool([train(tmp_path / "epochs", "epochs")])) == ("epochs", "time", "bytes")
 
@@ -101,5 +102,6 @@ def test_texts_of_a_reached_goal_have_the_unit(
     # A master that has only the metrics of the run.
     metrics = {"goal @ 0": [{"value": json.dumps(goal_message(result))}]}
     record = RunRecord.from_metrics(metrics, {"name": "run", "num_workers": 1})
-    assert (record.unit, record.steps_to_goal) == (unit, 20)
-    assert record.epochs_to_goal == (None if unit == "steps" else 1)
+    lengths = (record.steps_to_goal, record.epochs_to_goal)
+    assert lengths == ((20, None) if unit == "steps" else (None, 1))
+    assert record.unit == unit

@@ -96,6 +96,19 @@ def test_the_best_value_and_the_epochs_show_the_way_to_the_goal(client: TestClie
     assert 'data-metric="val_global_Perplexity" data-threshold="70.0"' in page
 
 
+def test_a_run_that_counts_steps_shows_them_instead_of_epochs(client: TestClient) -> None:
+    run_id = start(client)
+    plan = {"metric": "val_loss", "threshold": 1.5, "minimize": True, "unit": "steps"}
+    send(client, run_id, ("plan @ 0", json.dumps(plan)))
+    send(client, run_id, ("val_loss @ 0", 3), epoch=1200)
+    page = page_of(client, run_id)
+    assert "best 3 of 1.5 1,200 steps" in part(page, "goal")
+    assert 'data-unit="steps"' in page and '<option value="epoch">step</option>' in page
+    goal = {**plan, "reached": True, "value": 1.4, "epochs": 1, "steps": 2400}
+    send(client, run_id, ("goal @ 0", json.dumps(goal)), epoch=2400)
+    assert "reached (2,400 steps)" in part(page_of(client, run_id), "goal")
+
+
 @pytest.mark.parametrize("plan", ["", "[]", '{"metric": 3}', '{"threshold": NaN}', "x" * 10_000])
 def test_a_metric_that_is_no_plan_is_no_goal(client: TestClient, plan: str) -> None:
     run_id = start(client)

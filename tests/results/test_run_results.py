@@ -100,15 +100,16 @@ def test_a_lost_result_is_an_error_unless_the_training_failed(
     assert [record.message.startswith(text) for record in caplog.records] == [True] * fails
 
 
-def test_the_example_of_the_documentation_leaves_a_folder(
+def test_the_examples_of_the_documentation_leave_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "result_folder.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(page), "exec"), {})
-    folder = tmp_path / "results" / "run-1"
-    assert verify_folder(folder) == []
+    for block in page.read_text(encoding="utf-8").split("```python\n")[1:]:
+        exec(compile(block.split("```")[0], str(page), "exec"), {})
+    shortest, folder = tmp_path / "mlbench-results" / "first", tmp_path / "results" / "run-1"
+    assert verify_folder(shortest) == verify_folder(folder) == []
+    assert read_result(shortest)["samples"] == 96
     result = read_result(folder)
     assert (result["goal"]["reached"], result["goal"]["epochs"], result["samples"]) == (True, 2, 64)
 

@@ -78,3 +78,20 @@ def test_the_plan_is_sent_once_after_the_first_epoch(
         run_epoch(tracker, clock, 1, 1)
     plan = {"metric": "val_global_Prec@1", "threshold": 80, "minimize": False, "max_epochs": 3}
     assert [json.loads(text) for text in sent(log, "plan")] == ([plan] if rank == 0 else [])
+
+
+def test_a_run_that_counts_steps_sends_its_numbers_with_the_step(
+    clock: Clock, log: MagicMock
+) -> None:
+    tracker = Tracker([], "7", 0, unit="steps")
+    for _ in range(3):
+        tracker.batch_start()
+        tracker.batch_end()
+        tracker.record_loss(0.5, log_to_api=True)
+    places = [entry.args[2] for entry in log.call_args_list if entry.args[3] == "train_loss"]
+    assert places == [1, 2, 3]
+    assert str(tracker).startswith("3 steps done | train_loss 0.5 | ")
+    # The plan comes before the first step, because such a run may never end an epoch.
+    (plan,) = sent(log, "plan")
+    assert json.loads(plan)["unit"] == "steps"
+    assert log.call_args_list[0].args[3] == "plan"

@@ -8,7 +8,7 @@ const against = document.getElementById("against");
 const repeats = document.getElementById("repeats");
 // The page shows many curves at once, and each has fewer points than on the page of its run.
 const POINTS = 400;
-const AXES = { time_s: "seconds since the start", epoch: "epoch", step: "number of the entry" };
+const AXES = { time_s: "seconds since the start", epoch: "epoch, or step of a run that counts steps", step: "number of the entry" };
 const DASHES = [undefined, [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [14, 4], [1, 5]];
 
 /** Return the chosen runs: id, name, and row in the table ("" without one). */
