@@ -86,10 +86,8 @@ class RunSource(Protocol):
     def delete(self, run_id: Any) -> None:
         """Stop a run and delete all of it."""
 
-    def logs(
-        self, run_id: Any, *, filters: Mapping[str, Any] | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Return all lines of a run's log, or those that a filter selects, and their number."""
+    def logs(self, run_id: Any) -> tuple[list[dict[str, Any]], int]:
+        """Return all lines of a run's log, and their number."""
 
     def metrics(
         self, run_id: Any, metric_filter: str | None = None, last_n: int | None = None

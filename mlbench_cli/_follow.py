@@ -72,12 +72,12 @@ def follow(
             if is_script:
                 print_steps(records)
             print_records(records)
+        for record in records if is_script else ():
+            show_unmeasured(record)
         click.echo(f"results: {folder.absolute()}")
         if chart:
             click.echo(f"chart: {chart.absolute()}")
     for item in ended:
-        if is_script:
-            show_unmeasured(client, item)
         # A comparison must not mistake a run without some of its metrics for a complete one.
         missing = (item.get("job_metadata") or {}).get("missing_metrics")
         if item.get("state") != "finished":

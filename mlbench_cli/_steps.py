@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from mlbench_cli._client import RunSource
 from mlbench_cli._output import clean, print_table, remark
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.observe.table import NOT_MEASURED, REASONS, run_rows
+from mlbench_core.observe.table import NOT_MEASURED, run_rows
 from mlbench_core.results.lines import read_lines
 
 __all__ = ["print_steps", "show_unmeasured"]
@@ -61,10 +60,11 @@ def _rows(record: RunRecord) -> dict[str, str | None]:
     return rows
 
 
-def show_unmeasured(client: RunSource, item: Mapping[str, Any]) -> None:
-    """Write the line of a run's log that says what was not measured, and why."""
-    lines, _ = client.logs(item["id"], filters={"rank": 0, "search": REASONS})
-    for line in lines:
-        text = clean(line["text"]).strip()
-        if text.startswith(REASONS):
-            remark(f"{clean(item['name'])}: {text}")
+def show_unmeasured(record: RunRecord) -> None:
+    """Write a line that says what was not measured in a run, and why."""
+    if record.folder is None:
+        return
+    for line in read_lines(record.folder):
+        if line["rank"] == 0 and line["kind"] == "end" and line.get("not_measured"):
+            reasons = "; ".join(map(str, line["not_measured"]))
+            remark(clean(f"{record.name}: {NOT_MEASURED}: {reasons}"))

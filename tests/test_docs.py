@@ -13,6 +13,7 @@ import pytest
 
 import mlbench_core
 from mlbench_cli import cli_group
+from mlbench_cli._script import find_script
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -109,6 +110,8 @@ def test_commands_and_options_of_mlbench_exist(page: str) -> None:
             and (inner := command.get_command(context, words[0]))
         ):
             command = inner
+        # The words after a script of 'mlbench run' are its own.
+        words = words[: find_script(words, command)]
         # It raises an error for an unknown option.
         command.make_parser(click.Context(command)).parse_args(words)
 

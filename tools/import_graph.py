@@ -43,10 +43,11 @@ LAYERS |= {
         "distributed", "aggregation", "optim", "controlflow", "results", *SIDE_BY_SIDE,
     },
     "prediction": {"comparison", "network"},
-    "sweep": {"client", "results", "comparison", "network", "prediction"},
+    # Only the names of the methods and the options of a script.
+    "sweep": {"client", "results", "comparison", "network", "observe", "prediction"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
     # networks of runs.
-    "mlbench_master": {"client", "results", "comparison", "network"},
+    "mlbench_master": {"client", "results", "comparison", "network", "observe"},
     # `mlbench master` runs the master in its own process.
     "mlbench_cli": {
         "client", "dataset", "results", "comparison", "network", "observe", "prediction", "sweep",

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOT_MEASURED", "REASONS", "run_rows", "table"]
+__all__ = ["NOT_MEASURED", "run_rows", "table"]
 
 NOT_MEASURED = "not measured"
-REASONS = f"{NOT_MEASURED}: "
-"""The beginning of the line with the things that were not measured."""
 
 
 def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
@@ -32,7 +30,7 @@ def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
         lines.append(f"  {name:<{width}}  {NOT_MEASURED if text is None else text}")
     reasons = "; ".join(unmeasured)
     if reasons:
-        lines.append(f"  {REASONS}{reasons}")
+        lines.append(f"  {NOT_MEASURED}: {reasons}")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ from mlbench_core.results.upload import metrics_of
 from mlbench_master.api.schemas import RunIn, describe_error
 from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
-from mlbench_master.engines.interface import STOPPED, LogFilter, LogPage, LogRange
+from mlbench_master.engines.interface import STOPPED, LogPage, LogRange
 from mlbench_master.engines.slurm.engine import SlurmEngine
 from mlbench_master.runs.new_runs import make_job, make_run
 
@@ -164,23 +164,13 @@ class MasterlessRuns:
         self.stop(run_id)
         self._engine.remove(_job_id(run_id))
 
-    def logs(
-        self, run_id: int, *, filters: Mapping[str, Any] | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Return the lines of a run's log, or those that a filter selects, and their number.
-
-        Args:
-            run_id: The run.
-            filters: The fields of a :class:`~mlbench_master.engines.interface.LogFilter`.
-        """
+    def logs(self, run_id: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the lines of a run's log, and their number."""
         lines: list[dict[str, Any]] = []
-        wanted = LogFilter(**(filters or {}))
         page = LogPage([], 0)
         while True:
-            since_line = page.next
-            page = self._engine.logs(_job_id(run_id), LogRange(since_line, wanted=wanted))
-            # A page of a search may have no line before the end.
-            if page.next <= since_line:
+            page = self._engine.logs(_job_id(run_id), LogRange(page.next))
+            if not page.lines:
                 return lines, page.next
             lines += [dict(line) for line in page.lines]
 

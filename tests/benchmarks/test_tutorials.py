@@ -50,6 +50,17 @@ def test_first_benchmark(reader: Reader) -> None:
     assert (reader.folder / "mlbench-results" / "first" / "overview.svg").is_file()
 
 
+@pytest.mark.skipif(EmulatedNetwork.why_not() is not None, reason=str(EmulatedNetwork.why_not()))
+def test_own_script(reader: Reader) -> None:
+    """The sweep is only planned, and its torchrun is the same as in tests/observe."""
+    shutil.copy(ROOT / "benchmarks" / "tutorial" / "train.py", reader.folder)
+    page = blocks("own_script")
+    sweep = next(i for i, block in enumerate(page) if block.text.startswith("mlbench sweep"))
+    reader.follow("own_script", changes=[("--epochs 5", "--epochs 1")], only=page[:sweep])
+    plan = reader.run("mlbench sweep mine.toml --output mine-sweep --dry-run")
+    assert re.search(r"diloco-2-lan-1g-s42 +diloco +2 +lan-1g +42 +to run", plan)
+
+
 def test_own_aggregation(reader: Reader) -> None:
     reader.follow("own_aggregation")
     # The page says how the check fails.
