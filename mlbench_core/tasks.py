@@ -181,6 +181,8 @@ class Task:
         stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light
             goal). Reaching one does not count as a result of the task. ``DATASET-PRESET`` is a data
             set with ``--preset PRESET``.
+        stand_in_metrics: Name of the metric of a stand-in, for those with another one than the
+            task.
         goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded,
             but does not stop the run.
         images: Images of version 3.0 that this task replaces: a run with such an image runs the
@@ -204,6 +206,7 @@ class Task:
     max_epochs: int | None = None
     backends: tuple[str, ...] = BACKENDS
     stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    stand_in_metrics: Mapping[str, str] = field(default_factory=dict)
     goal_loss: float | None = None
     images: tuple[Image, ...] = ()
     optimizers: tuple[str, ...] = ()
@@ -237,15 +240,29 @@ class Task:
         """
         if not self.has_goal:
             return ()
-        # "wikitext2-small" is the own data set with another model.
-        others = [name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")]
+        # "wikitext2-small" is a data set with another model.
+        others = {name.partition("-")[0] for name in self.stand_ins} - {self.dataset}
         return (self.dataset, *sorted(others))
+
+    def dataset_of(self, preset: str | None) -> str:
+        """Return the data set of a preset; the task's own if no stand-in names the preset.
+
+        Example:
+            >>> get_task("5a").dataset_of("tiny"), get_task("5a").dataset_of("gpt2")
+            ('wikitext2', 'fineweb10b')
+        """
+        for name in self.stand_ins:
+            dataset, _, its_preset = name.partition("-")
+            if its_preset and its_preset == preset:
+                return dataset
+        return self.dataset
 
     def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
 
         Args:
-            dataset: Name of the task's own data set or of a stand-in; None is the task's own.
+            dataset: Name of the task's own data set or of a stand-in; None is that of the preset,
+                or the task's own.
             light: True for the light goal.
             preset: The preset of the model. Some tasks have another goal with a smaller model,
                 which ``stand_ins`` has under the name ``"DATASET-PRESET"``.
@@ -266,7 +283,7 @@ class Task:
             raise ValueError(
                 f"dataset must be one of {allowed} for task {self.key}, not {dataset!r}"
             )
-        dataset = dataset or self.dataset
+        dataset = dataset or self.dataset_of(preset)
         goal, light_goal = goals.get(f"{dataset}-{preset}", goals[dataset])
         return light_goal if light else goal
 
@@ -286,6 +303,20 @@ class Task:
             return self.goal_on(dataset, light, option_value(arguments, "--preset"))
         except ValueError:
             return None
+
+    def metric_of(self, arguments: Sequence[str]) -> str | None:
+        """Return the name of the metric of the goal of a run with these arguments.
+
+        Args:
+            arguments: Arguments of the script.
+
+        Example:
+            >>> get_task("5a").metric_of([]), get_task("5a").metric_of(["--preset", "tiny"])
+            ('loss', 'BitsPerByte')
+        """
+        dataset = option_value(arguments, "--dataset")
+        dataset = dataset or self.dataset_of(option_value(arguments, "--preset"))
+        return self.stand_in_metrics.get(dataset, self.metric)
 
     @property
     def script(self) -> Path:
@@ -513,6 +544,43 @@ _TASKS = (
                 "pytorch-wmt17-transformer-all-reduce",
                 other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
             ),
+        ),
+    ),
+    Task(
+        key="5a",
+        folder="task5a_gpt",
+        title="Language modeling, GPT",
+        model="GPT (124M)",
+        data="FineWeb10B",
+        # The validation loss per token, in nats.
+        metric="loss",
+        # The loss of GPT-2, and the target of the speed runs of modded-nanogpt.
+        goal=3.28,
+        light_goal=3.6,
+        minimize=True,
+        # Validations, each after 128 steps.
+        max_epochs=75,
+        stand_ins={
+            # Without a preset, this data set has the preset mini.
+            "wikitext2": (2.0, 2.6),
+            "wikitext2-mini": (2.0, 2.6),
+            "wikitext2-tiny": (2.5, 3.0),
+        },
+        stand_in_metrics={"wikitext2": "BitsPerByte"},
+        optimizers=(
+            "adamw",
+            "ddp",
+            "muon",
+            "power_sgd",
+            "qsgd",
+            "sign_sgd",
+            "demo",
+            "one_bit_adam",
+            "dion",
+            "diloco",
+            "muloco",
+            "streaming_diloco",
+            "sparse_loco",
         ),
     ),
 )

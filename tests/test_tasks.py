@@ -50,6 +50,22 @@ def test_task_2a_is_as_specified() -> None:
     }  # fmt: skip
 
 
+def test_task_5a_has_the_metric_and_the_goal_of_its_preset() -> None:
+    task = get_task("5a")
+    assert task.datasets == ("fineweb10b", "wikitext2")
+    for arguments, metric, preset in (
+        ([], "loss", "gpt2"),
+        (["--preset", "gpt2"], "loss", "gpt2"),
+        (["--dataset", "wikitext2"], "BitsPerByte", "mini"),
+        (["--preset", "mini"], "BitsPerByte", "mini"),
+        (["--dataset=wikitext2", "--preset=tiny"], "BitsPerByte", "tiny"),
+    ):
+        assert task.metric_of(arguments) == metric
+        assert task.goal_of(arguments) == task.goal_on(task.dataset_of(preset), preset=preset)
+    assert task.goal_of([]) == 3.28
+    assert len({task.goal_on(None, preset=preset) for preset in ("gpt2", "mini", "tiny")}) == 3
+
+
 def test_task_0_measures_and_has_no_goal() -> None:
     task = get_task("task0")
     assert (task.folder, task.backends) == ("task0_allreduce", ("gloo", "nccl", "mpi"))

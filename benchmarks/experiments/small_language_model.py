@@ -41,7 +41,7 @@ from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.local_files import find_file, open_file
 from mlbench_core.errors import DatasetNotFoundError
 from mlbench_core.evaluation.goals import TimeToGoal
-from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.evaluation.pytorch.metrics import BitsPerByte
 from mlbench_core.optim.pytorch import GenericCentralizedOptimizer, MuonAdamW, get_optimizer
 
 GOAL, LIGHT_GOAL = 3.2, 3.5  # bits per byte
@@ -90,16 +90,6 @@ class _Layer(nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.perceptron(self.norms[1](x))
-
-
-class BitsPerByte(MLBenchMetric):
-    """Mean number of bits that the model needs for a byte: its cross-entropy to base 2."""
-
-    name = "BitsPerByte"
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over a batch of scores (batch, length, 256) and bytes (batch, length)."""
-        return cross_entropy(output, target).detach() / math.log(2)
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
-    Aggregation,
     AllReduceAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
@@ -30,11 +28,9 @@ from mlbench_core.aggregation.pytorch import (
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.dataset.imagerecognition.pytorch import ImageDataset
 from mlbench_core.dataset.pytorch import Partition, parse_partition, partition_dataset_by_rank
-from mlbench_core.distributed.pytorch.process_groups import world_size
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
 from mlbench_core.models.pytorch.autocast import Float32Output
@@ -46,6 +42,7 @@ from mlbench_core.optim.pytorch import (
     MuonAdamW,
     get_optimizer,
 )
+from mlbench_core.optim.pytorch.makers import Maker, of_model, of_parameters, on_ring
 from mlbench_core.tasks import get_task
 
 logger = logging.getLogger("mlbench.task1a")
@@ -66,37 +63,9 @@ class Variant:
             does not justify a longer step.
     """
 
-    make: Callable[[nn.Module, float], Optimizer]
+    make: Maker
     lr_factor: float = 1.0
     scales: bool = True
-
-
-Make = Callable[[nn.Module, float], Optimizer]
-Exchange = Callable[[], Aggregation] | None
-
-
-def named(name: str, exchange: Exchange = None, **options: Any) -> Make:
-    """Return a function that makes an optimizer for a model, with a new aggregation."""
-    return lambda model, lr: get_optimizer(name, model=model, lr=lr, **options, **_made(exchange))
-
-
-def compressing(name: str, exchange: Exchange = None, **options: Any) -> Make:
-    """Return a function that makes an optimizer of the library that takes parameters."""
-    return lambda model, lr: get_optimizer(
-        name, params=model.named_parameters(), lr=lr, **options, **_made(exchange)
-    )
-
-
-def _made(exchange: Exchange) -> dict[str, Any]:
-    """Return the argument ``aggregation``, made in the process group; nothing for the default."""
-    return {} if exchange is None else {"aggregation": exchange()}
-
-
-def on_ring(name: str, exchange: Callable[..., Aggregation], **options: Any) -> Make:
-    """Return a function that makes an optimizer whose workers send to their neighbors on a ring."""
-    return lambda model, lr: get_optimizer(
-        name, model=model, lr=lr, aggregation=exchange(topology=ring(world_size())), **options
-    )
 
 
 def muon(model: nn.Module, lr: float) -> Optimizer:
@@ -114,31 +83,33 @@ def muloco(model: nn.Module, lr: float) -> Optimizer:
 
 
 VARIANTS = {
-    REFERENCE: Variant(named(REFERENCE, **NESTEROV)),
+    REFERENCE: Variant(of_model(REFERENCE, **NESTEROV)),
     # Adam's usual rate is 0.001, a twentieth of the task's; the same inside DiLoCo. Kingma and Ba,
     # arXiv:1412.6980; Douillard et al., arXiv:2311.08105.
     "centralized_adam": Variant(
-        named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False,
+        of_model("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False,
     ),
     # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727,
     # tables 1 and 3.
-    "power_sgd": Variant(named("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)),
+    "power_sgd": Variant(
+        of_model("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)
+    ),
     # Each weight moves by the rate itself, so the rate is only 0.0003: the paper's 0.0001 is for
     # more steps, and takes two workers more than 16 epochs on the digits instead of 12. Bernstein
     # et al., arXiv:1802.04434.
     "sign_sgd": Variant(
-        compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.015, scales=False,
+        of_parameters("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.015, scales=False,
     ),
     # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al.,
     # arXiv:1901.09847.
-    "ef_sign_sgd": Variant(compressing("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
+    "ef_sign_sgd": Variant(of_parameters("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
     # The largest 1 % of each tensor. Stich, Cordonnier and Jaggi, arXiv:1809.07599.
     "sparsified_sgd": Variant(
-        compressing("sparsified_sgd", sparse_grad_size=0.01, momentum=0.9, weight_decay=1e-4)
+        of_parameters("sparsified_sgd", sparse_grad_size=0.01, momentum=0.9, weight_decay=1e-4)
     ),
     # 10 % of each tensor at random, the same coordinates on all workers.
     "centralized_sparsified_sgd": Variant(
-        compressing(
+        of_parameters(
             "centralized_sparsified_sgd", sparse_grad_size=0.1, random_sparse=True,
             world_size=None, momentum=0.9, weight_decay=1e-4,
         )
@@ -150,34 +121,36 @@ VARIANTS = {
     # Koloskova, Stich and Jaggi, arXiv:1902.00340.
     "choco_sgd": Variant(on_ring("choco_sgd", ChocoAggregation, **NESTEROV)),
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
-    "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
-    "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
+    "local_sgd": Variant(of_model("local_sgd", period=8, **NESTEROV)),
+    "diloco": Variant(of_model("diloco", period=20), lr_factor=0.05, scales=False),
     # ---- Methods of recent years. All were tried on the digits with 1, 2 and 4 workers, and not on
     # CIFAR-10. Settings that were chosen there, and do not come from the papers, are named.
 
     # SGD's rate, since the rounding is right on average. 4 bits, buckets of 512 and the largest
     # value as their size are those of the paper's experiments. Alistarh et al., arXiv:1610.02132.
     "qsgd": Variant(
-        named("qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV)
+        of_model(
+            "qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV
+        )
     ),
     # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of
     # that was chosen on the digits: with ten times the rate, four workers diverge at first. The
     # period is that of local SGD. Karimireddy et al., arXiv:1910.06378.
-    "scaffold": Variant(named("scaffold", period=8, weight_decay=1e-4), lr_factor=5),
+    "scaffold": Variant(of_model("scaffold", period=8, weight_decay=1e-4), lr_factor=5),
     # Each weight moves by the rate itself, so it is Adam's. Decay, blocks and coefficients are
     # those of the paper. Peng, Quesnelle and Kingma, arXiv:2411.19870.
-    "demo": Variant(compressing("demo"), lr_factor=0.05, scales=False),
+    "demo": Variant(of_parameters("demo"), lr_factor=0.05, scales=False),
     # Adam's rate. The paper's warm-up takes 15 to 20 % of all steps; 20 steps are 20 % of those
     # that one worker needs on the digits. Tang et al., arXiv:2102.02888.
     "one_bit_adam": Variant(
-        compressing("one_bit_adam", warmup_steps=20, weight_decay=1e-4),
+        of_parameters("one_bit_adam", warmup_steps=20, weight_decay=1e-4),
         lr_factor=0.05, scales=False,
     ),
     # Steps have a fixed length: the paper's 0.01 takes four workers more than 24 epochs on the
     # digits, and 0.02 overshoots. A momentum of 0.9 instead of 0.95 overshoots less. Ahn et al.,
     # arXiv:2504.05295.
     "dion": Variant(
-        compressing("dion", lambda: DionAggregation(rank=8, momentum=0.9)),
+        of_parameters("dion", lambda: DionAggregation(rank=8, momentum=0.9)),
         lr_factor=0.75, scales=False,
     ),
     # Liu et al. scale the update to 0.2 times the rate, the size of AdamW's in long trainings. The
@@ -190,7 +163,7 @@ VARIANTS = {
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was
     # chosen on the digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
     "streaming_diloco": Variant(
-        named(
+        of_model(
             "streaming_diloco",
             lambda: StreamingDiLoCoAggregation(period=8, fragments=2, delay=1, quantize=True),
         ),
@@ -199,7 +172,7 @@ VARIANTS = {
     # 3 % of the changes with 2 bits, the most of the paper's range, and its decay. Its periods are
     # 15 to 50; 8 was chosen on the digits. Sarfi et al., arXiv:2508.15706.
     "sparse_loco": Variant(
-        named(
+        of_model(
             "sparse_loco", lambda: SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)),
             period=8,
         ),

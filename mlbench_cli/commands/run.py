@@ -714,7 +714,8 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     # The goal of --goal-after is a training time, which has no threshold.
     if option_value(arguments, "--goal-after") is None:
         threshold = task.goal_of(arguments, light)
-    aim = GoalAim(f"val_global_{task.metric}", threshold, task.minimize)
+    metric = task.metric_of(arguments)
+    aim = GoalAim(f"val_global_{metric}", threshold, task.minimize)
     return _wait.Goal(aim, _max_epochs(task, arguments))
 
 

@@ -112,11 +112,11 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     observed = split_observed(_words(command))
     if observed is not None:
         configuration["algorithm"] = observed[0].get("--method", ["as-is"])[-1]
+    configuration["preset"] = options.pop("preset", None)
     default_dataset = None
     if task and task.has_goal:
-        default_dataset = task.dataset
+        default_dataset = task.dataset_of(configuration["preset"])
     configuration["dataset"] = options.pop("dataset", default_dataset)
-    configuration["preset"] = options.pop("preset", None)
     configuration["options"] = options
     configuration["threads"] = number(run.get("num_cpus"))
     # The master adds both options to the command line; records of earlier versions lack the fields.
@@ -147,12 +147,13 @@ def _goal_of(
     task: Task, configuration: Mapping[str, Any], after_s: float | None
 ) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
-    metric = f"val_global_{task.metric}"
+    dataset, preset = configuration["dataset"], configuration["preset"]
+    metric = f"val_global_{task.stand_in_metrics.get(dataset, task.metric)}"
     if after_s is not None:
         return GoalAim(metric, minimize=task.minimize, budget_s=after_s).to_dict()
     light = configuration.get("light", False)
     try:
-        threshold = task.goal_on(str(configuration["dataset"]), light, configuration["preset"])
+        threshold = task.goal_on(str(dataset), light, preset)
     except ValueError:
         return None
     return GoalAim(metric, threshold, task.minimize).to_dict()

@@ -411,6 +411,14 @@ _RECORDS = (
         4_000_000,
         tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
     ),
+    DatasetRecord(
+        "fineweb10b",
+        "FineWeb: web pages in English, the first 10 billion of GPT-2's tokens in shards",
+        "ODC-By 1.0",
+        ("https://huggingface.co/datasets/kjj0/fineweb10B-gpt2",),
+        20_000_000_000,
+        origin="by hand",
+    ),
     _wmt(
         "wmt16",
         "WMT16 English-German: Europarl, Common Crawl, News Commentary 11",

@@ -213,7 +213,8 @@ def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
     if task is None:
         return None
     words = split_command(command)
-    goal = RunGoal(metric=f"val_global_{task.metric}", minimize=task.minimize, reached=False)
+    metric = f"val_global_{task.metric_of(words)}"
+    goal = RunGoal(metric=metric, minimize=task.minimize, reached=False)
     # A goal of a fixed time has no threshold, so the task's own does not count with it.
     budget_s = number(option_value(words, "--goal-after"))
     if budget_s is not None and budget_s >= 0:

@@ -410,7 +410,10 @@ def test_notes_of_the_master_are_shown(
             ["demo", "1", "--task", "1a", "--dataset", "digits"],
             "Options of the script come after '--'.",
         ),
-        (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 1b, 2a, 3a, 4a, 4b, not '9z'"),
+        (
+            ["demo", "1", "--task", "9z"],
+            "task must be one of 0, 1a, 1b, 2a, 3a, 4a, 4b, 5a, not '9z'",
+        ),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (
@@ -504,12 +507,12 @@ def test_the_last_entry_of_the_menu_asks_for_image_and_command(
     fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
 ) -> None:
     patch.setattr(run_module, "_interactive", lambda: True)
-    assert "[7] a command of your own" in call("run", "demo", "1", input="7\n\nsleep 1\n\n").stderr
+    assert "[8] a command of your own" in call("run", "demo", "1", input="8\n\nsleep 1\n\n").stderr
     assert fake.requests[0]["command"] == "sleep 1"
-    call("run", "image", "1", input="7\nme/img:1\npython x.py\n\n")
+    call("run", "image", "1", input="8\nme/img:1\npython x.py\n\n")
     assert fake.requests[1]["custom_image_name"] == "me/img:1"
     assert fake.requests[1]["custom_image_command"] == "python x.py"
-    assert "3a, 4a, 4b, not '8'" in call("run", "more", "1", input="8\n\n", code=2).stderr
+    assert "4a, 4b, 5a, not '9'" in call("run", "more", "1", input="9\n\n", code=2).stderr
 
 
 def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
@@ -633,6 +636,8 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(
         ("3a", "--preset=small", 300.0),
         ("4b", "--dataset multi30k --preset small", 20.0),
         ("4b", "--dataset faces", None),
+        ("5a", "", 3.28),
+        ("5a", "--preset gpt2", 3.28),
     ],
 )
 def test_the_goal_shown_is_that_of_the_data_and_the_preset(

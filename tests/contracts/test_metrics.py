@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mlbench_core.evaluation.pytorch.metrics import (
+    BitsPerByte,
     BLEUScore,
     DiceCoefficient,
     F1Score,
@@ -33,6 +34,7 @@ FAMILY: list[tuple[Callable[[], MLBenchMetric], tuple[Any, Any]]] = [
     (TopKAccuracy, CLASSES),
     (lambda: TopKAccuracy(2), CLASSES),
     (Perplexity, CLASSES),
+    (BitsPerByte, CLASSES),
     (DiceCoefficient, MASKS),
     (F1Score, MASKS),
     (BLEUScore, SENTENCES),

@@ -38,6 +38,7 @@ FAMILY: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "exponential": lambda o: lr.ExponentialWarmupMultiStepLR(o, 30, 4, 0.5, 0.1),
     "root of time with warm-up": lambda o: lr.SQRTTimeDecayLRWithWarmup(o, 0.3, 0.01, 6),
     "polynomial": lambda o: lr.PolyDecayLRLinearWarmup(o, 0.01, 0.3, 6, 15, 0.001),
+    "trapezoid": lambda o: lr.TrapezoidLR(o, 4, 20),
 }
 every_schedule = pytest.mark.parametrize("make", FAMILY.values(), ids=FAMILY.keys())
 

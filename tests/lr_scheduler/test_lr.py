@@ -1,4 +1,4 @@
-"""The nine schedules against values worked out by hand."""
+"""The ten schedules against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import (
     SQRTTimeDecayLR,
     SQRTTimeDecayLRWithWarmup,
     TimeDecayLR,
+    TrapezoidLR,
 )
 
 
@@ -209,6 +210,18 @@ def test_plateau_warms_up_by_epochs_and_then_halves(optimizer) -> None:
     )
 
 
+def test_trapezoid_decays_in_the_last_part_of_the_training(optimizer) -> None:
+    rates = walk(TrapezoidLR(optimizer, warmup_steps=4, total_steps=20), 22)
+    rises, stays, falls = [0.25, 0.5, 0.75], [1.0] * 10, [(20 - t) / 8 for t in range(13, 20)]
+    assert rates == scaled([*rises, *stays, *falls, 0.0, 0.0])
+    assert rates[20:] == [(0.0, 0.0)] * 2  # exactly
+
+
+def test_trapezoid_without_warm_up_may_decay_from_the_first_step(optimizer) -> None:
+    schedule = TrapezoidLR(optimizer, warmup_steps=0, total_steps=4, decay_share=1.0)
+    assert walk(schedule, 4) == scaled([1.0, 0.75, 0.5, 0.25])
+
+
 def test_plateau_agrees_with_torch_when_there_is_no_warm_up(optimizer) -> None:
     theirs = ReduceLROnPlateau(
         SGD([torch.zeros(1)], lr=0.3), factor=0.3, patience=1, cooldown=2, mode="max"
@@ -279,6 +292,7 @@ VERBOSE = {
     "exponential": lambda o, **v: ExponentialWarmupMultiStepLR(o, 5, 1, 2, 1, **v),
     "root of time with warm-up": lambda o, **v: SQRTTimeDecayLRWithWarmup(o, 0.3, 0.1, 2, **v),
     "polynomial": lambda o, **v: PolyDecayLRLinearWarmup(o, 0.1, 0.3, 1, 3, **v),
+    "trapezoid": lambda o, **v: TrapezoidLR(o, 2, 5, **v),
 }
 
 
@@ -341,6 +355,10 @@ def test_plateau_by_epochs_has_no_batch_step(optimizer) -> None:
          "decay_interval must be finite and positive"),
         (lambda o: PolyDecayLRLinearWarmup(o, 0.1, 0.2, 3, 0),
          "decay_steps must be finite and positive, not 0"),
+        (lambda o: TrapezoidLR(o, -1, 10), "warmup_steps must be finite and at least 0, not -1"),
+        (lambda o: TrapezoidLR(o, 1, 0), "total_steps must be finite and positive, not 0"),
+        (lambda o: TrapezoidLR(o, 1, 10, 1.5),
+         "decay_share must be above 0 and at most 1, not 1.5"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(make, message, optimizer) -> None:

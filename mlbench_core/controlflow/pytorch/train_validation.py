@@ -49,6 +49,7 @@ def train_round(
     *,
     update_freq: int = 1,
     step_arguments: StepArguments | None = None,
+    counts_tokens: bool = False,
 ) -> float:
     r"""Train for one epoch.
 
@@ -100,6 +101,8 @@ def train_round(
             its length.
         step_arguments: Called before each update with its batches, pairs (data, target). It returns
             keyword arguments of the optimizer's ``step``, such as ``denom``.
+        counts_tokens: True if the elements of the targets are tokens, whose number the tracker
+            counts for the throughput.
 
     Returns:
         This worker's mean loss over the epoch, with each batch weighted by its size; 0 without a
@@ -138,7 +141,8 @@ def train_round(
             results = batch_metrics(output, target, metrics)
             records.mark("comp_metrics")
             size = batch_size(data, output)
-            records.end_batch(batch_idx, loss, size, results)
+            tokens = target.numel() if counts_tokens else 0
+            records.end_batch(batch_idx, loss, size, results, tokens)
             loss_sum = loss_sum + loss.to(torch.float64) * size
             samples += size
         loss_sum = records.read(loss_sum)[0]

@@ -36,6 +36,7 @@ from mlbench_core.statistics import AverageMeter
 
 __all__ = [
     "BLEUScore",
+    "BitsPerByte",
     "CasedBLEUScore",
     "DiceCoefficient",
     "F1Score",
@@ -403,6 +404,48 @@ class Perplexity(_StatisticsMetric):
     def _score_of(self, statistics: Tensor) -> Tensor:
         loss, tokens = statistics
         return torch.where(tokens == 0, torch.zeros_like(loss), torch.exp(_ratio(loss, tokens)))
+
+
+class BitsPerByte(Perplexity):
+    r"""Mean number of bits that a language model needs for a byte: its cross-entropy to base 2.
+
+    .. math:: -\frac{1}{N} \sum_{i=1}^{N} \log_2 p(b_i)
+
+    The :math:`N` bytes are those of all batches and workers. A guess among all 256 needs 8 bits.
+
+    Example:
+        >>> bits = BitsPerByte()
+        >>> bits(torch.zeros(2, 3, 256), torch.zeros(2, 3, dtype=torch.int64)).item()
+        8.0
+    """
+
+    def __call__(self, output: Tensor, target: Tensor | None = None) -> Tensor:
+        """Compute the bits per byte of one batch.
+
+        Args:
+            output: Scores or log-probabilities of shape (..., 256). Or the mean loss of the batch
+                in nats, of shape () or (1,).
+            target: The bytes, shape (...). It is not used with a mean loss.
+
+        Returns:
+            The bits per byte, float32, no dimensions.
+        """
+        if target is None or output.dim() < 2:
+            return super().__call__(output, target)
+        # The classes are always the last dimension here, also of sequences of 256 bytes.
+        return super().__call__(output.flatten(0, -2), target.flatten())
+
+    @property
+    def name(self) -> str:
+        """Return ``BitsPerByte``."""
+        return "BitsPerByte"
+
+    def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
+        loss = torch.as_tensor(value, dtype=torch.float64).detach() * math.log(2)
+        return torch.stack([loss, torch.ones_like(loss)]) * size
+
+    def _score_of(self, statistics: Tensor) -> Tensor:
+        return _ratio(statistics[0], statistics[1]) / math.log(2)
 
 
 class DiceCoefficient(_StatisticsMetric):

@@ -12,6 +12,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import (
     SQRTTimeDecayLR,
     SQRTTimeDecayLRWithWarmup,
     TimeDecayLR,
+    TrapezoidLR,
 )
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "SQRTTimeDecayLRWithWarmup",
     "SparsifiedSGDLR",
     "TimeDecayLR",
+    "TrapezoidLR",
     "lr",
 ]

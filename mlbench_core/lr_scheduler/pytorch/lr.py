@@ -45,6 +45,7 @@ __all__ = [
     "SQRTTimeDecayLRWithWarmup",
     "SparsifiedSGDLR",
     "TimeDecayLR",
+    "TrapezoidLR",
 ]
 
 logger = logging.getLogger(__name__)
@@ -536,6 +537,75 @@ class SQRTTimeDecayLR(_RelativeLR):
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
         return 1.0 / math.sqrt(max(1, t))
+
+
+class TrapezoidLR(_RelativeLR):
+    r"""Linear warm-up, a constant rate, then a linear decay to 0.
+
+    .. math::
+        \eta_t = \eta \cdot \max\left(0, \min\left(\frac{t + 1}{w}, 1,
+            \frac{T - t}{s T}\right)\right)
+
+    with each group's initial rate :math:`\eta`, :math:`w` = ``warmup_steps``, :math:`T` =
+    ``total_steps`` and :math:`s` = ``decay_share``. A training that is stopped or extended before
+    the decay has followed the schedule of another length, which a cosine has not. For
+    ``TrapezoidLR(optimizer, warmup_steps=2, total_steps=10, decay_share=0.4)`` and :math:`\eta =
+    1`:
+
+    ==  ===  =  =  =  =  =  =  ====  ===  ====  ==
+    t   0    1  2  3  4  5  6  7     8    9     10
+    lr  0.5  1  1  1  1  1  1  0.75  0.5  0.25  0
+    ==  ===  =  =  =  =  =  =  ====  ===  ====  ==
+
+    Args:
+        optimizer: Optimizer whose parameter groups get the rates, each from its own initial rate.
+        warmup_steps: Number of steps of the warm-up; 0 starts at the initial rates.
+        total_steps: Number of steps of the whole training.
+        decay_share: Share of all steps in which the rate decays, above 0 and at most 1.
+        verbose: Log each change of a rate.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = TrapezoidLR(optimizer, warmup_steps=2, total_steps=10)
+        >>> [schedule.factor_at(t) for t in (0, 1, 6, 7, 9, 10)]
+        [0.5, 1.0, 1.0, 0.75, 0.25, 0.0]
+
+    References:
+        Hägele et al. 2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+        Durations, arXiv 2405.18392.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int,
+        total_steps: int,
+        decay_share: float = 0.4,
+        *,
+        verbose: bool = False,
+    ) -> None:
+        _check_at_least_0(warmup_steps=warmup_steps)
+        _check_positive(total_steps=total_steps)
+        if not 0 < decay_share <= 1:
+            raise ValueError(
+                f"decay_share must be above 0 and at most 1, not {decay_share}: "
+                "give the share of all steps"
+            )
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+        self.decay_share = decay_share
+        super().__init__(optimizer, verbose=verbose)
+
+    def factor_at(self, t: int) -> float:
+        """Return the factor after ``t`` steps."""
+        factors = [1.0, (self.total_steps - t) / (self.decay_share * self.total_steps)]
+        if t < self.warmup_steps:
+            factors.append((t + 1) / self.warmup_steps)
+        return max(0.0, min(factors))
 
 
 class ExponentialWarmupMultiStepLR(_RelativeLR):

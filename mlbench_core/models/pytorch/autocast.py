@@ -10,9 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["AutocastLSTM", "Float32Output"]
+__all__ = ["AutocastLSTM", "Float32Output", "has_fast_bfloat16"]
 
 _log = logging.getLogger(__name__)
+
+
+def has_fast_bfloat16(gpu: bool) -> bool:
+    """Return True if a GPU, or this CPU, has instructions for products of bfloat16 matrices.
+
+    Args:
+        gpu: True for the current GPU. Versions of torch that cannot list the instructions of a CPU
+            count as a CPU without them.
+    """
+    if gpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    instructions: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    # x86 has the first two names, Arm the last.
+    return any(instructions.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 class Float32Output(nn.Module):
