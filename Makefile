@@ -47,7 +47,7 @@ types: $(VENV)/.installed-dev
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
 # The workers of the remaining tests need all cores, and ports of their own.
 PAIRED = $(addprefix tests/,aggregation browser cli client comparison compat30 contracts controlflow faults master optim references results security \
-	dataset evaluation lr_scheduler models network ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
+	dataset evaluation lr_scheduler models network observe ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
