@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ __all__ = ["StoreWorkers"]
 _MEET_S = 300.0
 _MESSAGE_S = 60.0
 _POLL_S = 0.005
-_PREFIX = "mlbench_observe"
+_LOOPBACK = "127.0.0.1"
 
 
 class StoreWorkers(Workers):
@@ -38,18 +38,17 @@ class StoreWorkers(Workers):
     def __init__(self, place: Place) -> None:
         self._rank, self._size = place.rank, place.world_size
         self._messages = 0
-        with _meeting(place) as meeting:
-            host = place.master_address or "127.0.0.1"
-            if self._rank == 0:
-                self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-                meeting.set("port", str(self._store.port))
-            else:
-                port = int(meeting.get("port"))
-                self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-            # Rank 0 closes the meeting, so it waits until all have read the port.
-            meeting.set(f"read/{self._rank}", "1")
-            if self._rank == 0:
-                meeting.wait([f"read/{rank}" for rank in range(self._size)])
+        host = place.master_address or _LOOPBACK
+        is_first = self._rank == 0
+        if is_first:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            _meet(place, self._store.port)
+            self._store.set("met", "1")
+        else:
+            port = _meet(place, 0)
+            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            # Earlier, the script could still reach the rendezvous of rank 0 that ends now.
+            self._store.wait(["met"], timedelta(seconds=_MEET_S))
 
     @property
     def size(self) -> int:
@@ -102,17 +101,26 @@ class StoreWorkers(Workers):
         return bytes(self._store.get(name))
 
 
-@contextlib.contextmanager
-def _meeting(place: Place) -> Iterator[dist.Store]:
-    """Open the store of the launcher's rendezvous for a moment."""
+def _meet(place: Place, port: int) -> int:
+    """Return the port that rank 0 passes, through the launcher's rendezvous.
+
+    The store of the rendezvous is closed when the function returns.
+    """
     # torchrun's agent keeps the store; otherwise rank 0 does.
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
-        place.master_address or "127.0.0.1",
+        place.master_address or _LOOPBACK,
         place.master_port or DEFAULT_PORT,
         is_master=place.rank == 0 and not has_agent,
         timeout=timedelta(seconds=_MEET_S),
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    yield dist.PrefixStore(f"{_PREFIX}/{attempt}", store)
+    prefix = f"mlbench_observe/{attempt}"
+    if place.rank == 0:
+        store.set(f"{prefix}/port", str(port))
+        store.wait([f"{prefix}/read/{rank}" for rank in range(1, place.world_size)])
+    else:
+        port = int(store.get(f"{prefix}/port"))
+        store.set(f"{prefix}/read/{place.rank}", "1")
+    return port
