@@ -28,7 +28,7 @@ __all__ = [
     "CLOSE",
     "Cell",
     "Outcome",
-    "Place",
+    "SweepPlace",
     "differ",
     "duration",
     "gather",
@@ -41,7 +41,7 @@ CLOSE = 1.1
 """Two times within this factor of each other are not called different."""
 
 
-class Place(Protocol):
+class SweepPlace(Protocol):
     """The place of a run in a sweep."""
 
     @property
@@ -331,7 +331,7 @@ def sent_per_worker(record: RunRecord) -> float | None:
 
 
 def gather(
-    places: Iterable[Place],
+    places: Iterable[SweepPlace],
     records: Mapping[str, RunRecord],
     networks: Mapping[str, Network],
     *,
@@ -409,7 +409,7 @@ def _setting(network: str | None, workers: int) -> tuple[str | None, int]:
 
 
 def _least_stopped_s(
-    places: Iterable[Place], records: Mapping[str, RunRecord]
+    places: Iterable[SweepPlace], records: Mapping[str, RunRecord]
 ) -> dict[tuple[str | None, int], float]:
     """Return the least training time at which a run was stopped, by network and workers."""
     least_s: dict[tuple[str | None, int], float] = {}
