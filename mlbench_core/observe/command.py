@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
-from mlbench_core.distributed.environment import Place, detect_environment
+from mlbench_core.distributed.environment import ClusterEnvironment, detect_environment
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.observe.options import USAGE, Options, parse_options
@@ -35,14 +35,15 @@ class _Stopped(BaseException):
 class _ObservedRun:
     """The result folder, the tracker and the observer of one worker."""
 
-    def __init__(self, options: Options, place: Place) -> None:
+    def __init__(self, options: Options, environment: ClusterEnvironment) -> None:
         from mlbench_core.observe.methods import make_method
         from mlbench_core.observe.observer import Observer
         from mlbench_core.observe.workers import StoreWorkers
 
+        place = environment.place()
         self.rank, self.world_size = place.rank, place.world_size
         run_id = options.run_id or os.environ.get("MLBENCH_RUN_ID") or "1"
-        self._workers = StoreWorkers(place) if self.world_size > 1 else None
+        self._workers = StoreWorkers(environment) if self.world_size > 1 else None
         self.results = RunFolder(
             _folder(options, run_id),
             _configuration(options, self.world_size),
@@ -126,12 +127,13 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     try:
         options = parse_options(words)
-        place = detect_environment().place()
+        environment = detect_environment()
+        place = environment.place()
         # A script finds its place in the variables of torchrun, however it was launched.
         for name, value in place.variables().items():
             if place.world_size > 1:
                 os.environ.setdefault(name, value)
-        run = _ObservedRun(options, place)
+        run = _ObservedRun(options, environment)
     except MLBenchError as problem:
         sys.stderr.write(f"mlbench observe: error: {problem}\n")
         raise SystemExit(2) from None

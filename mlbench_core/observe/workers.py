@@ -4,51 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from mlbench_core.controlflow.run_results import Workers
-from mlbench_core.distributed.environment import DEFAULT_PORT, Place
+from mlbench_core.distributed.environment import ClusterEnvironment
+from mlbench_core.distributed.pytorch import private_store
+from mlbench_core.distributed.pytorch.initialize import private_place, rendezvous_store
 from mlbench_core.errors import WorkerError
 
 __all__ = ["StoreWorkers"]
 
-_MEET_S = 300.0
+_MEET = timedelta(seconds=300)
 _MESSAGE_S = 60.0
 _POLL_S = 0.005
-_LOOPBACK = "127.0.0.1"
 
 
 class StoreWorkers(Workers):
     """The messages of all workers through a store of their own.
 
-    The workers meet at the launcher's rendezvous before the script starts, and rank 0 names the
-    port of a second store there. The rendezvous is then free for the script.
+    The workers meet at the launcher's rendezvous before the script starts, and agree on a second
+    store there: a file that only their user can read, or, on several machines, a port of rank 0,
+    where all keys begin with a secret. The rendezvous is then free for the script.
 
     Args:
-        place: This worker among the others.
+        environment: The way in which the workers were started.
 
     Raises:
         WorkerError: In a message, another worker has ended or does not answer.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, environment: ClusterEnvironment) -> None:
+        place = environment.place()
         self._rank, self._size = place.rank, place.world_size
         self._messages = 0
-        host = place.master_address or _LOOPBACK
-        is_first = self._rank == 0
-        if is_first:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            _meet(place, self._store.port)
+        self._path: Path | None = None
+        meeting = rendezvous_store(private_place(environment, place), _MEET)
+        # torchrun's agent keeps its store when it starts the workers again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        named = dist.PrefixStore(f"mlbench_observe/{attempt}", meeting)
+        if environment.is_on_one_machine(place):
+            self._store, self._path = private_store.meet(named, self._rank, self._size, _MEET)
+        else:
+            self._store = _meet(named, str(place.master_address), self._rank, self._size)
+        # Closes the rendezvous, unless the agent keeps it.
+        del named, meeting
+        # Until rank 0 has closed it, the script of another worker could still reach it.
+        if self._rank == 0:
             self._store.set("met", "1")
         else:
-            port = _meet(place, 0)
-            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-            # Earlier, the script could still reach the rendezvous of rank 0 that ends now.
-            self._store.wait(["met"], timedelta(seconds=_MEET_S))
+            self._store.wait(["met"], _MEET)
 
     @property
     def size(self) -> int:
@@ -82,6 +92,8 @@ class StoreWorkers(Workers):
             if self._rank == 0:
                 others = [f"left/{rank}" for rank in range(1, self._size)]
                 self._store.wait(others, timedelta(seconds=5))
+        if self._path is not None:
+            private_store.leave(self._path, self._size)
 
     def _next_name(self) -> str:
         self._messages += 1
@@ -101,26 +113,15 @@ class StoreWorkers(Workers):
         return bytes(self._store.get(name))
 
 
-def _meet(place: Place, port: int) -> int:
-    """Return the port that rank 0 passes, through the launcher's rendezvous.
-
-    The store of the rendezvous is closed when the function returns.
-    """
-    # torchrun's agent keeps the store; otherwise rank 0 does.
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        place.master_address or _LOOPBACK,
-        place.master_port or DEFAULT_PORT,
-        is_master=place.rank == 0 and not has_agent,
-        timeout=timedelta(seconds=_MEET_S),
-        wait_for_workers=False,
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"mlbench_observe/{attempt}"
-    if place.rank == 0:
-        store.set(f"{prefix}/port", str(port))
-        store.wait([f"{prefix}/read/{rank}" for rank in range(1, place.world_size)])
+def _meet(meeting: dist.Store, host: str, rank: int, size: int) -> dist.Store:
+    """Return a store on a port of rank 0, of which the meeting passes port and secret."""
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        secret = secrets.token_hex(16)
+        meeting.set("port", f"{store.port} {secret}")
+        meeting.wait([f"read/{other}" for other in range(1, size)])
     else:
-        port = int(store.get(f"{prefix}/port"))
-        store.set(f"{prefix}/read/{place.rank}", "1")
-    return port
+        port, secret = meeting.get("port").decode().split()
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        meeting.set(f"read/{rank}", "1")
+    return dist.PrefixStore(secret, store)

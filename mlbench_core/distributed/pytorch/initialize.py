@@ -148,9 +148,7 @@ def initialize_backends(
         expected = environment if isinstance(environment, names_ranks) else None
         environment = MPIWorldEnvironment(expected, hosts)
     place = environment.place()
-    if environment.is_on_one_machine(place) and not _agent_has_store():
-        # No other machine needs to reach the workers, so they listen on the loopback interface.
-        place = dataclasses.replace(place, master_address=_LOOPBACK)
+    place = private_place(environment, place)
     # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
     if comm_backend != "mpi":
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
@@ -251,6 +249,14 @@ def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def private_place(environment: ClusterEnvironment, place: Place) -> Place:
+    """Return the place with the loopback interface as rendezvous, if all workers run here."""
+    if environment.is_on_one_machine(place) and not _agent_has_store():
+        # No other machine needs to reach the workers, so they listen on the loopback interface.
+        return dataclasses.replace(place, master_address=_LOOPBACK)
+    return place
+
+
 def _join(
     backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]
 ) -> None:
@@ -265,7 +271,7 @@ def _join(
         if backend != "mpi":  # MPI needs no store
             rank, size = place.rank, place.world_size
             with _waiting(place, timeout_s):
-                store: dist.Store = _store(place, timeout)
+                store: dist.Store = rendezvous_store(place, timeout)
                 if size > 1 and environment.is_on_one_machine(place):
                     store, path = private_store.meet(store, rank, size, timeout)
                     files.append(path)
@@ -299,7 +305,7 @@ def _join(
         ) from error
 
 
-def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
+def rendezvous_store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     """Return the store at the rendezvous port; for one worker, a store in memory."""
     rank, size = place.rank, place.world_size
     address, port = str(place.master_address), place.master_port
