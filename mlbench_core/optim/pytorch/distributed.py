@@ -24,8 +24,8 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.transport.names import check_names
 from mlbench_core.aggregation.pytorch.transport.overlap import OverlappedReduction
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.updates.fused import is_dense
 
 __all__ = [
