@@ -384,6 +384,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     # them.
     _step_supports_amp_scaling = True
 
+    # Divisor of the sums over workers, if the operation takes one.
+    _denom: Denominator | None = None
+
     def __init__(
         self,
         world_size: int | None,
@@ -451,7 +454,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
-        return self._step(closure, tracker)
+        return self._step(closure, tracker, self._denom)
 
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer has none of the model's parameters."""
