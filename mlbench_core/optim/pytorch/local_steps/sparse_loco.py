@@ -29,8 +29,8 @@ class SparseLoCo(DiLoCo):
         \theta_i \leftarrow \theta.
 
     :math:`Q` and top-k are those of
-    :class:`~mlbench_core.aggregation.pytorch.local_steps.sparse_loco.ChunkedTopKAggregation`: 2 % of
-    the coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`.
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.sparse_loco.ChunkedTopKAggregation`: 2 %
+    of the coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`.
     The steps in between send nothing; see
     :class:`~mlbench_core.optim.pytorch.local_steps.periodic.LocalSGD` for when to evaluate, and for
     frozen layers.
