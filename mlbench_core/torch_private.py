@@ -13,12 +13,10 @@ own optimizers are built on them, but torch does not document them.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -136,24 +134,6 @@ def sparse_bytes(tensor: Tensor) -> int:
 def version(tensor: Tensor) -> int:
     """Return a number that every change of a tensor in place increases."""
     return tensor._version
-
-
-# ---- checkpoints
-
-_CHECKPOINT_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
-
-
-def is_called_by_checkpoint_functions() -> bool:
-    """Return True if ``torch.distributed.checkpoint.state_dict`` has called the caller."""
-    frame: FrameType | None = sys._getframe(1)
-    # A few frames of decorators and hooks lie between.
-    for _ in range(12):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _CHECKPOINT_FUNCTIONS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 # ---- modules

@@ -17,8 +17,8 @@ from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     all_reduce,
 )
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from tests.helpers.ranks import run_ranks
 
 

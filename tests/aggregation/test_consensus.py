@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights, consensus_distance
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.distributed.pytorch.process_groups import sum_over_workers
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
 

@@ -26,7 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
-from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
+from mlbench_core.aggregation.pytorch.local_steps.streaming import from_float4, to_float4
 
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "EF-sign": EFSignAggregation,

@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.periodic import _Correction, check_delay
+from mlbench_core.aggregation.pytorch.local_steps.periodic import _Correction, check_delay
 
 AVG = "avg_world"
 

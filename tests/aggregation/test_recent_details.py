@@ -32,7 +32,7 @@ from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
-from mlbench_core.aggregation.pytorch.streaming import _Fragment
+from mlbench_core.aggregation.pytorch.local_steps.streaming import _Fragment
 from mlbench_core.aggregation.pytorch.transport import messages
 from mlbench_core.optim.pytorch import (
     SCAFFOLD,
@@ -785,9 +785,17 @@ class TestDion:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         aggregation, counted = DionAggregation(), []
-        monkeypatch.setattr(aggregation, "_count_compression", lambda *sizes: counted.append(sizes))
-        aggregation.aggregate({"x": randn(0)}, "avg_world", extra=[torch.zeros(3)])
-        assert counted == [(8 * 60, -4 * 3)]  # one worker alone sends nothing
+        x, extra = randn(0), [torch.zeros(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(aggregation, "_count_compression", lambda *given: counted.append(given))
+            aggregation.aggregate({"x": x}, "avg_world", extra=extra)
+        [(tensors, apart, bytes_before)] = counted
+        assert [tensor is x for tensor in tensors] == [True]
+        assert (apart, bytes_before) == (extra, 0)
+        # Two workers, of which each has sent 20 bytes for x's 1200, and 12 for three other numbers.
+        aggregation.world_size, aggregation.bytes_sent = 2, 8 + 20 + 12
+        aggregation._count_compression([torch.zeros(300)], extra, 8)
+        assert aggregation.compression_ratio == 1200 / 20
 
     def test_an_extra_tensor_is_averaged_even_if_it_is_a_matrix(self) -> None:
         x = torch.full((2, 2), 3.0)

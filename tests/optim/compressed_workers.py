@@ -24,9 +24,9 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import ChunkedTopKAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
-from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch.transport.timing import (
+from mlbench_core.distributed.pytorch.timing import (
     CommunicationClock,
     count_collective,
     uncounted,

@@ -18,15 +18,18 @@ from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
-from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
-from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
-from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
-from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
-from mlbench_core.aggregation.pytorch.sparse_loco import (
+from mlbench_core.aggregation.pytorch.local_steps.periodic import (
+    DiLoCoAggregation,
+    PeriodicAggregation,
+)
+from mlbench_core.aggregation.pytorch.local_steps.scaffold import ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
     ChunkedTopKAggregation,
     SparseLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 
 __all__ = [
     "AVG_CUSTOM",

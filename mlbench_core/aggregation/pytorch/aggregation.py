@@ -30,9 +30,9 @@ from mlbench_core.aggregation.pytorch.transport.names import (
     parameters_of,
     plain_name,
 )
-from mlbench_core.aggregation.pytorch.transport.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
+from mlbench_core.distributed.pytorch.timing import count_collective
 
 __all__ = [
     "AVG_CUSTOM",

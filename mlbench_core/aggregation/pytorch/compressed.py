@@ -100,12 +100,20 @@ class LossyAggregation(Aggregation):
         self.bytes_sent += sent_bytes
         self.last_bytes += sent_bytes
 
-    def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
-        """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""
+    def _count_compression(
+        self, tensors: Iterable[Tensor], extra: Iterable[Tensor], bytes_before: int
+    ) -> None:
+        """Add to the counts of bytes from which :attr:`compression_ratio` is computed.
+
+        Args:
+            tensors: The tensors that were compressed.
+            extra: Those that traveled with them as they are, and do not count.
+            bytes_before: :attr:`bytes_sent` before the first message.
+        """
         # One worker alone sends nothing, and its ratio stays 1.
         if self.world_size > 1:
-            self._original_bytes += original_bytes
-            self._compressed_bytes += compressed_bytes
+            self._original_bytes += nbytes_of(tensors)
+            self._compressed_bytes += self.bytes_sent - bytes_before - nbytes_of(extra)
 
 
 class CompressedAggregation(LossyAggregation):
@@ -175,17 +183,14 @@ class CompressedAggregation(LossyAggregation):
         waiting: dict[torch.device, list[Tensor]] = {}
         for tensor in extra:
             waiting.setdefault(tensor.device, []).append(tensor)
-        before = self.bytes_sent
-        original_bytes = 0
+        bytes_before = self.bytes_sent
         for (_, device), kind in kinds.items():
-            original_bytes += nbytes_of(kind.values())
             # One worker alone sends no message with which they could travel.
             riders = waiting.pop(device, []) if self.world_size > 1 else []
             self._aggregate_kind(kind, divisor, riders)
         if waiting:
             self._average_uncompressed(chain(*waiting.values()), divisor)
-        sent_bytes = self.bytes_sent - before - nbytes_of(extra)
-        self._count_compression(original_bytes, sent_bytes)
+        self._count_compression(tensors.values(), extra, bytes_before)
 
     @abstractmethod
     def _aggregate_kind(

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, uncounted
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
-from mlbench_core.distributed.pytorch.work_clock import work_s
+from mlbench_core.distributed.pytorch.timing import CommunicationClock, uncounted, work_s
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.transport.messages import nbytes_of
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_finite_at_least_0, check_int
@@ -165,9 +164,7 @@ class DionAggregation(LossyAggregation):
             # A direction without a positive, finite length keeps its last query.
             is_usable = (length > 0) & length.isfinite()
             self._queries[name] = torch.where(is_usable, q, self._queries[name])
-        # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
-        sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
-        self._count_compression(nbytes_of(tensors.values()), sent_bytes)
+        self._count_compression(tensors.values(), extra, bytes_before)
 
     def _query(self, name: str, matrix: Tensor) -> Tensor:
         r"""Return the rows of :math:`Q^\top`, random at first, the same on all workers."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS, nbytes_of
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,
     check_keys,
@@ -203,9 +203,7 @@ class PowerAggregation(LossyAggregation):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
-        sent_bytes = self.bytes_sent - bytes_before - nbytes_of(extra)
-        self._count_compression(nbytes_of(tensors.values()), sent_bytes)
+        self._count_compression(tensors.values(), extra, bytes_before)
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.transport.timing import uncounted
 from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
@@ -24,6 +23,7 @@ from mlbench_core.controlflow.pytorch.controlflow import (
 )
 from mlbench_core.controlflow.pytorch.train_limit import TrainLimit
 from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.timing import uncounted
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.tracking.tracker import Tracker
 

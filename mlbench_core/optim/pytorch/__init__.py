@@ -20,15 +20,15 @@ from mlbench_core.optim.pytorch.fp_optimizers import (
     DynamicLossScaler,
     FP16Optimizer,
 )
+from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
+from mlbench_core.optim.pytorch.local_steps.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
-from mlbench_core.optim.pytorch.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
-from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
-from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
 from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
-from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.optim.pytorch.updates.muon import MuonAdamW
 from mlbench_core.optim.pytorch.updates.ntasgd import NTASGD, AveragedSGD, scaled_rate

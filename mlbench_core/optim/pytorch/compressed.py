@@ -17,8 +17,8 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0, check_number
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
     check_lr,

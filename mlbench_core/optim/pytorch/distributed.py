@@ -24,8 +24,8 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.transport.names import check_names
 from mlbench_core.aggregation.pytorch.transport.overlap import OverlappedReduction
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.updates.fused import is_dense
 
 __all__ = [
@@ -241,6 +241,19 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})
 
 
+def _is_called_by_checkpoint_functions() -> bool:
+    """Return True if ``torch.distributed.checkpoint.state_dict`` has called the caller."""
+    frame = inspect.currentframe()
+    # A few frames of decorators and hooks lie between.
+    for _ in range(13):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def refuse_partial_state(
     optimizer: Any, extra: Callable[[], Mapping[str, Any]] | None = None
 ) -> None:
@@ -257,7 +270,7 @@ def refuse_partial_state(
     Raises:
         RuntimeError: There are such entries, and the caller is one of these functions.
     """
-    if torch_private.is_called_by_checkpoint_functions() and (extra is None or extra()):
+    if _is_called_by_checkpoint_functions() and (extra is None or extra()):
         raise RuntimeError(
             f"torch.distributed.checkpoint.state_dict cannot save {type(optimizer).__name__}, "
             "because it would lose the state of the communication, such as error memories or "
@@ -371,6 +384,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     # them.
     _step_supports_amp_scaling = True
 
+    # Divisor of the sums over workers, if the operation takes one.
+    _denom: Denominator | None = None
+
     def __init__(
         self,
         world_size: int | None,
@@ -438,7 +454,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
-        return self._step(closure, tracker)
+        return self._step(closure, tracker, self._denom)
 
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer has none of the model's parameters."""
@@ -593,7 +609,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take one step; ``denom`` is for the aggregation, and clipping comes before the update."""
         self._before_step()
-        if torch_private.is_called_by_checkpoint_functions():
+        if _is_called_by_checkpoint_functions():
             # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to
             # create the state.
             refuse_partial_state(self, self.extra_state)

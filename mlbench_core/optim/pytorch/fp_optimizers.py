@@ -16,8 +16,8 @@ from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.transport.horovod import AllReduceAggregationHVD
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_int, check_number
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
     OptimizerWrapper,

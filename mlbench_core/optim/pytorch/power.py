@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
-from mlbench_core.optim.pytorch.distributed import (
-    Closure,
-    GenericCentralizedOptimizer,
-    check_aggregation,
-)
+from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import make_sgd
 
 __all__ = ["PowerSGD"]
@@ -71,6 +66,9 @@ class PowerSGD(GenericCentralizedOptimizer):
         Distributed Optimization. arXiv:1905.13727
     """
 
+    # It is used only with average_world=False: divided by 1, the sum stays.
+    _denom = 1
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -108,20 +106,3 @@ class PowerSGD(GenericCentralizedOptimizer):
         super().__init__(None, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
         if not average_world:
             self.agg_mode = AVG_CUSTOM
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Closure | None = None, tracker: Any | None = None
-    ) -> Any:
-        """Aggregate the gradients and take one step.
-
-        Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the
-                loss.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker`, or None.
-
-        Returns:
-            The closure's result, this worker's loss; None without a closure.
-        """
-        # The denominator is used only with average_world=False: divided by 1, the sum stays.
-        return self._step(closure, tracker, denom=1)

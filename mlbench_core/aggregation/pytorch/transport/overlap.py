@@ -49,8 +49,8 @@ from mlbench_core.aggregation.pytorch.transport.buckets import (
 )
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, divide
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
+from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval
 
 __all__ = ["OverlappedReduction"]
 

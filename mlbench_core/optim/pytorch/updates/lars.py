@@ -32,7 +32,7 @@ class LARS(Optimizer):
 
     For distributed training give it to
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as
-    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
+    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.local_steps.periodic.DiLoCo`.
 
     Args:
         params: Parameters, or groups of parameters. A group may have its own options. With

@@ -36,8 +36,8 @@ class MuonAdamW(Optimizer):
 
     For distributed training give it to
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as
-    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`; the latter is known
-    as MuLoCo.
+    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.local_steps.periodic.DiLoCo`; the
+    latter is known as MuLoCo.
 
     Args:
         params: Parameters, or groups of parameters. A group may have its own options. With

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.sparse_loco import (
+from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
     ChunkedTopKAggregation,
     SparseLoCoAggregation,
 )
 from mlbench_core.optim.pytorch.distributed import check_aggregation
-from mlbench_core.optim.pytorch.periodic import DiLoCo
+from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo
 
 __all__ = ["SparseLoCo"]
 
@@ -29,10 +29,11 @@ class SparseLoCo(DiLoCo):
         \theta_i \leftarrow \theta.
 
     :math:`Q` and top-k are those of
-    :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the
-    coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The
-    steps in between send nothing; see :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for
-    when to evaluate, and for frozen layers.
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.sparse_loco.ChunkedTopKAggregation`: 2 %
+    of the coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`.
+    The steps in between send nothing; see
+    :class:`~mlbench_core.optim.pytorch.local_steps.periodic.LocalSGD` for when to evaluate, and for
+    frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -44,11 +45,11 @@ class SparseLoCo(DiLoCo):
         period: H, the number of inner steps from one exchange to the next.
         aggregation: The exchange with all its settings, for example
             ``SparseLoCoAggregation(ChunkedTopKAggregation(density=0.01))``. For another inner
-            optimizer, give it to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
+            optimizer, give it to :class:`~mlbench_core.optim.pytorch.local_steps.periodic.DiLoCo`.
 
     Raises:
         TypeError: ``period`` is not an integer, ``lr`` is not a number, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.sparse_loco.SparseLoCoAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.sparse_loco.SparseLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is
             not positive, or ``world_size`` is not that of the process group.
 

@@ -6,13 +6,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
     OptimizerFactory,
     check_aggregation,
 )
-from mlbench_core.optim.pytorch.periodic import make_inner_optimizer
+from mlbench_core.optim.pytorch.local_steps.periodic import make_inner_optimizer
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -33,8 +33,8 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
 
     H, :math:`\tau`, :math:`\alpha`, the number of fragments, the outer optimizer and the
     quantization are settings of
-    :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`. The workers'
-    weights are never all equal: average them before you evaluate, with
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.streaming.StreamingDiLoCoAggregation`. The
+    workers' weights are never all equal: average them before you evaluate, with
     :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
 
     Attributes:
@@ -53,7 +53,7 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
 
     Raises:
         TypeError: ``lr`` is not a number, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.streaming.StreamingDiLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or
             ``world_size`` is not that of the process group.
 

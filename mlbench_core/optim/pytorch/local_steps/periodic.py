@@ -11,7 +11,10 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
+from mlbench_core.aggregation.pytorch.local_steps.periodic import (
+    DiLoCoAggregation,
+    PeriodicAggregation,
+)
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
@@ -173,7 +176,7 @@ class DiLoCo(GenericCentralizedOptimizer):
     Raises:
         TypeError: ``period`` is not an integer, a learning rate is not a number,
             ``outer_optimizer`` does not make a torch optimizer, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.periodic.DiLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite,
             ``period`` is not positive, ``world_size`` is not that of the process group, or an
             argument contradicts the aggregation.

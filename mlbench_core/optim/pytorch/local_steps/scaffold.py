@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
-from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.local_steps.periodic import PeriodicAggregation
+from mlbench_core.aggregation.pytorch.local_steps.scaffold import ScaffoldAggregation
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
@@ -29,13 +29,14 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     .. math:: y_i \leftarrow y_i - \eta (g_i(y_i) - c_i + c).
 
     Then all average their weights, and :math:`c_i` becomes the mean of the worker's own gradients
-    of these steps; see :class:`~mlbench_core.aggregation.pytorch.scaffold.ScaffoldAggregation`. So
-    each worker steps along the common gradient, and workers with different data do not drift apart
-    as those of :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` do. There is no momentum,
-    because the control variates are computed from the length of the way, which momentum changes.
-    Workers must have the same learning rates. See
-    :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for when to evaluate, and for frozen
-    layers.
+    of these steps; see
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.scaffold.ScaffoldAggregation`. So each
+    worker steps along the common gradient, and workers with different data do not drift apart as
+    those of :class:`~mlbench_core.optim.pytorch.local_steps.periodic.LocalSGD` do. There is no
+    momentum, because the control variates are computed from the length of the way, which momentum
+    changes. Workers must have the same learning rates. See
+    :class:`~mlbench_core.optim.pytorch.local_steps.periodic.LocalSGD` for when to evaluate, and for
+    frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -51,7 +52,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
 
     Raises:
         TypeError: ``period`` is not an integer, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.scaffold.ScaffoldAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.scaffold.ScaffoldAggregation`.
         ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, or ``world_size`` is
             not that of the process group.
 

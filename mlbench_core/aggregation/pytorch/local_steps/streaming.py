@@ -27,7 +27,11 @@ from mlbench_core.aggregation.pytorch.aggregation import AggregationFunction, De
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.compressed import ratio_of
 from mlbench_core.aggregation.pytorch.decentralized import check_average
-from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
+from mlbench_core.aggregation.pytorch.local_steps.periodic import (
+    DiLoCoAggregation,
+    check_delay,
+    count_step,
+)
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
 from mlbench_core.aggregation.pytorch.transport.messages import (
     as_bytes,
@@ -80,9 +84,10 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     .. math:: \theta_i \leftarrow \alpha \theta_i + (1 - \alpha) \theta.
 
     With one fragment, :math:`\tau = 0` and :math:`\alpha = 0`, this is
-    :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation` every H-th call. It needs
-    no :class:`~mlbench_core.aggregation.pytorch.periodic.PeriodicAggregation`: call it after every
-    step.
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.periodic.DiLoCoAggregation` every H-th
+    call. It needs no
+    :class:`~mlbench_core.aggregation.pytorch.local_steps.periodic.PeriodicAggregation`: call it
+    after every step.
 
     Buffers, and parameters that were not given to :meth:`start`, are averaged and mixed with the
     first fragment, without an outer step. Such parameters take outer steps from then on. With
@@ -100,7 +105,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
     Args:
         outer_optimizer: As in
-            :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.periodic.DiLoCoAggregation`.
         world_size: Number of workers; None takes that of the process group.
         period: H, the number of steps from one message of a fragment to the next.
         fragments: P, at most H, so that no step starts messages of two fragments.

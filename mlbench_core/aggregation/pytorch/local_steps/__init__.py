@@ -1,0 +1,1 @@
+"""Aggregations of workers that train alone for several steps before they average."""

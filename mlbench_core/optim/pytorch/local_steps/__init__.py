@@ -1,0 +1,1 @@
+"""Optimizers whose workers train alone for several steps before they average."""
