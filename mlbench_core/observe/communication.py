@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
+from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from mlbench_core.observe.methods import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock

@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch import (
     AVG_WORLD,
     Aggregation,
@@ -52,7 +51,8 @@ from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
 from mlbench_core.optim.pytorch import Dion, MuonAdamW, OneBitAdam
-from mlbench_core.optim.pytorch.periodic import make_outer_optimizer
+from mlbench_core.optim.pytorch.distributed import is_called_by_checkpoint_functions
+from mlbench_core.optim.pytorch.local_steps.periodic import make_outer_optimizer
 
 __all__ = ["Method", "Obstacle", "make_method", "refusal"]
 
@@ -163,7 +163,7 @@ class _OnWeights(Method):
     def after_step(self, optimizer: Optimizer) -> None:
         """See :meth:`Method.after_step`."""
         # They take a step of size 0, perhaps on one worker alone, to create the optimizer's state.
-        if torch_private.is_called_by_checkpoint_functions():
+        if is_called_by_checkpoint_functions():
             return
         # All workers send in one order, that in which they made their models.
         trained = sorted(self._trained.items())

@@ -241,7 +241,7 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})
 
 
-def _is_called_by_checkpoint_functions() -> bool:
+def is_called_by_checkpoint_functions() -> bool:
     """Return True if ``torch.distributed.checkpoint.state_dict`` has called the caller."""
     frame = inspect.currentframe()
     # A few frames of decorators and hooks lie between.
@@ -270,7 +270,7 @@ def refuse_partial_state(
     Raises:
         RuntimeError: There are such entries, and the caller is one of these functions.
     """
-    if _is_called_by_checkpoint_functions() and (extra is None or extra()):
+    if is_called_by_checkpoint_functions() and (extra is None or extra()):
         raise RuntimeError(
             f"torch.distributed.checkpoint.state_dict cannot save {type(optimizer).__name__}, "
             "because it would lose the state of the communication, such as error memories or "
@@ -609,7 +609,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take one step; ``denom`` is for the aggregation, and clipping comes before the update."""
         self._before_step()
-        if _is_called_by_checkpoint_functions():
+        if is_called_by_checkpoint_functions():
             # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to
             # create the state.
             refuse_partial_state(self, self.extra_state)
