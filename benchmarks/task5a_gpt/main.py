@@ -10,14 +10,10 @@ mini and tiny read the bytes of WikiText-2. README.md describes the task."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 import methods
-import numpy as np
 import plans
-import torch
-from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.controlflow.pytorch import train_round, validation_round
@@ -25,6 +21,7 @@ from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.pytorch.translation import EpochPart
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.nlp.pytorch.token_shards import (
+    FirstTokens,
     TokenBatches,
     load_shards,
     load_text_bytes,
@@ -40,38 +37,7 @@ from mlbench_core.tasks import get_task
 TASK = get_task("5a")
 
 
-class Windows:
-    """The first tokens of a text in sequences, and the tokens after each of them: int64 (B, T).
-
-    Workers take turns with the sequences, so each of them is validated once.
-
-    Args:
-        tokens: Tokens of the text.
-        sequences: Number of sequences of all workers.
-        context: Tokens of a sequence.
-        batch_size: Largest number of sequences in a batch.
-        rank: Rank of this worker.
-        world_size: Number of workers.
-    """
-
-    def __init__(
-        self, tokens: np.ndarray, sequences: int, context: int, batch_size: int, rank: int,
-        world_size: int,
-    ) -> None:  # fmt: skip
-        # The last sequence has a next token too.
-        sequences = min(sequences, (len(tokens) - 1) // context)
-        self.tokens, self.context, self.batch_size = tokens, context, batch_size
-        self.starts = np.arange(rank, sequences, world_size) * context
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(self.starts), self.batch_size):
-            starts = self.starts[first : first + self.batch_size, None]
-            window = self.tokens[starts + np.arange(self.context + 1)]
-            pieces = torch.from_numpy(window.astype(np.int64))
-            yield pieces[:, :-1], pieces[:, 1:]
-
-
-def load_data(run: Run, plan: plans.Plan, batch_size: int) -> tuple[TokenBatches, Windows]:
+def load_data(run: Run, plan: plans.Plan, batch_size: int) -> tuple[TokenBatches, FirstTokens]:
     """Return this worker's training batches, and its share of the validation text."""
     folder, seed = Path(run.args.data or run.dataset_dir), run.args.seed
     if run.args.dataset == "wikitext2":
@@ -79,11 +45,10 @@ def load_data(run: Run, plan: plans.Plan, batch_size: int) -> tuple[TokenBatches
         train, valid = [load_text_bytes(folder, "train")], load_text_bytes(folder, "valid")
     else:
         # Shards are shuffled already, and are read fastest from beginning to end.
-        train, valid, seed = load_shards(folder, "train"), load_shards(folder, "val")[0], None
+        train, valid, seed = load_shards(folder, "train"), load_shards(folder, "val"), None
     context, place = plan.context, (run.rank, run.world_size)
     batches = TokenBatches(train, batch_size, context, *place, seed=seed)
-    sequences = plan.validation_tokens // context
-    return batches, Windows(valid, sequences, context, batch_size, *place)
+    return batches, FirstTokens(valid, plan.validation_tokens, batch_size, context, *place)
 
 
 def metrics_and_goal(args: argparse.Namespace, light: bool) -> tuple[list[Perplexity], TimeToGoal]:

@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 import click
 
 from mlbench_cli._output import clean, json_option, print_json, print_table, remark
-from mlbench_core.dataset.registry import DATASETS, DEFAULT_FOLDER
+from mlbench_core.dataset.registry import (
+    DATASETS,
+    DEFAULT_FOLDER,
+    FINEWEB10B_SHARDS,
+    DatasetRecord,
+)
 from mlbench_core.errors import DatasetError
 from mlbench_core.paths import user_folder
 
@@ -24,20 +29,40 @@ def data() -> None:
     """List, download, prepare and verify the data sets of the tasks."""
 
 
+_TEXT = "text"  # the name that stands for the user's own files
+
+_folder_option = click.option(
+    "--data",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help=(
+        "Folder of the files "
+        "(default: the folder that the first task with this data set reads; see 'list')."
+    ),
+)
+
+
 def _dataset_options(command: Command) -> Command:
-    """Give a command the argument NAME and the options ``--data`` and ``--json``."""
-    folder = click.option(
-        "--data",
-        "folder",
-        type=click.Path(file_okay=False, path_type=Path),
-        metavar="FOLDER",
-        help=(
-            "Folder of the files "
-            "(default: the folder that the first task with this data set reads; see 'list')."
-        ),
-    )
+    """Give a command NAME and the options ``--data``, ``--shards`` and ``--json``."""
     name = click.argument("name", metavar="NAME", type=click.Choice(sorted(DATASETS)))
-    return name(folder(json_option(command)))
+    shards = click.option(
+        "--shards",
+        type=click.IntRange(1, FINEWEB10B_SHARDS),
+        metavar="N",
+        help="For fineweb10b: only the first N shards for training, and the one for validation.",
+    )
+    return name(_folder_option(shards(json_option(command))))
+
+
+def _chosen(name: str, shards: int | None) -> DatasetRecord:
+    """Return the record of a data set, with the files that are asked for."""
+    record = DATASETS[name]
+    if shards is None:
+        return record
+    if name != "fineweb10b":
+        raise click.UsageError(f"--shards is for fineweb10b, not for {name}: leave it out")
+    return dataclasses.replace(record, files=record.files[: 1 + shards])
 
 
 @data.command("list")
@@ -71,15 +96,15 @@ def list_(as_json: bool) -> None:
 
 @data.command()
 @_dataset_options
-def fetch(name: str, folder: Path | None, as_json: bool) -> None:
+def fetch(name: str, folder: Path | None, shards: int | None, as_json: bool) -> None:
     """Download a data set; existing files are kept.
 
     An interrupted download continues with the next call. Each file is compared with its
-    checksum if one is published, otherwise with a number of lines, rows or words.
+    checksum if one is published, otherwise with a number of lines, rows, words or tokens.
     """
     from mlbench_core.dataset import preparation
 
-    record = DATASETS[name]
+    record = _chosen(name, shards)
     paths = preparation.fetch(record, folder)
     if as_json:
         files = list(map(str, paths))
@@ -94,25 +119,66 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
 
 
 @data.command()
-@_dataset_options
+@click.argument("name", metavar="NAME", type=click.Choice(sorted([*DATASETS, _TEXT])))
+@click.argument(
+    "texts",
+    nargs=-1,
+    metavar="[FILE]...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@_folder_option
+@json_option
+@click.option(
+    "--split",
+    type=click.Choice(["train", "val"]),
+    help="For text: the part that the files belong to (default: train).",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="For text: a tokenizer.json of the package tokenizers (default: each byte is a token).",
+)
 @click.option(
     "--vocabulary",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="For wmt17: use the sub-tokens of MLPerf's reference, for example vocab.ende.32768.",
 )
-def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | None) -> None:
+def prepare(
+    name: str,
+    texts: tuple[Path, ...],
+    folder: Path | None,
+    as_json: bool,
+    split: str | None,
+    tokenizer: Path | None,
+    vocabulary: Path | None,
+) -> None:
     """Prepare a data set for training, from local files.
 
     Text of WMT16, WMT17, Multi30k and WikiText-2 is converted to ids of words or sub-words. Text
     of the data of linear models is converted to LMDB stores. After an interruption, the same
     command continues with the first step that is not complete. Nothing is downloaded.
+
+    With the name 'text', the given files are converted to shards of tokens for task 5a.
     """
     from mlbench_core.dataset import preparation
 
     if vocabulary is not None and name != "wmt17":
         raise click.UsageError(f"--vocabulary is for wmt17, not for {name}: leave it out")
-    prepared = preparation.prepare(DATASETS[name], folder, vocabulary=vocabulary)
+    own = {"FILE": texts, "--split": split, "--tokenizer": tokenizer}
+    for option, value in own.items():
+        if value and name != _TEXT:
+            raise click.UsageError(f"{option} is for {_TEXT}, not for {name}: leave it out")
+    prepared: preparation.Prepared | None
+    if name == _TEXT:
+        if not texts:
+            raise click.UsageError("text needs at least one FILE: give the files to convert")
+        prepared = preparation.prepare_text(
+            texts, folder, split=split or "train", tokenizer=tokenizer
+        )
+    else:
+        prepared = preparation.prepare(DATASETS[name], folder, vocabulary=vocabulary)
     if prepared is None:
         if as_json:
             print_json(None)
@@ -129,16 +195,16 @@ def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | No
 
 @data.command()
 @_dataset_options
-def verify(name: str, folder: Path | None, as_json: bool) -> None:
+def verify(name: str, folder: Path | None, shards: int | None, as_json: bool) -> None:
     """Check whether each file is ok, missing or damaged.
 
     A file is compared with its checksum if one is published, otherwise with its number of bytes,
-    lines or words. The file may be plain or compressed. The exit status is 1 if a file is missing
-    or damaged.
+    lines, words or tokens. The file may be plain or compressed. The exit status is 1 if a file is
+    missing or damaged.
     """
     from mlbench_core.dataset import verification
 
-    record = DATASETS[name]
+    record = _chosen(name, shards)
     checks = verification.verify(record, folder)
     rows = []
     wrong = 0

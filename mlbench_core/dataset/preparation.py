@@ -7,19 +7,22 @@ folder uses them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlbench_core import files
+from mlbench_core.dataset.download import progress_download
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, has_stores
-from mlbench_core.dataset.registry import DatasetRecord
+from mlbench_core.dataset.registry import DEFAULT_FOLDER, FINEWEB10B_FILE_URL, DatasetRecord
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, require
 from mlbench_core.paths import user_folder
 
-__all__ = ["Prepared", "fetch", "prepare"]
+__all__ = ["Prepared", "fetch", "prepare", "prepare_text"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
         return []
     # The modules that download are those that read the data, and these import torch.
     require("torch", "torch")
-    _FETCHERS[record.name](record.name, folder)
+    _FETCHERS[record.name](record, folder)
     paths: list[Path] = []
     missing: list[str] = []
     for file in record.files:
@@ -116,32 +119,70 @@ def prepare(
     if record.name not in _PREPARERS:
         return None
     require("torch", "torch")
-    try:
+    with _explaining_full_disk(record.name):
         if vocabulary is not None:
             return _prepare_pairs(record, folder, vocabulary=vocabulary)
         return _PREPARERS[record.name](record, folder)
+
+
+def prepare_text(
+    texts: Sequence[Path],
+    folder: Path | None = None,
+    *,
+    split: str = "train",
+    tokenizer: Path | None = None,
+) -> Prepared:
+    """Convert text files to shards of tokens, which task 5a reads.
+
+    Args:
+        texts: Files, plain or compressed, in the order of their tokens.
+        folder: Destination folder; None is a folder of the user.
+        split: ``"train"`` or ``"val"``.
+        tokenizer: A file ``tokenizer.json`` of the package tokenizers; None makes each byte a
+            token.
+
+    Returns:
+        The result.
+
+    Raises:
+        DatasetError: A file is damaged, the folder has shards of this part, or the disk is full.
+        MissingDependencyError: A package is not installed.
+    """
+    require("torch", "torch")
+    from mlbench_core.dataset.nlp.pytorch.text_shards import convert_text
+
+    folder = folder or user_folder(*DEFAULT_FOLDER, "text")
+    with _explaining_full_disk("text"):
+        count = convert_text(texts, folder, split, tokenizer=tokenizer)
+    return Prepared(folder, "tokens", {split: count})
+
+
+@contextlib.contextmanager
+def _explaining_full_disk(name: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         # A DatasetNotFoundError is an OSError too, but has no number.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DatasetError(
-                f"the disk is full: {record.name} could not be prepared ({error}); free some "
-                "space and start again"
+                f"the disk is full: {name} could not be prepared ({error}); free some space and "
+                "start again"
             ) from error
         raise
 
 
-def _fetch_images(name: str, folder: Path) -> None:
+def _fetch_images(record: DatasetRecord, folder: Path) -> None:
     from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1, MNIST
 
     # The classes download the missing files of their part when they are created.
     for train in (True, False):
-        if name == "cifar10":
+        if record.name == "cifar10":
             CIFAR10V1(folder, train=train, download=True)
         else:
             MNIST(folder, train=train, download=True, pad=0, channels=1)
 
 
-def _fetch_text(name: str, folder: Path) -> None:
+def _fetch_text(record: DatasetRecord, folder: Path) -> None:
     from mlbench_core.dataset.nlp.pytorch import (
         multi30k,
         wikitext2_dataset,
@@ -155,19 +196,42 @@ def _fetch_text(name: str, folder: Path) -> None:
         "wmt16": wmt16_dataset,
         "wmt17": wmt17_dataset,
     }
-    modules[name].download_text(folder)
+    modules[record.name].download_text(folder)
 
 
-def _fetch_linear(name: str, folder: Path) -> None:
+def _fetch_linear(record: DatasetRecord, folder: Path) -> None:
     from mlbench_core.dataset.linearmodels.pytorch.libsvm import download
 
-    for part in KNOWN[name].files:
-        download(name, part, folder)
+    for part in KNOWN[record.name].files:
+        download(record.name, part, folder)
 
 
-_FETCHERS: Mapping[str, Callable[[str, Path], None]] = {
+def _fetch_shards(record: DatasetRecord, folder: Path) -> None:
+    from mlbench_core.dataset.nlp.pytorch.token_shards import read_shard
+
+    with files.lock(folder / ".download.lock"):
+        for file in record.files:
+            path = folder / file.name
+            if path.exists():
+                read_shard(path)
+                continue
+            # No checksum is known, so a file gets its name only if it is a complete shard.
+            url = FINEWEB10B_FILE_URL.format(name=file.name)
+            download = progress_download(url, folder / "downloads" / file.name)
+            try:
+                read_shard(download)
+            except DatasetError as error:
+                download.unlink()
+                raise DownloadError(
+                    f"{url} has the wrong content, which was deleted: {error}"
+                ) from error
+            files.move_into_place(download, path)
+
+
+_FETCHERS: Mapping[str, Callable[[DatasetRecord, Path], None]] = {
     **dict.fromkeys(("cifar10", "mnist"), _fetch_images),
     **dict.fromkeys(("multi30k", "wikitext2", "wmt16", "wmt17"), _fetch_text),
+    "fineweb10b": _fetch_shards,
     **dict.fromkeys(KNOWN, _fetch_linear),
 }
 

@@ -80,6 +80,10 @@ WIKITEXT2_WORDS = 33_278
 WIKITEXT2_FOLDERS = ("", "wikitext-2")  # the archive unpacks to the second
 WIKITEXT2_NAMES = ("wiki.{part}.tokens", "{part}.txt")
 
+FINEWEB10B_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2"
+FINEWEB10B_FILE_URL = FINEWEB10B_URL + "/resolve/main/{name}"
+FINEWEB10B_SHARDS = 103  # of the training part; the validation part has one more
+
 # The address has a fixed revision, so that the checksums below stay correct.
 MULTI30K_URL = (
     "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/"
@@ -178,7 +182,8 @@ class FileForm:
         path: Path below the folder of the data set, without the ending of a compression.
         check: ``"sha256"`` or ``"md5"`` if a checksum is published, otherwise ``"bytes"``,
             ``"lines"`` or ``"tokens"``: the number of these. Tokens are words, plus one end for
-            each line.
+            each line. ``"shard"`` is the version of a shard of tokens whose size is the one in its
+            header.
         expected: The checksum in hexadecimal digits, or the number.
     """
 
@@ -307,6 +312,15 @@ def _wikitext_part(part: str) -> DataFile:
     return DataFile(part, tuple(forms))
 
 
+def _fineweb_shards() -> tuple[DataFile, ...]:
+    """Return the validation part first, so that a first part of the files has both parts."""
+    names = ["fineweb_val_000000.bin"]
+    for number in range(1, FINEWEB10B_SHARDS + 1):
+        names.append(f"fineweb_train_{number:06d}.bin")
+    # No checksums are published in a form that could be copied here.
+    return tuple(DataFile(name, (FileForm(name, "shard", 1),)) for name in names)
+
+
 def _wmt_files(archives: Mapping[str, tuple[Archive, ...]]) -> tuple[DataFile, ...]:
     """Return the texts of all archives; the test sets are also known by their plain names."""
     files = []
@@ -415,9 +429,9 @@ _RECORDS = (
         "fineweb10b",
         "FineWeb: web pages in English, the first 10 billion of GPT-2's tokens in shards",
         "ODC-By 1.0",
-        ("https://huggingface.co/datasets/kjj0/fineweb10B-gpt2",),
+        (FINEWEB10B_URL,),
         20_000_000_000,
-        origin="by hand",
+        _fineweb_shards(),
     ),
     _wmt(
         "wmt16",

@@ -93,7 +93,8 @@ def _check_file(file: DataFile, folder: Path) -> list[FileStatus]:
     try:
         value = measure(path)
     except DatasetError as error:
-        return [FileStatus(path, "damaged", str(error).removeprefix(f"{path} is damaged: "))]
+        problem = str(error).removeprefix(f"{path} ").removeprefix("is damaged: ")
+        return [FileStatus(path, "damaged", problem)]
     if value != form.expected:
         problem = f"its {name} is {value}, not {form.expected}: delete it and get it again"
         return [FileStatus(path, "damaged", problem)]
@@ -182,6 +183,14 @@ def _count_tokens(path: Path) -> int:
     return sum(len(line.split()) + 1 for line in read_lines(path))
 
 
+def _shard_version(path: Path) -> int:
+    require("torch", "torch")
+    from mlbench_core.dataset.nlp.pytorch.token_shards import VERSION, read_shard
+
+    read_shard(path)
+    return VERSION
+
+
 def _digest(algorithm: str, path: Path) -> str:
     with open_file(path) as file:
         return files.digest(file, algorithm)
@@ -193,5 +202,6 @@ _MEASURES: Mapping[str, tuple[str, Callable[[Path], str | int]]] = {
     "bytes": ("number of bytes", _count_bytes),
     "lines": ("number of lines", count_lines),
     "tokens": ("number of tokens", _count_tokens),
+    "shard": ("header and number of bytes", _shard_version),
 }
 """Name of each kind of check, and the function that measures a file."""

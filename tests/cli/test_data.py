@@ -36,7 +36,9 @@ from mlbench_core.dataset.registry import (
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, get_task
 from tests.cli.conftest import Call
+from tests.dataset.test_download import Server
 from tests.helpers.data import test_data
+from tests.helpers.shards import shard_bytes
 from tests.helpers.subtokens import write_subtokens
 
 ROWS = {"a9a": "+1 1:1 3:0.5\n-1 2:1\n+1 1:0.25\n-1 3:2\n", "a9a.t": "+1 1:2\n-1 2:3\n"}
@@ -314,6 +316,78 @@ def test_multi30k_is_downloaded_and_checked(
     assert ", not 000" in told
 
 
+def test_shards_of_fineweb_are_downloaded_and_checked(
+    served: SimpleNamespace, call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setattr(preparation, "FINEWEB10B_FILE_URL", f"{served.url}/{{name}}")
+    names = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+    for number, name in enumerate(names):
+        (served.folder / name).write_bytes(shard_bytes([number] * 9))
+    folder = DATASETS["fineweb10b"].folder
+    paths = [str(folder / name) for name in names]
+    assert call("data", "fetch", "fineweb10b", "--shards", "1").stdout.splitlines() == paths[:2]
+    assert call("data", "fetch", "fineweb10b", "--shards", "2").stdout.splitlines() == paths
+    assert served.asked == [f"/{name}" for name in names]
+    for path in paths:
+        assert Path(path).read_bytes() == (served.folder / Path(path).name).read_bytes()
+    lines = call("data", "verify", "fineweb10b", "--shards", "2").stdout.splitlines()
+    assert lines == [f"{path}: ok (header and number of bytes)" for path in paths]
+    assert call("data", "prepare", "fineweb10b").stderr == "fineweb10b needs no preparation\n"
+
+    Path(paths[0]).write_bytes(shard_bytes([0] * 9)[:-1])
+    Path(paths[1]).write_bytes(shard_bytes([1], magic=3))
+    lines = call("data", "verify", "fineweb10b", "--shards", "3", code=1).stdout.splitlines()
+    assert [line.partition(": ")[2].partition(";")[0] for line in lines] == [
+        "damaged (it must have 1042 bytes for 9 tokens, not 1041",
+        "damaged (is not a shard of tokens: its first number must be 20240520, not 3)",
+        "ok (header and number of bytes)",
+        "missing (does not exist, plain or compressed)",
+    ]
+    stderr = call("data", "fetch", "fineweb10b", "--shards", "2", code=1).stderr
+    assert f"{paths[0]} is damaged: it must have 1042 bytes" in stderr
+
+
+def test_a_page_instead_of_a_shard_is_deleted(
+    served: SimpleNamespace, call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setattr(preparation, "FINEWEB10B_FILE_URL", f"{served.url}/{{name}}")
+    (served.folder / "fineweb_val_000000.bin").write_text("<html>Sign in</html>")
+    stderr = call("data", "fetch", "fineweb10b", "--shards", "1", code=1).stderr
+    assert "fineweb_val_000000.bin has the wrong content, which was deleted: " in stderr
+    assert contents(DATASETS["fineweb10b"].folder) == {}
+
+
+def test_an_interrupted_download_of_a_shard_is_resumed(
+    call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    folder = DATASETS["fineweb10b"].folder
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        patch.setattr(preparation, "FINEWEB10B_FILE_URL", f"{server.url}/{{name}}")
+        server.body = shard_bytes(list(range(60_000)))
+        server.cuts = [100_000, 0, 0, 0, 0, 0]
+        stderr = call("data", "fetch", "fineweb10b", "--shards", "1", code=1).stderr
+        assert "could not download" in stderr and "(tried 5 times)" in stderr
+        assert visible(folder) == ["downloads"]
+        server.requests.clear()
+        call("data", "fetch", "fineweb10b", "--shards", "1")
+        server.shutdown()
+        thread.join()
+    resumed, from_start = server.requests
+    assert resumed is not None and 0 < int(resumed[6:-1]) <= 100_000 and from_start is None
+    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    assert contents(folder) == dict.fromkeys(names, server.body)
+
+
+def test_the_number_of_shards_is_for_fineweb(call: Call) -> None:
+    for command in ("fetch", "verify"):
+        stderr = call("data", command, "mnist", "--shards", "2", code=2).stderr
+        assert "--shards is for fineweb10b, not for mnist: leave it out" in stderr
+        stderr = call("data", command, "fineweb10b", "--shards", "104", code=2).stderr
+        assert "104 is not in the range 1<=x<=103" in stderr
+
+
 def test_a_download_is_not_mixed_with_other_text(call: Call, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("mine\n")
     stderr = call("data", "fetch", "wikitext2", "--data", str(tmp_path), code=1).stderr
@@ -475,6 +549,61 @@ def test_wmt17_is_prepared_with_the_sub_tokens_of_a_file(call: Call, tmp_path: P
             ValueError, match=f"vocabulary must be None for {name}, not .*: only wmt17"
         ):
             preparation.prepare(DATASETS[name], vocabulary=file)
+
+
+def test_own_text_is_converted_to_shards(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Grüße,\r\n".encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xff\x00"))
+    texts = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt.gz")]
+    folder = tmp_path / "shards"
+    arguments = ("data", "prepare", "text", "--data", str(folder))
+    result = call(*arguments, *texts)
+    expected = [*"Grüße,\r\n".encode(), 255, 0]
+    assert result.stdout == f"train: {len(expected)} tokens\n"
+    assert result.stderr == f"the prepared data is in {folder}\n"
+    prepared = json.loads(call(*arguments, "--split", "val", texts[1], "--json").stdout)
+    assert prepared == {
+        "name": "text",
+        "unit": "tokens",
+        "counts": {"val": 2},
+        "folder": str(folder),
+    }
+    assert contents(folder) == {
+        "text_train_000001.bin": shard_bytes(expected),
+        "text_val_000001.bin": shard_bytes([255, 0]),
+    }
+    stderr = call(*arguments, texts[1], code=1).stderr
+    assert "has shards of the part train already, such as text_train_000001.bin: " in stderr
+    call("data", "prepare", "text", texts[1])
+    assert visible(user_folder("datasets", "torch", "text")) == ["text_train_000001.bin"]
+
+
+def test_options_of_text_are_refused_for_other_data(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    for extra in ([str(file)], ["--split", "val"], ["--tokenizer", str(file)]):
+        stderr = call("data", "prepare", "cifar10", *extra, code=2).stderr
+        assert " is for text, not for cifar10: leave it out" in stderr
+    assert "text needs at least one FILE" in call("data", "prepare", "text", code=2).stderr
+    stderr = call("data", "prepare", "text", str(tmp_path / "none"), code=2).stderr
+    assert "does not exist" in stderr
+    assert "'text' is not one of" in call("data", "fetch", "text", code=2).stderr
+
+
+def test_a_full_disk_leaves_no_shards_of_text(
+    call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    folder = tmp_path / "shards"
+
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(files, "move_into_place", fill)
+    arguments = ("data", "prepare", "text", str(tmp_path / "a.txt"), "--data", str(folder))
+    stderr = call(*arguments, code=1).stderr
+    assert stderr.startswith("mlbench: the disk is full: text could not be prepared (")
+    assert stderr.count("\n") == 1 and list(folder.iterdir()) == []
 
 
 def test_rows_are_prepared_from_where_they_were_interrupted(

@@ -36,7 +36,7 @@ from mlbench_core.errors import (
 )
 from mlbench_core.paths import user_folder
 
-__all__ = ["Dictionary", "Wikitext2Dataset", "download_text"]
+__all__ = ["Dictionary", "Wikitext2Dataset", "download_text", "find_texts"]
 
 _log = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """Load the corpus of a folder, which must contain the training part and the requested part."""
     if download:
         download_text(folder)
-    texts = _find_texts(folder)
+    texts = find_texts(folder)
     for required in ("train", part):
         if required not in texts:
             names = " or ".join(_names(required))
@@ -355,16 +355,20 @@ def download_text(folder: Path) -> None:
         DownloadError: The download failed.
         DatasetError: The download is damaged.
     """
-    if _find_texts(folder):
+    if find_texts(folder):
         return
     with files.lock(folder / ".download.lock"):
         # Another process may have downloaded the text while this one waited for the lock.
-        if not _find_texts(folder):
+        if not find_texts(folder):
             _download(folder)
 
 
-def _find_texts(folder: Path) -> dict[str, Path]:
-    """Return the file of each part that exists, the training part first."""
+def find_texts(folder: Path) -> dict[str, Path]:
+    """Return the file of each part that exists, the training part first.
+
+    Args:
+        folder: The folder of the text, or the one above ``wikitext-2``.
+    """
     folders = [folder / below for below in WIKITEXT2_FOLDERS]
     texts = {}
     for part in WIKITEXT2_TOKENS:
@@ -391,7 +395,7 @@ def _download(folder: Path) -> None:
         _log.warning("%s; trying the Hugging Face hub", error)
         _download_from_hub(unpacked / WIKITEXT2_FOLDERS[1], error)
     # Do not create a cache, because the files move below.
-    corpus = load_corpus(_find_texts(unpacked), cache_dir=None)
+    corpus = load_corpus(find_texts(unpacked), cache_dir=None)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
