@@ -28,7 +28,10 @@ SUBJECT = Subject(
     "Task 5a against a plain DDP loop (`gpt_tokens.py`)",
     "tokens/s",
     (PLAIN,),
-    ("Limit: at least 1.0 times the plain loop.",),
+    (
+        "Measured beside other work on both cores, so the spans are wide.",
+        "Limit: at least 1.0 times the plain loop on a quiet machine.",
+    ),
 )
 
 
