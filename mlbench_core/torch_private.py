@@ -13,7 +13,7 @@ own optimizers are built on them, but torch does not document them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -98,6 +98,27 @@ def divisor(loss: Tensor) -> float:
     if name == "DivBackward0":
         return number
     return 1 / number if number else 1.0
+
+
+# ---- DistributedDataParallel
+
+
+def time_ddp(model: nn.parallel.DistributedDataParallel) -> bool:
+    """Let DDP take the times of each backward pass; return False if this torch does not."""
+    start = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
+    if start is None or model.logger is None or not hasattr(model, "_get_ddp_logging_data"):
+        return False
+    start(1)
+    return True
+
+
+def ddp_times(model: nn.parallel.DistributedDataParallel) -> Mapping[str, Any]:
+    """Return the times in nanoseconds of the last backward pass, and the sizes of the buckets."""
+    # It has one since time_ddp().
+    assert model.logger is not None
+    model.logger.set_runtime_stats_and_log()
+    data: Mapping[str, Any] = model._get_ddp_logging_data()
+    return data
 
 
 # ---- memory and lists of tensors
@@ -253,6 +274,14 @@ PARTS = (
         (
             "_C._functions.DivBackward0._saved_other",
             "_C._functions.MulBackward0._saved_other",
+        ),
+    ),
+    Part(
+        "observe",
+        "the times that DistributedDataParallel takes of its own communication",
+        (
+            "nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
+            "nn.parallel.DistributedDataParallel._get_ddp_logging_data",
         ),
     ),
     Part("observe", "the bytes of a sparse gradient", ("Tensor._values", "Tensor._indices")),

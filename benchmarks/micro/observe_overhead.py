@@ -1,32 +1,34 @@
-"""Measure the cost of observing a script: blocks of steps with and without observation alternate.
+"""Time steps of a small network with and without the observation of ``mlbench run SCRIPT``.
 
-Each worker trains a small network with a DataLoader, and with DDP if there are several workers.
-The printed ratio is the median of the ratios of adjacent blocks; the processor time is that of the
+The workers train with a DataLoader, and with DDP if there are several. Blocks with and without
+observation alternate in the same processes. The processor time is that of the slowest worker's
 whole process, with the threads of Gloo.
 
-    python benchmarks/micro/observe_overhead.py [--workers 1 2] [--blocks 21] [--steps 40]
-
-With ``--width 16 --batch 8`` the steps are short, and the processor time is less noisy.
+    python benchmarks/micro/observe_overhead.py [--workers 2] [--save]
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import tempfile
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _bench import Subject, Timed, finish, make_parser, measure, parse, positive
+from _workers import Workers, largest, run_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from mlbench_core.observe.observer import Observer
-from mlbench_core.tracking.tracker import Tracker
+PLAIN, OBSERVED = "not observed", "observed"
+SUBJECT = Subject(
+    "observe_overhead",
+    "Steps of an observed script (`observe_overhead.py`)",
+    "ms",
+    (PLAIN,),
+    ("Limits: 1 % of a step of 10 ms, and 0.1 ms of processor time in a step.",),
+)
 
 
 def trainer(workers: int, width: int, batch: int) -> Callable[[int], None]:
@@ -51,60 +53,66 @@ def trainer(workers: int, width: int, batch: int) -> Callable[[int], None]:
     return train
 
 
-def measure(rank: int, workers: int, args: argparse.Namespace, file: str) -> None:
-    """Print the overhead; run by each worker."""
-    blocks, steps = args.blocks, args.steps
-    torch.set_num_threads(1)
-    if workers > 1:
-        dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=workers)
-    observer = Observer(Tracker([], "overhead", rank, progress=False))
-    plain = trainer(workers, args.width, args.batch)
+def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Make both networks in a worker; a request trains one of them for some steps."""
+    from mlbench_core.observe.observer import Observer
+    from mlbench_core.tracking.tracker import Tracker
+
+    shape = (dist.get_world_size(), setup["width"], setup["batch"])
+    observer = Observer(Tracker([], "overhead", dist.get_rank(), progress=False))
+    plain = trainer(*shape)
     with observer:
-        observed = trainer(workers, args.width, args.batch)
+        observed = trainer(*shape)
         observed(8)
     plain(8)
-    ratios, extra_s, steps_s = [], [], []
-    for block in range(blocks):
-        times: dict[bool, tuple[float, float]] = {}
-        # The order alternates, too, because the second one finds a warmer cache.
-        for is_observed in (block % 2 == 0, block % 2 == 1):
-            if workers > 1:
-                dist.barrier()
-            if is_observed:
-                observer.__enter__()
-            begin_s, cpu_s = time.perf_counter(), time.process_time()
-            (observed if is_observed else plain)(steps)
-            times[is_observed] = time.perf_counter() - begin_s, time.process_time() - cpu_s
-            if is_observed:
-                observer.__exit__()
-        ratios.append(times[True][0] / times[False][0])
-        extra_s.append((times[True][1] - times[False][1]) / steps)
-        steps_s.append(times[False][0] / steps)
-    if rank == 0:
-        print(
-            f"{workers} worker(s): step {median(steps_s) * 1e3:.2f} ms, "
-            f"with observation {100 * (median(ratios) - 1):+.2f} %, "
-            f"processor time {median(extra_s) * 1e3:+.4f} ms a step",
-            flush=True,
-        )
-    if workers > 1:
-        dist.destroy_process_group()
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        is_observed = request["observed"]
+        if is_observed:
+            observer.__enter__()
+        dist.barrier()
+        begin_s, cpu_s = time.perf_counter(), time.process_time()
+        (observed if is_observed else plain)(setup["steps"])
+        took = {"seconds": time.perf_counter() - begin_s, "cpu_s": time.process_time() - cpu_s}
+        if is_observed:
+            observer.__exit__()
+        return took
+
+    return handle
 
 
-def main() -> None:
-    """Measure with each number of workers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--blocks", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=40, help="steps of a block, a multiple of 4")
-    parser.add_argument("--width", type=int, default=400, help="width of the four layers")
-    parser.add_argument("--batch", type=int, default=200, help="samples of a step")
-    args = parser.parse_args()
-    for workers in args.workers:
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "store")
-            mp.spawn(measure, (workers, args, file), nprocs=workers)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = make_parser(__doc__, blocks=31)
+    add = parser.add_argument
+    add("--workers", type=positive, nargs="+", default=[1, 2])
+    add("--steps", type=positive, default=40, help="steps of a block, a multiple of 4")
+    add("--width", type=positive, default=400, help="width of the four layers")
+    add("--batch", type=positive, default=200, help="samples of a step")
+    arguments = parse(parser, argv, steps=4)
+    rows = []
+    for count in arguments.workers:
+        setup = {name: getattr(arguments, name) for name in ("steps", "width", "batch")}
+        with Workers(__file__, count, setup) as workers:
+
+            def block(observed: bool, workers: Workers = workers) -> Timed:
+                slowest = largest(workers.ask(observed=observed))
+                cpu_ms = 1e3 * slowest["cpu_s"] / arguments.steps
+                return Timed(slowest["seconds"], {"processor ms": cpu_ms})
+
+            rows += measure(
+                SUBJECT,
+                f"{count} workers, 4 layers of {arguments.width}, batch {arguments.batch}",
+                {
+                    PLAIN: lambda block=block: block(False),
+                    OBSERVED: lambda block=block: block(True),
+                },
+                arguments.blocks,
+                amount=arguments.steps,
+            )
+    conditions = f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker."
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, make_handler)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.timing import CommunicationClock
+from mlbench_core.observe.ddp_times import DDPTimes
 from mlbench_core.observe.methods import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
@@ -116,7 +117,7 @@ class CommunicationObserver:
     @property
     def models(self) -> list[DistributedDataParallel]:
         """Return the DDP models of the script that are observed."""
-        return list(self._hooks)
+        return [*self._hooks, *self.clock.traffic.timed]
 
     def install(self, patches: Patches) -> None:
         """Replace the functions of torch."""
@@ -249,6 +250,9 @@ class CommunicationObserver:
                 self._exchanged[model] = method
         if model in self._hooks:
             return
+        if _has_dense_cpu_gradients(model) and torch_private.time_ddp(model):
+            self.clock.traffic.timed[model] = DDPTimes(size)
+            return
         # DDP multiplies a gradient by 1 / size, or divides it by size if the gradient is a view of
         # the bucket already. Both have the same bits for a power of two only.
         if model.gradient_as_bucket_view and size & (size - 1):
@@ -273,6 +277,7 @@ class CommunicationObserver:
             if model in self._exchanged:
                 raise refusal(self._exchanged[model].choice, "own hook")
             ours = self._hooks.get(model)
+            self.clock.traffic.timed.pop(model, None)
             if ours is None:
                 self._register_observed(model, state, hook)
             elif ours.hook is None:
@@ -284,7 +289,7 @@ class CommunicationObserver:
         return register_comm_hook
 
 
-def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _before_forward(model: DistributedDataParallel, args: Any, kwargs: Any) -> None:
     """Note the begin of DDP's forward pass, and count its samples; a hook of the model.
 
     It is a function of this module, because a script may copy or pickle its model with the hook.
@@ -293,6 +298,17 @@ def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
         return
     if torch.is_grad_enabled() and not _clock.is_evaluating:
         _clock.forward_begins((args, kwargs))
+        times = _clock.traffic.timed.get(model)
+        if times is not None:
+            times.forward_begins()
+
+
+def _has_dense_cpu_gradients(model: DistributedDataParallel) -> bool:
+    """Return True if the sizes of the buckets are those of the messages, and no device has them."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            return False
+    return bool(model.device_type == "cpu")
 
 
 # DDP compares the annotations of a hook with types, which postponed ones are not.

@@ -188,6 +188,9 @@ class Observer:
             reasons.append("data: no DataLoader was read")
         if not self.tracker.totals()["samples"]:
             reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
+        for times in self.clock.traffic.timed.values():
+            if times.own_hook:
+                reasons.append(f"the bytes of DistributedDataParallel's hook {times.own_hook}")
         if self.losses.first is None:
             reasons.append("loss: backward() was not called on a number")
         return reasons

@@ -250,6 +250,8 @@ class StepClock:
     def end_step(self) -> None:
         """End a step, and the interval if it is due."""
         self._end_step()
+        # The bookkeeping above belongs to the step, so it has a phase too.
+        self.tracker.record_batch_step("other")
         self.tracker.batch_end(self.samples, self.tokens)
         self.samples = self.tokens = 0
         self.steps += 1

@@ -7,7 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch.nn.parallel import DistributedDataParallel
+
+from mlbench_core.observe.ddp_times import DDPTimes
 from mlbench_core.tracking.clock import cuda_event
 from mlbench_core.tracking.tracker import Tracker
 
@@ -20,12 +24,14 @@ class Traffic:
     Attributes:
         counts: Calls by kind, group size, bytes of one call, and overlap.
         in_hook: True during DDP's hook.
+        timed: The DDP models that take their times themselves.
         size_bytes: Bytes that this worker handed to collectives in this step.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, int, int, bool]] = Counter()
         self.in_hook = False
+        self.timed: WeakKeyDictionary[DistributedDataParallel, DDPTimes] = WeakKeyDictionary()
         self.size_bytes = 0
         # Begins and ends of DDP's buckets in this backward pass: seconds, or CUDA events.
         self._begins: list[Any] = []
@@ -54,6 +60,11 @@ class Traffic:
 
     def end_backward(self) -> None:
         """Book the buckets of a backward pass, which DDP has waited for."""
+        for model, times in self.timed.items():
+            if times.took_part(model):
+                self._exposed_s += times.exposed_s
+                self._hidden_s += times.hidden_s
+                self._add_buckets(times)
         if not self._begins:
             return
         if isinstance(self._begins[0], float):
@@ -61,6 +72,12 @@ class Traffic:
         else:
             self._on_device.append((self._begins, self._ends))
         self._begins, self._ends = [], []
+
+    def _add_buckets(self, times: DDPTimes) -> None:
+        # A hook in C++ sends other bytes than those of the buckets.
+        if times.workers > 1 and not times.own_hook:
+            for size_bytes in times.bucket_bytes:
+                self.add("all_reduce", times.workers, size_bytes, True)
 
     def forget_backward(self) -> None:
         """Forget the buckets of a backward pass that has failed."""

@@ -327,9 +327,9 @@ def _steps(
 ) -> tuple[float | None, str]:
     """Return the steps to the goal with a number of workers, and the assumption behind them."""
     steps, measured = record.steps_to_goal, record.workers or 1
-    if record.goal is None:
-        return None, "the measured run had no goal"
     if not record.reached or steps is None:
+        if record.goal is None:
+            return None, "the measured run had no goal"
         return None, "the measured run did not reach its goal"
     if workers == measured:
         return float(steps), f"steps as measured with {measured} workers"

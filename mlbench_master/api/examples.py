@@ -38,7 +38,9 @@ _RUN: dict[str, Any] = {
         "reached": True,
         "value": 95.3,
         "time_to_goal_s": 407.12,
+        "unit": "epochs",
         "epochs": 3,
+        "steps": 1173,
         "phases_s": {"compute": 350.0, "communication": 50.0, "metrics": 5.0, "data": 2.12},
     },
 }

@@ -31,7 +31,9 @@ GOAL = {
     "reached": True,
     "value": None,
     "time_to_goal_s": 407.123,
+    "unit": "epochs",
     "epochs": 3,
+    "steps": None,
     "phases_s": {"compute": 300.0, "communication": 100.04, "metrics": 5.0, "data": 2.0},
 }
 

@@ -45,7 +45,10 @@ def start(worker: dict[str, Any]) -> int:
         else:
             sys.argv = words
             sys.path[0] = os.path.dirname(words[0])
-            runpy.run_path(words[0], run_name="__main__")
+            # Kept until the process ends. To delete a DDP model may take forever: it waits for
+            # Gloo's thread, which may wait for Python's lock to drop its own references.
+            kept = runpy.run_path(words[0], run_name="__main__")
+            assert kept
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -56,6 +56,7 @@ class PowerSGD(GenericCentralizedOptimizer):
             :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation`.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(8, 6)
         >>> optimizer = PowerSGD(model, lr=0.1, momentum=0.9, reuse_query=True, rank=2)
         >>> model(torch.ones(1, 8)).sum().backward()
