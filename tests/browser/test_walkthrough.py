@@ -143,6 +143,17 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     )
     watched.open(f"/runs/{runs['walk-1']}/")
     page.wait_for_selector("#goal >> text=reached in 4.5 s")
+    # A link that stays the same is not replaced when the page reads itself again.
+    link = page.query_selector("#downloads a:text-is('zip')")
+    page.evaluate(
+        f"""async () => {{
+            const again = new Promise((resume) =>
+                document.addEventListener("refreshed", resume, {{ once: true }}));
+            (await import("{base}/static/app.js")).refresh();
+            await again;
+        }}"""
+    )
+    assert link.evaluate("(link) => link.isConnected")
     archive = zipfile.ZipFile(io.BytesIO(saved(watched, "#downloads a:text-is('zip')")))
     assert {"run.json", "result.json", "metrics.jsonl", "official_result.txt"} <= set(
         archive.namelist()

@@ -52,6 +52,12 @@ export async function refresh() {
   reading = false;
 }
 
+// A part that has not changed stays as it is: a click on a link is lost when the link is replaced between the press and
+// the release of the button, and so is a selection of text.
+document.addEventListener("htmx:oobBeforeSwap", ({ detail }) => {
+  detail.shouldSwap = !detail.fragment.firstElementChild.isEqualNode(detail.target);
+});
+
 // htmx gives the focus back to an element with an id. The links of lists have none, and a user of the keyboard would
 // have to start at the top of the page after each update.
 let giveFocusBack = () => {};
