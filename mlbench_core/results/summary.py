@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     number = configuration.get("workers") or len(ranks)
     totals = list(map(operator.attrgetter("totals"), ranks))
     is_measured = _is_communication_measured(ranks, number)
-    times = _slowest_and_first(totals, is_measured)
+    unmeasured = _unmeasured_phases(ends[0], is_measured)
+    times = _slowest_and_first(totals, unmeasured)
     train_s = times["slowest"]["train_s"]
     samples, tokens = sum(_each(totals, "samples")), sum(_each(totals, "tokens"))
     # Unknown, not 0, if several workers trained and nothing measured their communication.
@@ -117,7 +118,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "configuration": configuration,
         "machine": {**machine_of(environment), "hosts": len(hosts)},
         "software": software_of(environment),
-        "goal": _goal(ranks, configuration, is_measured),
+        "goal": _goal(ranks, configuration, unmeasured),
         "times": times,
         "steps_s": _steps(totals),
         "epochs": max(map(operator.attrgetter("epochs"), ranks)),
@@ -201,11 +202,20 @@ def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     return {"all_workers": total, "rank_0": values[0]}
 
 
-def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
-    """Return the times of one worker by phase, in seconds.
+def _unmeasured_phases(end: Mapping[str, Any], is_communication_measured: bool) -> set[str]:
+    """Return the phases whose times are unknown, not 0."""
+    phases = set()
+    if not is_communication_measured:
+        phases.add("communication")
+    for reason in end.get("not_measured", ()):
+        # An observed script that loads its data by itself: the time is a part of the others.
+        if str(reason).startswith("data:"):
+            phases.add("data")
+    return phases
 
-    Those of the communication are None if it was not measured.
-    """
+
+def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, Any]:
+    """Return the times of one worker by phase, in seconds, None for those that are unknown."""
     # Validation, checkpoints and the preparation of data are outside of it.
     train_s = totals.get("train_s", 0.0)
     phases: dict[str, Any] = {}
@@ -215,15 +225,15 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
     communication = dict.fromkeys(
         ("communication_total_s", "communication_exposed_s", "communication_hidden_s")
     )
-    if is_measured:
+    if "communication" not in unmeasured:
         total_s = totals.get("communication_total_s", 0.0)
         exposed_s = totals.get("communication_exposed_s", 0.0)
         communication["communication_total_s"] = total_s
         communication["communication_exposed_s"] = exposed_s
         # It ran at the same time as computation, so it adds nothing to the training time.
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
-    else:
-        phases["communication_s"] = None
+    for phase in unmeasured:
+        phases[f"{phase}_s"] = None
     # Lines of earlier versions lack it, and then so does the result that verification computes
     # again.
     if "communication_cpu_s" in totals:
@@ -240,10 +250,10 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
 
 
 def _slowest_and_first(
-    totals: Sequence[Mapping[str, Any]], is_measured: bool
+    totals: Sequence[Mapping[str, Any]], unmeasured: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
-    times = [_times(of_worker, is_measured) for of_worker in totals]
+    times = [_times(of_worker, unmeasured) for of_worker in totals]
     names = dict.fromkeys(itertools.chain.from_iterable(times))
     slowest = {}
     for name in names:
@@ -260,7 +270,7 @@ def _steps(totals: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _goal(
-    ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool
+    ranks: list[_Worker], configuration: Mapping[str, Any], unmeasured: Collection[str]
 ) -> dict[str, Any] | None:
     """Return the goal with its moment and the times until then, or as missed, or None."""
     wanted = configuration.get("goal")
@@ -291,7 +301,7 @@ def _goal(
         "step": first.get("step"),
         # The result of a run is the training time of its slowest worker.
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
-        "times": _slowest_and_first(totals, is_measured),
+        "times": _slowest_and_first(totals, unmeasured),
     }
 
 

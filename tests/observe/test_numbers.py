@@ -52,6 +52,7 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     assert [line["step"] for line in lines] == [1, 3, 5]
     # The loop begins at the forward pass before the first backward pass, which is not seen.
     assert times["train_s"] + times["validation_s"] <= run.reports[0]["wall_s"]
+    assert times["data_s"] is None
     assert run.result["not_measured"] == [
         "data: no DataLoader was read",
         "samples: neither a DataLoader nor DistributedDataParallel was used",
