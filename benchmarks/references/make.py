@@ -2,6 +2,7 @@
 
     python benchmarks/references/make.py digits
     python benchmarks/references/make.py mnist --data FOLDER
+    python benchmarks/references/make.py cifar10 --data FOLDER --autocast bf16 --jobs 2
 
 Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The
 results stay in the folder of --runs. With --keep, finished runs in this folder are not repeated, so
@@ -32,7 +33,7 @@ FOLDER = ROOT / "mlbench_core" / "comparison" / "references"
 SCRIPT = ROOT / "benchmarks" / get_task("1a").folder / "main.py"
 # Images of all workers in a step: one worker with the batch size of the task.
 BATCH_SIZE = 128
-DATASETS = ("digits", "mnist")
+DATASETS = ("digits", "mnist", "cifar10")
 
 
 def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -55,6 +56,8 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         ]  # fmt: skip
         if args.data is not None:
             command += ["--data", str(args.data)]
+        if args.autocast is not None:
+            command += ["--autocast", args.autocast]
         # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
         libraries = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": libraries}
@@ -109,6 +112,8 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
     first = settings[0]
     if settings.count(first) < len(settings):
         raise SystemExit("error: the runs differ in more than the seed: run again without --keep")
+    autocast = first["options"].get("autocast")
+    flag = "" if autocast is None else f" --autocast {autocast}"
     latest = max(results.values(), key=lambda result: result["run"]["ended_at"])
     return Reference(
         task=first["task"],
@@ -125,7 +130,7 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
         version=latest["software"]["mlbench_core"],
         date=latest["run"]["ended_at"][:10],
         machine=describe_machine(latest["machine"]),
-        command=f"python benchmarks/references/make.py {dataset}",
+        command=f"python benchmarks/references/make.py {dataset}{flag}",
     )
 
 
@@ -138,6 +143,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]")
     add("--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]")
     add("--data", type=Path, metavar="FOLDER", help="folder of the data set's files")
+    add("--autocast", choices=("bf16",), help="compute in bfloat16, as the runs to be checked")
     add("--runs", type=Path, default=Path("reference-runs"),
         help="folder of the runs [%(default)s]")  # fmt: skip
     add("--keep", action="store_true", help="do not repeat runs that have finished")
@@ -158,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         results = dict(zip(seeds, pool.map(partial(run_seed, args), seeds), strict=True))
     reference = make_reference(args.dataset, results)
-    path = args.output or FOLDER / f"task1a-{args.dataset}.json"
+    precision = "" if args.autocast is None else f"-{args.autocast}"
+    path = args.output or FOLDER / f"task1a-{args.dataset}{precision}.json"
     reference.save(path)
     print(
         f"{path}: mean {reference.mean:.3g} epochs, "

@@ -17,6 +17,7 @@ from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.observe.options import USAGE, Options, parse_options
 from mlbench_core.observe.output import watch_output
 from mlbench_core.observe.script import run_script
+from mlbench_core.observe.table import NO_STEP
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment, mask_command_line
@@ -57,8 +58,16 @@ class _ObservedRun:
             aim = options.goal
             goal = TimeToGoal(str(aim.metric), float(aim.threshold or 0.0), bool(aim.minimize))
         self.tracker = Tracker(
-            [], run_id, self.rank, goal, sinks=[self.results.sink], progress=False, unit="steps"
+            [],
+            run_id,
+            self.rank,
+            goal,
+            minimize=goal is not None and goal.minimize,
+            sinks=[self.results.sink],
+            progress=False,
+            unit="steps",
         )
+        self._goal_metric = None if goal is None else goal.metric
         choices = [options.method, options.optimizer]
         made = [make_method(choice) for choice in choices if choice is not None]
         methods = [method for method in made if method is not None]
@@ -80,10 +89,27 @@ class _ObservedRun:
             }
         )
 
+    def begin(self) -> None:
+        """Begin to observe, and to look at the time if a sweep limits it."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        from mlbench_core.controlflow.pytorch.train_limit import TrainLimit
+        from mlbench_core.observe.limit import ScriptLimit
+
+        self.observer.__enter__()
+        limit = TrainLimit()
+        if limit.seconds is not None:
+            # After the clock, so that a step is counted when the limit looks at it.
+            clock, workers = self.observer.clock, self._workers
+            script_limit = ScriptLimit(limit.seconds, clock, workers, self.rank)
+            register_optimizer_step_post_hook(script_limit.after_step)
+
     def _record(self, name: str, value: float) -> None:
         tracker = self.tracker
         # The value may reach the goal, whose times are those that are booked by then.
         self.observer.clock.traffic.end_interval(tracker)
+        if name == self._goal_metric:
+            tracker.update_primary_metric(value)
         prefix, _, name = name.partition("_")
         was_training, tracker.is_training = tracker.is_training, prefix == "train"
         tracker.record_stat(name, value, log_to_api=self.rank == 0)
@@ -96,7 +122,7 @@ class _ObservedRun:
         self._is_over = True
         self.observer.__exit__()
         if error is None and self.observer.clock.steps == 0:
-            error = MLBenchError("no optimizer step was seen in this process")
+            error = MLBenchError(NO_STEP)
         if error is None:
             self.tracker.publish_summary(self.world_size)
         self.tracker.end(error=error)
@@ -143,8 +169,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
     call_at_end(stop)
     error: BaseException | None = None
-    run.observer.__enter__()
     try:
+        run.begin()
         run_script(options.script, options.arguments, options.is_module)
     except BaseException as raised:
         error = raised

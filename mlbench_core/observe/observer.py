@@ -183,7 +183,7 @@ class Observer:
         """Return each thing that was not measured, with the reason."""
         reasons = list(self.communication.unmeasured)
         if self.clock.steps == 0:
-            return ["everything: no optimizer step was seen in this process"]
+            return [f"everything: {table.NO_STEP}"]
         if not self.clock.has_fetched:
             reasons.append("data: no DataLoader was read")
         if not self.tracker.totals()["samples"]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOT_MEASURED", "run_rows", "table"]
+__all__ = ["NOT_MEASURED", "NO_STEP", "run_rows", "table"]
 
 NOT_MEASURED = "not measured"
+NO_STEP = (
+    "no optimizer step was seen in this process. Processes that the script starts itself, as with "
+    "mp.spawn, are not observed, and neither are updates without a torch.optim.Optimizer"
+)
+"""Why the result of a script is empty."""
 
 
 def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:

@@ -84,6 +84,16 @@ class StoreWorkers(Workers):
             return content
         return self._get(name, sender)
 
+    def announce(self, text: str) -> None:
+        """Leave a text for the others, who may look for it or not."""
+        self._store.set("announced", text)
+
+    def announced(self) -> str | None:
+        """Return the text of :meth:`announce`, None before."""
+        if not self._store.check(["announced"]):
+            return None
+        return bytes(self._store.get("announced")).decode()
+
     def leave(self) -> None:
         """Say that this worker sends nothing more; rank 0, which keeps the store, waits briefly."""
         # The store is gone if rank 0 has ended before.

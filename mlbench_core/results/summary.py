@@ -352,7 +352,9 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
     if end.get("best_metric_value") is None:
         return None
     metric = end.get("metric") or (configuration.get("goal") or {}).get("metric")
-    return {"metric": metric, "value": end["best_metric_value"], "epoch": end.get("best_epoch")}
+    # A run that counts steps has intervals of them, whose number tells a reader nothing.
+    epoch = None if configuration.get("unit") == "steps" else end.get("best_epoch")
+    return {"metric": metric, "value": end["best_metric_value"], "epoch": epoch}
 
 
 def _known(mappings: Iterable[Mapping[str, Any]], name: str) -> list[Any]:

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Runner:
         observed: bool = True,
         options: Sequence[str] = (),
         arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Run:
         """Run a script of the folder ``scripts`` to its end."""
         self._count += 1
@@ -85,6 +86,7 @@ class Runner:
                 "RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": rank,
                 "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                 "MLBENCH_HOME": folder / "home", "MLBENCH_RUN_ID": "run",
+                **(environment or {}),
             }  # fmt: skip
             jobs.append(
                 {

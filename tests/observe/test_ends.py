@@ -72,8 +72,33 @@ def test_lost_worker(runner: Runner) -> None:
 
 def test_workers_that_the_script_starts(runner: Runner) -> None:
     run = both(runner, "spawning", 1)
-    assert "no optimizer step was seen in this process" in run.logs[0]
+    assert (
+        "Processes that the script starts itself, as with mp.spawn, are not observed" in run.logs[0]
+    )
     assert run.result["run"]["state"] == "failed"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_limit_of_a_sweep(runner: Runner, workers: int) -> None:
+    """All workers end after the same step, without their goal."""
+    environment = {"MLBENCH_TRAIN_LIMIT_S": "0.5"}
+    goal = ("--metric", "val_loss=never ([0-9.]+)", "--goal", "val_loss<=0")
+    run = runner.run("endless", workers, options=goal, environment=environment)
+    assert run.statuses == [0] * workers
+    assert run.logs[0].count("its training took the seconds of MLBENCH_TRAIN_LIMIT_S") == 1
+    result = run.result
+    assert result["run"]["state"] == "finished"
+    assert result["goal"]["reached"] is False
+    assert result["times"]["slowest"]["train_s"] >= 0.5
+    steps = {run.lines("end", rank)[0]["totals"]["batches"] for rank in range(workers)}
+    assert len(steps) == 1
+    assert verify_folder(run.folder) == []
+
+
+def test_wrong_limit(runner: Runner) -> None:
+    run = runner.run("endless", environment={"MLBENCH_TRAIN_LIMIT_S": "soon"})
+    assert run.statuses == [2]
+    assert "must be a positive number of seconds, not 'soon'" in run.logs[0]
 
 
 def test_missing_script(runner: Runner) -> None:

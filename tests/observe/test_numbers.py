@@ -29,6 +29,7 @@ def test_data_loader_and_evaluation(runner: Runner) -> None:
     assert result["goal"]["reached"]
     assert result["goal"]["value"] == values[0]
     assert result["goal"]["step"] == 8
+    assert (result["best"]["metric"], result["best"]["value"]) == ("val_loss", min(values))
     assert "the broadcasts of buffers by DistributedDataParallel" in run.logs[0]
     # In the first pass all gradients are in one bucket, and then in two.
     assert all(entry["overlapped"] for entry in result["collectives"])
