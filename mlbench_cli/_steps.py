@@ -57,6 +57,8 @@ def _rows(record: RunRecord) -> dict[str, str | None]:
     if "batch_load" not in moments[-1]["steps_s"]:
         # Without a DataLoader, the time of loading data is a part of the others.
         rows["  data"] = None
+    if "opt_step" not in moments[-1]["steps_s"]:
+        rows["  optimizer"] = None
     return rows
 
 

@@ -56,7 +56,7 @@ from mlbench_core.optim.pytorch.local_steps.periodic import make_outer_optimizer
 
 __all__ = ["Method", "Obstacle", "make_method", "refusal"]
 
-Obstacle = Literal["own hook", "FSDP", "no DDP", "GradScaler"]
+Obstacle = Literal["own hook", "FSDP", "no DDP", "no optimizer", "GradScaler"]
 _OBSTACLES: dict[Obstacle, str] = {
     "own hook": "without a communication hook of its own, but it calls register_comm_hook: take "
     "this call out of the script, or leave the option out",
@@ -64,6 +64,8 @@ _OBSTACLES: dict[Obstacle, str] = {
     "leave the option out, or call mlbench_core's set_fsdp_hooks in the script",
     "no DDP": "with DistributedDataParallel, but no model was wrapped before the first step of the "
     "optimizer: wrap the model, or leave the option out",
+    "no optimizer": "with a torch.optim.Optimizer, because it acts after its steps: make one, or "
+    "leave the option out",
     "GradScaler": "without a GradScaler, because each worker would skip other steps than the rest: "
     "train in bfloat16 or float32, or take a method that exchanges gradients",
 }

@@ -105,6 +105,14 @@ class Observer:
             obstacle = "FSDP"
         raise refusal(self._methods[0].choice, obstacle)
 
+    def _check_by_hand(self) -> None:
+        """Refuse a script that updates its weights by hand and that a method does not fit."""
+        for method in self._methods:
+            if method.choice.kind != "gradients":
+                raise refusal(method.choice, "no optimizer")
+            if not self.communication.models:
+                raise refusal(method.choice, "no DDP")
+
     def _exchange(self, optimizer: Optimizer, *_: Any) -> None:
         """Let the methods act on the weights; a hook after each step."""
         # An optimizer inside another one does not end an update.
@@ -157,24 +165,26 @@ class Observer:
         return init
 
     def _end_step(self) -> None:
+        if not self.clock.has_optimizer:
+            self._check_by_hand()
         self.losses.end_step()
         self.communication.end_step()
 
     def _read(self) -> None:
         self.losses.read()
         optimizer = self.clock.optimizer
-        if self._first is None and optimizer is not None:
+        if self._first is None:
             self._first = self.tracker.totals()
-            if _is_sharded(optimizer):
+            if optimizer is not None and _is_sharded(optimizer):
                 self.communication.unmeasured[_OF_DTENSOR] = None
 
     def _say_no_step(self) -> None:
         if self.clock.steps == 0:
             seconds = self._first_step_s
             sys.stderr.write(
-                f"mlbench observe: no optimizer step seen yet: {seconds:g} s after the start, no "
-                "torch.optim.Optimizer has stepped in this process. The script may still prepare "
-                "data, train in processes of its own, or use another kind of optimizer\n"
+                f"mlbench observe: no optimizer step seen yet: {seconds:g} s after the start, "
+                "nothing has trained in this process. The script may still prepare data, or train "
+                "in processes of its own\n"
             )
 
     # ------------------------------------------------------------------ the end
@@ -186,6 +196,11 @@ class Observer:
             return [f"everything: {table.NO_STEP}"]
         if not self.clock.has_fetched:
             reasons.append("data: no DataLoader was read")
+        if not self.clock.has_optimizer:
+            reasons.append(
+                "optimizer: the script has no torch.optim.Optimizer, so each backward pass ends a "
+                "step, and the update after it is a part of the next one"
+            )
         if not self.tracker.totals()["samples"]:
             reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
         for times in self.clock.traffic.timed.values():
@@ -214,6 +229,8 @@ class Observer:
         rows = table.run_rows(totals, first, world_size, known)
         if not self.clock.has_fetched:
             rows["  data"] = None
+        if not self.clock.has_optimizer:
+            rows["  optimizer"] = None
         rows["peak memory"] = self._memory()
         return rows
 

@@ -6,7 +6,8 @@ A step ends with the step of the optimizer, and the next one begins there::
         -> [backprop] -> end of backward() -> [opt_step: clipping too] -> optimizer.step()
         -> [opt_step] -> end of step
 
-A wait for a collective in between is ``agg``. An evaluation is outside all of them.
+A wait for a collective in between is ``agg``. An evaluation is outside all of them. A script that
+makes no ``torch.optim.Optimizer`` updates its weights by hand. Then the backward passes end steps.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class StepClock:
         is_open: True while training time is measured: since the first batch, outside evaluations.
         is_waiting: True during a wait for a collective.
         is_in_backward: True during a backward pass.
+        has_optimizer: True after the script has made an optimizer.
         has_fetched: True after the first training batch of a DataLoader.
         optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
@@ -74,7 +76,7 @@ class StepClock:
         self.is_evaluating = False
         self.steps = 0
         self._steps_before = 0
-        self.has_fetched = False
+        self.has_optimizer = self.has_fetched = False
         self.samples = self.tokens = 0
         self.began_s: float | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -174,6 +176,8 @@ class StepClock:
         self.tracker.record_batch_backprop()
         self._label = "opt_step" if self.optimizer_depth else "other"
         self.traffic.end_backward()
+        if not self.has_optimizer:
+            self.end_step()
 
     def backward_fails(self) -> None:
         """Note that an exception leaves a backward pass, perhaps because a worker is lost."""
@@ -196,6 +200,7 @@ class StepClock:
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note that the script has made an optimizer."""
+        self.has_optimizer = True
         self._known.add(optimizer)
         self._waited_for.add(optimizer)
 
@@ -211,6 +216,7 @@ class StepClock:
     def before_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
         self.optimizer_depth += 1
+        self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
             # The time since the backward pass is that of clipping and of unscaling.
             self.tracker.record_batch_opt_step()

@@ -9,8 +9,8 @@ __all__ = ["NOT_MEASURED", "NO_STEP", "run_rows", "table"]
 
 NOT_MEASURED = "not measured"
 NO_STEP = (
-    "no optimizer step was seen in this process. Processes that the script starts itself, as with "
-    "mp.spawn, are not observed, and neither are updates without a torch.optim.Optimizer"
+    "no step was seen in this process, neither a backward pass nor a step of an optimizer. "
+    "Processes that the script starts itself, as with mp.spawn, are not observed"
 )
 """Why the result of a script is empty."""
 

@@ -60,6 +60,18 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     ]
 
 
+def test_updates_by_hand(runner: Runner) -> None:
+    """A backward pass ends a step, and a method that needs an optimizer is refused."""
+    run = runner.run("by_hand", 1)
+    assert re.search("^    optimizer +not measured$", run.logs[0], re.MULTILINE)
+    assert "each backward pass ends a step" in run.result["not_measured"][1]
+    refused = runner.run("by_hand", 1, options=("--method", "local_sgd"))
+    assert refused.statuses == [2]
+    assert "needs a script with a torch.optim.Optimizer" in refused.logs[0]
+    refused = runner.run("by_hand", 1, options=("--method", "bf16"))
+    assert "needs a script with DistributedDataParallel" in refused.logs[0]
+
+
 def test_goal_that_is_missed_ends_nothing(runner: Runner) -> None:
     run = runner.run("evaluation", 1, options=(*METRIC, "--goal", "val_loss<=-1"))
     assert run.statuses == [0]

@@ -85,9 +85,9 @@ def test_learning_rate_is_read_once_per_interval() -> None:
 def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
     teacher = nn.Linear(2, 2)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.ones(6, 2), batch_size=2)
     with observer() as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in loader:
             teacher.eval()
             with torch.no_grad():
