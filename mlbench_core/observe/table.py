@@ -69,16 +69,13 @@ def size(value: float | None) -> str | None:
     return f"{value / 1000:.2f} GB"
 
 
-def observed_rows(
-    numbers: Mapping[str, Any], first: Mapping[str, Any], **others: str | None
-) -> dict[str, str | None]:
-    """Return the rows of one worker.
+def _rows_of_a_step(numbers: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the rows of the parts of a step of one worker.
 
     Args:
         numbers: Totals of the tracker at the end.
         first: Totals after the first step, which also compiles and allocates; the times of a step
             are those of the others.
-        others: More rows.
     """
     steps = numbers["batches"]
     later = steps - first["batches"]
@@ -102,7 +99,10 @@ def observed_rows(
     for name, value in named.items():
         rows[f"  {name}"] = seconds(value)
     rows["  other"] = seconds(max(0.0, train_s - sum(named.values())))
-    return {**rows, **others}
+    # The worker would compute all the time if it never waited for data and for the others.
+    computing_s = named["compute"] + named["optimizer"]
+    rows["compute utilization"] = f"{computing_s / train_s:.0%}" if train_s else None
+    return rows
 
 
 def run_rows(
@@ -115,12 +115,13 @@ def run_rows(
 
     Args:
         totals: Totals of the tracker at the end.
-        first: Totals after the first step, see :func:`observed_rows`.
+        first: Totals after the first step, which also compiles and allocates. The
+            times of a step are those of the later ones.
         world_size: Number of workers.
         losses: The losses in their order; empty if none was seen.
     """
     steps = totals["batches"]
-    rows = observed_rows(totals, first)
+    rows = _rows_of_a_step(totals, first)
     if world_size > 1:
         hidden_s = totals["communication_total_s"] - totals["communication_exposed_s"]
         wire_bytes = totals.get("communication_wire_bytes")
@@ -131,7 +132,8 @@ def run_rows(
             if wire_bytes is not None:
                 rows["bytes on the wire"] = f"{size(wire_bytes / steps)} a step"
         else:
-            rows["  waiting"] = None
+            # It is a part of the backward pass then.
+            rows["  waiting"] = rows["compute utilization"] = None
     rows["samples per second"] = None
     for name in ("samples", "tokens"):
         count = totals[name]

@@ -55,6 +55,7 @@ def test_the_parts_of_a_step_are_those_without_the_first_step(
         ["waiting", "20.00 ms", "20.00 ms"],
         ["optimizer", "10.00 ms", "10.00 ms"],
         ["other", "0.00 ms", "0.00 ms"],
+        ["compute utilization", "60%", "60%"],
         # One worker sends nothing.
         ["hidden communication", "-", "20.00 ms a step"],
         ["bytes on the wire", "-", "8 B a step"],
