@@ -28,10 +28,7 @@ SUBJECT = Subject(
     "Task 5a against a plain DDP loop (`gpt_tokens.py`)",
     "tokens/s",
     (PLAIN,),
-    (
-        "Measured beside other work on both cores, so the spans are wide.",
-        "Limit: at least 1.0 times the plain loop on a quiet machine.",
-    ),
+    ("Limit: at least 1.0 times the plain loop on a quiet machine.",),
 )
 
 
