@@ -3,12 +3,13 @@
 Both have their own worker processes, with one thread each, and the same precision, batches and
 AdamW. The plain loop has the shape of nanoGPT: no tracker, no library except the model.
 
-    python benchmarks/micro/gpt_tokens.py [--preset mini] [--workers 1] [--save]
+    python benchmarks/micro/gpt_tokens.py [--preset mini] [--workers 1 2] [--save]
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -125,34 +126,40 @@ def make_task(preset: str, bf16: bool) -> Callable[[int], None]:
     return train
 
 
+def start_trainers(
+    stack: contextlib.ExitStack, setup: dict[str, Any], count: int, is_task: bool
+) -> Callable[[], Timed]:
+    """Start workers that train by the task or by the plain loop; return one block of them."""
+    workers = stack.enter_context(Workers(__file__, count, {**setup, "is_task": is_task}))
+    return lambda: Timed(largest(workers.ask())["seconds"])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
+    from mlbench_core.comparison.pool import plural
     from mlbench_core.models.pytorch.autocast import has_fast_bfloat16
     from mlbench_core.models.pytorch.gpt import GPTConfig
 
     parser = make_parser(__doc__, blocks=7)
     add = parser.add_argument
     add("--preset", choices=("tiny", "mini"), default="tiny")
-    add("--workers", type=positive, default=2)
+    add("--workers", type=positive, nargs="+", default=[1, 2])
     add("--steps", type=positive, default=20, help="steps of a block (default: 20)")
     arguments = parse(parser, argv, steps=2)
     bf16 = has_fast_bfloat16(gpu=False)
     setup = {"preset": arguments.preset, "steps": arguments.steps, "bf16": bf16}
     tokens = {"tiny": 2**11, "mini": 2**13}[arguments.preset]
-    with contextlib.ExitStack() as stack:
-
-        def start(is_task: bool) -> Callable[[], Timed]:
-            own = {**setup, "is_task": is_task}
-            workers = stack.enter_context(Workers(__file__, arguments.workers, own))
-            return lambda: Timed(largest(workers.ask())["seconds"])
-
-        rows = measure(
-            SUBJECT,
-            f"GPT {arguments.preset}, {arguments.workers} workers",
-            {PLAIN: start(False), TASK: start(True)},
-            arguments.blocks,
-            amount=arguments.steps * tokens,
-        )
+    rows = []
+    for count in arguments.workers:
+        with contextlib.ExitStack() as stack:
+            start = functools.partial(start_trainers, stack, setup, count)
+            rows += measure(
+                SUBJECT,
+                f"GPT {arguments.preset}, {plural(count, 'worker')}",
+                {PLAIN: start(is_task=False), TASK: start(is_task=True)},
+                arguments.blocks,
+                amount=arguments.steps * tokens,
+            )
     flops = GPTConfig.preset(arguments.preset).flops_per_token()
     conditions = (
         f"{arguments.blocks} blocks of {arguments.steps} steps of {tokens:,} tokens, "
