@@ -89,10 +89,17 @@ class BecomeWorker(BaseException):
         # The script sets the first entry.
         sys.path[:] = ["", *own, *kept]
         sys.orig_argv[:] = self.argv
-        random.seed()
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed()
+        _seed_again()
+
+
+def _seed_again() -> None:
+    """Seed all generators from the system, as they are at the start of a program."""
+    random.seed()
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 class ForkedWorker:
@@ -105,8 +112,6 @@ class ForkedWorker:
 
     Attributes:
         pid: Its process id.
-        stdout: Its output.
-        stderr: Its errors.
 
     Raises:
         BecomeWorker: In the fork. The calling process must have a single thread.
@@ -119,8 +124,19 @@ class ForkedWorker:
             raise BecomeWorker(argv, env, cwd, (pipes[0][1], pipes[1][1]))
         for _, writing in pipes:
             os.close(writing)
-        self.stdout: IO[bytes] = open(pipes[0][0], "rb")  # noqa: SIM115
-        self.stderr: IO[bytes] = open(pipes[1][0], "rb")  # noqa: SIM115
+        # Numbers and no files: in the next fork, a file would some day close its number, which the
+        # script has got for a file of its own by then.
+        self._reading = pipes[0][0], pipes[1][0]
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Its output, to be read once."""
+        return open(self._reading[0], "rb")
+
+    @property
+    def stderr(self) -> IO[bytes]:
+        """Its errors, to be read once."""
+        return open(self._reading[1], "rb")
 
     def wait(self) -> int:
         """Wait for the end, and return the exit status, negative for a signal."""
