@@ -36,6 +36,12 @@ sys.exit(status if rank == "0" else 0)
 """
 
 
+@pytest.fixture(autouse=True, params=["1", "0"], ids=["forks", "new programs"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers be forks of a process that has imported torch, or new programs."""
+    monkeypatch.setenv(local.FORK_VARIABLE, request.param)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "worker.py"

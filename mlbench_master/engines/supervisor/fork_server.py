@@ -40,7 +40,7 @@ _PROGRAM = (
 _ROOM = "x" * 2048
 _MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"),
-    *("torch.distributed.tensor", "torch.utils.data"),
+    *("torch.distributed.tensor", "torch.profiler._cupti_monitor", "torch.utils.data"),
     *("mlbench_core.controlflow.pytorch.run", "mlbench_core.optim.pytorch"),
     *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
     "mlbench_core.observe.workers",

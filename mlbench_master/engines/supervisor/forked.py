@@ -10,13 +10,22 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["BecomeWorker", "ForkedWorker", "can_fork", "rename_process", "startup_variables"]
+__all__ = [
+    "BecomeWorker",
+    "ForkedWorker",
+    "finds_other_modules",
+    "is_python_program",
+    "rename_process",
+    "replace_variables",
+    "startup_variables",
+]
 
 # Read by Python and by libraries when they are loaded, so a fork would keep those of its parent.
 _STARTUP_PREFIXES = (
@@ -87,7 +96,7 @@ class BecomeWorker(BaseException):
         kept = [entry for entry in sys.path if entry not in parent_path]
         own = filter(None, self.env.get("PYTHONPATH", "").split(os.pathsep))
         # The script sets the first entry.
-        sys.path[:] = ["", *own, *kept]
+        sys.path[:] = ["", *dict.fromkeys([*own, *kept])]
         sys.orig_argv[:] = self.argv
         _seed_again()
 
@@ -148,19 +157,49 @@ class ForkedWorker:
         return os.waitstatus_to_exitcode(status)
 
 
-def can_fork(argv: Sequence[str], cwd: str) -> bool:
-    """Return True if a command is a script or a module of this Python."""
+def is_python_program(argv: Sequence[str], cwd: str, path: str) -> bool:
+    """Return True if a command is a script or a module of this Python.
+
+    Args:
+        argv: The command.
+        cwd: The folder in which it starts.
+        path: The folders of programs, as in ``PATH``.
+    """
     if len(argv) < 2:
         return False
-    python, script = Path(argv[0]), argv[1]
-    # Links of several environments lead to the same file.
-    if python.parent != Path(sys.executable).parent or not python.exists():
+    found = shutil.which(argv[0], path=path)
+    # Links of several environments lead to the same file, so the folder counts.
+    if found is None or Path(found).parent != Path(sys.executable).parent:
         return False
-    if not python.samefile(sys.executable):
+    if not os.path.samefile(found, sys.executable):
         return False
-    if script == "-m":
+    if argv[1] == "-m":
         return len(argv) > 2
-    return script.endswith(".py") and Path(cwd, script).is_file()
+    return argv[1].endswith(".py") and Path(cwd, argv[1]).is_file()
+
+
+def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> bool:
+    """Return True if a new program would import another module than this process has imported.
+
+    Args:
+        argv: A command for which :func:`is_python_program` holds.
+        cwd: The folder in which it starts.
+        env: Its variables.
+    """
+    first = Path(cwd) if argv[1] == "-m" else Path(cwd, argv[1]).resolve().parent
+    imported = {name.partition(".")[0] for name in sys.modules}
+    for entry in (str(first), *env.get("PYTHONPATH", "").split(os.pathsep)):
+        folder = Path(cwd, entry)
+        if not entry or not folder.is_dir():
+            continue
+        for path in folder.iterdir():
+            name = path.name.partition(".")[0]
+            if name not in imported or not (path.suffix == ".py" or path.is_dir()):
+                continue
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if Path(file).resolve() not in (path.resolve(), path.resolve() / "__init__.py"):
+                return True
+    return False
 
 
 def startup_variables(env: Mapping[str, str]) -> dict[str, str]:

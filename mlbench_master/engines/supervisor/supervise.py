@@ -290,8 +290,12 @@ class Supervisor:
         self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
     ) -> subprocess.Popen[bytes] | ForkedWorker:
         variables = {**os.environ, **self._env, **env}
-        if self._fork is not None and self._network is None and rank is not None:
-            return self._fork(argv, variables, str(self._cwd))
+        if self._fork is not None:
+            # Imported already by a process that has a fork.
+            from mlbench_master.engines.supervisor.forked import finds_other_modules
+
+            if not finds_other_modules(argv, str(self._cwd), variables):
+                return self._fork(argv, variables, str(self._cwd))
         options: dict[str, Any] = {
             "cwd": self._cwd,
             "env": variables,
