@@ -171,6 +171,9 @@ def _supervise(connection: socket.socket, folder: Path) -> None:
 
 def _import_all() -> None:
     """Import what workers need, also what torch imports at first use."""
+    variables = dict(os.environ)
     for name in _MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # Some modules of torch set variables.
+    replace_variables(variables)

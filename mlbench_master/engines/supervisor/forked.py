@@ -77,9 +77,9 @@ class BecomeWorker(BaseException):
 
     def _become(self) -> None:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        # SIGINT and SIGHUP stay ignored, as in programs that the supervisor starts.
+        for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in enumerate((nothing, *self.outputs)):
             os.dup2(descriptor, number)
