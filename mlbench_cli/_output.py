@@ -20,6 +20,7 @@ __all__ = [
     "json_option",
     "local_time",
     "log_line",
+    "no_fork_option",
     "number",
     "print_field",
     "print_json",
@@ -52,6 +53,15 @@ def dashboard_option(command: Command) -> Command:
         "Address of the master (default: MLBENCH_MASTER_URL, or else the master on this machine)."
     )
     return click.option("--dashboard-url", "-u", metavar="URL", help=help_text)(command)
+
+
+def no_fork_option(command: Command) -> Command:
+    """Give a command the flag ``--no-fork``: workers are new programs."""
+    help_text = (
+        "With the local engine: start each worker as a new program. By default, the workers of a "
+        "Python script are forks of a process that has imported torch."
+    )
+    return click.option("--no-fork", is_flag=True, help=help_text)(command)
 
 
 def print_json(value: object) -> None:

@@ -49,6 +49,7 @@ from typing import Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from mlbench_core.caller import FORK_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
@@ -95,8 +96,6 @@ logger = logging.getLogger(__name__)
 # share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _fork_server: ForkServer | None = None
-FORK_VARIABLE = "MLBENCH_FORK"
-"""A run whose variable of this name is 0 has workers that are no forks."""
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1

@@ -29,8 +29,9 @@ __all__ = [
 
 # Read by Python and by libraries when they are loaded, so a fork would keep those of its parent.
 _STARTUP_PREFIXES = (
-    *("ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NPY_"),
-    *("NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "VECLIB_"),
+    *("ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_"),
+    *("MKL_", "NPY_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH"),
+    *("TRITON_", "VECLIB_"),
 )
 # A fork sets them itself.
 _SET_IN_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCHELASTIC_RUN_ID")
