@@ -9,6 +9,7 @@ with DDP and Gloo. The fork server has been started by an earlier run.
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -47,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from mlbench_core.comparison.pool import plural
     from mlbench_master.engines import Job
     from mlbench_master.engines.local.engine import LocalEngine
-    from mlbench_master.engines.logs import LogReader
 
     parser = make_parser(__doc__, blocks=7)
     parser.add_argument("--workers", type=positive, nargs="+", default=[2, 8])
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             job_id = engine.start(job)
             while engine.poll(job_id).state == "running":
                 time.sleep(0.05)
-            texts = [line["text"] for line in LogReader(Path(folder, "runs", str(number))).read()]
+            log = Path(folder, "runs", str(number), "log.jsonl").read_text()
+            texts = [json.loads(line)["text"] for line in log.splitlines()]
             ends = [float(text.split()[1]) for text in texts if text.startswith("trained")]
             if len(ends) != count:
                 raise SystemExit("error: not all workers trained:\n" + "\n".join(texts))
