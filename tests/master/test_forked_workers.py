@@ -21,6 +21,7 @@ from mlbench_master.engines.supervisor.forked import startup_variables
 
 # What a script sees of its process; the sessions and the names of files differ in any case.
 STATE = """
+# torch
 import json, os, random, signal, sys, threading
 import __main__
 known = set(sys.modules)
@@ -126,7 +127,7 @@ def test_the_same_bits_and_no_further_imports(engine: LocalEngine, tmp_path: Pat
 def test_other_processes_see_the_run(engine: LocalEngine, tmp_path: Path) -> None:
     """The workers and the supervisor are found by their words and by the folder of their run."""
     script = tmp_path / "sleeps.py"
-    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    script.write_text("import time, torch\nprint('here', flush=True)\ntime.sleep(60)\n")
     job_id = engine.start(Job(run_id=1, name="a", command=f"{script} word", num_workers=2))
     while len(said(tmp_path, 1, "here")) < 2:
         time.sleep(0.05)
@@ -157,7 +158,7 @@ def test_a_module_of_the_user_is_imported_as_in_a_new_program(
     """A folder with a module of a name that is imported already needs a new program."""
     (tmp_path / "psutil.py").write_text("OWN = True\n")
     script = tmp_path / "imports.py"
-    script.write_text("import psutil\nprint('own', psutil.OWN, flush=True)\n")
+    script.write_text("import psutil, torch\nprint('own', psutil.OWN, flush=True)\n")
     assert run(engine, 1, str(script)).state == "finished"
     assert said(tmp_path, 1, "own") == ["own True"] * 2
 
@@ -177,7 +178,10 @@ def test_variables_that_are_read_at_the_start(engine: LocalEngine, tmp_path: Pat
     }
 
 
-def test_other_programs_are_not_forked(engine: LocalEngine) -> None:
+def test_other_programs_are_not_forked(engine: LocalEngine, tmp_path: Path) -> None:
+    script = tmp_path / "light.py"
+    script.write_text("print(1)\n")
+    assert run(engine, 3, str(script)).state == "finished"
     assert run(engine, 1, f"{sys.executable} -c 'print(1)'").state == "finished"
     assert run(engine, 2, "true").state == "finished"
     assert local._fork_server is None

@@ -23,6 +23,7 @@ from mlbench_master.engines.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
 
 WORKER = """
+# torch is named, so that workers may be forks.
 import os, sys, time
 rank = os.environ["RANK"]
 print("args", sys.argv[1:], "world", os.environ["WORLD_SIZE"], "run", os.environ["MLBENCH_RUN_ID"])

@@ -76,7 +76,7 @@ from mlbench_master.engines.local.gpus import find_gpus
 from mlbench_master.engines.local.mpirun import is_mpirun, mpirun_command
 from mlbench_master.engines.logs import append_log, dropping_problem, last_file, log_limit_bytes
 from mlbench_master.engines.supervisor.fork_server import ForkServer
-from mlbench_master.engines.supervisor.forked import is_python_program
+from mlbench_master.engines.supervisor.forked import trains_in_this_python
 from mlbench_master.engines.supervisor.start import (
     end_marked,
     find_supervisor,
@@ -347,7 +347,7 @@ def fork_server_for(
     for command in commands:
         if command["rank"] is None:
             return None
-        if not is_python_program(command["argv"], str(cwd), env.get("PATH", os.defpath)):
+        if not trains_in_this_python(command["argv"], str(cwd), env.get("PATH", os.defpath)):
             return None
     if _fork_server is None or not _fork_server.fits(env):
         if _fork_server is not None:

@@ -17,16 +17,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from mlbench_core.caller import OBSERVER
+
 __all__ = [
     "BecomeWorker",
     "ForkedWorker",
     "finds_other_modules",
-    "is_python_program",
     "rename_process",
     "replace_variables",
     "startup_variables",
+    "trains_in_this_python",
 ]
 
+_SCRIPT_BYTES = 2**20
 # Read by Python and by libraries when they are loaded, so a fork would keep those of its parent.
 _STARTUP_PREFIXES = (
     *("ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_"),
@@ -158,8 +161,10 @@ class ForkedWorker:
         return os.waitstatus_to_exitcode(status)
 
 
-def is_python_program(argv: Sequence[str], cwd: str, path: str) -> bool:
-    """Return True if a command is a script or a module of this Python.
+def trains_in_this_python(argv: Sequence[str], cwd: str, path: str) -> bool:
+    """Return True if a command is a script for this Python that names torch or this library.
+
+    Others would not gain from the imports that a fork has.
 
     Args:
         argv: The command.
@@ -175,15 +180,22 @@ def is_python_program(argv: Sequence[str], cwd: str, path: str) -> bool:
     if not os.path.samefile(found, sys.executable):
         return False
     if argv[1] == "-m":
-        return len(argv) > 2
-    return argv[1].endswith(".py") and Path(cwd, argv[1]).is_file()
+        return argv[2:3] == [OBSERVER]
+    if not argv[1].endswith(".py"):
+        return False
+    try:
+        with Path(cwd, argv[1]).open("rb") as file:
+            text = file.read(_SCRIPT_BYTES)
+    except OSError:
+        return False
+    return b"torch" in text or b"mlbench_core" in text
 
 
 def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> bool:
     """Return True if a new program would import another module than this process has imported.
 
     Args:
-        argv: A command for which :func:`is_python_program` holds.
+        argv: A command for which :func:`trains_in_this_python` holds.
         cwd: The folder in which it starts.
         env: Its variables.
     """
