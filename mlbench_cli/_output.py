@@ -17,10 +17,10 @@ __all__ = [
     "clean",
     "confirm_deletion",
     "dashboard_option",
+    "fork_option",
     "json_option",
     "local_time",
     "log_line",
-    "no_fork_option",
     "number",
     "print_field",
     "print_json",
@@ -55,13 +55,13 @@ def dashboard_option(command: Command) -> Command:
     return click.option("--dashboard-url", "-u", metavar="URL", help=help_text)(command)
 
 
-def no_fork_option(command: Command) -> Command:
-    """Give a command the flag ``--no-fork``: workers are new programs."""
+def fork_option(command: Command) -> Command:
+    """Give a command the flag ``--fork``: workers are forks."""
     help_text = (
-        "With the local engine: start each worker as a new program. By default, the workers of a "
-        "Python script are forks of a process that has imported torch."
+        "With the local engine: let the workers of a script be forks of a process that has "
+        "imported torch, which saves seconds at the start of each run."
     )
-    return click.option("--no-fork", is_flag=True, help=help_text)(command)
+    return click.option("--fork", is_flag=True, help=help_text)(command)
 
 
 def print_json(value: object) -> None:

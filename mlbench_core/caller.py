@@ -55,8 +55,7 @@ PREFIXES = (
 """Prefixes of the environment variables that a run takes from the call that starts it."""
 
 FORK_VARIABLE = "MLBENCH_FORK"
-"""Variable of a run: if it is 0, the workers are new programs, and no forks of a process that has
-imported torch."""
+"""Variable of a run: if it is 1, its workers are forks of a process that has imported torch."""
 
 VARIABLES = frozenset(
     {

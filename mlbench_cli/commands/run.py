@@ -23,8 +23,8 @@ from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import (
     clean,
     dashboard_option,
+    fork_option,
     json_option,
-    no_fork_option,
     print_json,
     print_table,
     remark,
@@ -162,7 +162,7 @@ class _Options:
     cwd: Path | None
     env: tuple[str, ...]
     oversubscribe: bool
-    no_fork: bool
+    fork: bool
     replace: bool
     wait: bool | None
     output: Path | None
@@ -331,8 +331,8 @@ class _Options:
             request["cwd"] = call_folder(self.cwd)
         if self.env:
             request["environment"] = _variables(self.env)
-        if self.no_fork:
-            request["environment"] = {**request.get("environment", {}), FORK_VARIABLE: "0"}
+        if self.fork:
+            request["environment"] = {**request.get("environment", {}), FORK_VARIABLE: "1"}
         if self.oversubscribe:
             request["oversubscribe"] = True
         options = _split(self.engine_options or "", "--engine-options")
@@ -499,7 +499,7 @@ class _Options:
     is_flag=True,
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
-@no_fork_option
+@fork_option
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option(
     "--wait/--no-wait",

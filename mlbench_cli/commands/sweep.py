@@ -14,8 +14,8 @@ from mlbench_cli._client import MasterClient
 from mlbench_cli._output import (
     clean,
     dashboard_option,
+    fork_option,
     json_option,
-    no_fork_option,
     number,
     print_field,
     print_json,
@@ -63,7 +63,7 @@ _RESULTS = (
     is_flag=True,
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
-@no_fork_option
+@fork_option
 @dashboard_option
 @json_option
 def sweep(
@@ -71,7 +71,7 @@ def sweep(
     output: Path,
     dry_run: bool,
     oversubscribe: bool,
-    no_fork: bool,
+    fork: bool,
     dashboard_url: str | None,
     as_json: bool,
 ) -> None:
@@ -105,8 +105,8 @@ def sweep(
         _show_estimate(described, len(points), done, expected)
     with folder.open(file, described.files):
         call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
-        if no_fork:
-            call["environment"] = {FORK_VARIABLE: "0"}
+        if fork:
+            call["environment"] = {FORK_VARIABLE: "1"}
         is_whole = _run(described, folder, points, pending, done, dashboard_url, call)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)

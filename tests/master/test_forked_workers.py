@@ -59,7 +59,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[LocalEngine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    monkeypatch.setenv(local.FORK_VARIABLE, "1")
     yield LocalEngine(tmp_path / "runs", grace_s=1)
     if local._fork_server is not None:
         local._fork_server.close()

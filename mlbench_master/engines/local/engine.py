@@ -342,7 +342,7 @@ def fork_server_for(
         cwd: The folder in which they start.
     """
     global _fork_server
-    if env.get(FORK_VARIABLE) == "0" or not sys.platform.startswith("linux"):
+    if env.get(FORK_VARIABLE) != "1" or not sys.platform.startswith("linux"):
         return None
     for command in commands:
         if command["rank"] is None:
