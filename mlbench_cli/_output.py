@@ -17,6 +17,7 @@ __all__ = [
     "clean",
     "confirm_deletion",
     "dashboard_option",
+    "fork_option",
     "json_option",
     "local_time",
     "log_line",
@@ -52,6 +53,15 @@ def dashboard_option(command: Command) -> Command:
         "Address of the master (default: MLBENCH_MASTER_URL, or else the master on this machine)."
     )
     return click.option("--dashboard-url", "-u", metavar="URL", help=help_text)(command)
+
+
+def fork_option(command: Command) -> Command:
+    """Give a command the flag ``--fork``: workers are forks."""
+    help_text = (
+        "With the local engine: let the workers of a script be forks of a process that has "
+        "imported torch, which saves seconds at the start of each run."
+    )
+    return click.option("--fork", is_flag=True, help=help_text)(command)
 
 
 def print_json(value: object) -> None:

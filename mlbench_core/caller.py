@@ -20,6 +20,7 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError
 
 __all__ = [
+    "FORK_VARIABLE",
     "NAMED_VARIABLES",
     "OBSERVER",
     "PREFIXES",
@@ -53,8 +54,12 @@ PREFIXES = (
 )  # fmt: skip
 """Prefixes of the environment variables that a run takes from the call that starts it."""
 
+FORK_VARIABLE = "MLBENCH_FORK"
+"""Variable of a run: if it is 1, its workers are forks of a process that has imported torch."""
+
 VARIABLES = frozenset(
     {
+        FORK_VARIABLE,
         "PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES",
         # proxies and certificates
         "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",

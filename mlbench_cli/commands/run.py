@@ -23,6 +23,7 @@ from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import (
     clean,
     dashboard_option,
+    fork_option,
     json_option,
     print_json,
     print_table,
@@ -35,7 +36,7 @@ from mlbench_cli._script import (
     refuse_options,
     script_options,
 )
-from mlbench_core.caller import call_folder, check_variable, describe_call
+from mlbench_core.caller import FORK_VARIABLE, call_folder, check_variable, describe_call
 from mlbench_core.client import settings
 from mlbench_core.client.series import (
     FIRST_SEED,
@@ -161,6 +162,7 @@ class _Options:
     cwd: Path | None
     env: tuple[str, ...]
     oversubscribe: bool
+    fork: bool
     replace: bool
     wait: bool | None
     output: Path | None
@@ -329,6 +331,8 @@ class _Options:
             request["cwd"] = call_folder(self.cwd)
         if self.env:
             request["environment"] = _variables(self.env)
+        if self.fork:
+            request["environment"] = {**request.get("environment", {}), FORK_VARIABLE: "1"}
         if self.oversubscribe:
             request["oversubscribe"] = True
         options = _split(self.engine_options or "", "--engine-options")
@@ -495,6 +499,7 @@ class _Options:
     is_flag=True,
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
+@fork_option
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option(
     "--wait/--no-wait",

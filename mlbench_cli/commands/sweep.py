@@ -14,6 +14,7 @@ from mlbench_cli._client import MasterClient
 from mlbench_cli._output import (
     clean,
     dashboard_option,
+    fork_option,
     json_option,
     number,
     print_field,
@@ -23,7 +24,7 @@ from mlbench_cli._output import (
     seconds,
 )
 from mlbench_cli._script import check_script
-from mlbench_core.caller import describe_call
+from mlbench_core.caller import FORK_VARIABLE, describe_call
 from mlbench_core.errors import MLBenchError
 from mlbench_core.sweep.estimate import Estimate, estimate
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
@@ -62,6 +63,7 @@ _RESULTS = (
     is_flag=True,
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
+@fork_option
 @dashboard_option
 @json_option
 def sweep(
@@ -69,6 +71,7 @@ def sweep(
     output: Path,
     dry_run: bool,
     oversubscribe: bool,
+    fork: bool,
     dashboard_url: str | None,
     as_json: bool,
 ) -> None:
@@ -102,6 +105,8 @@ def sweep(
         _show_estimate(described, len(points), done, expected)
     with folder.open(file, described.files):
         call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
+        if fork:
+            call["environment"] = {FORK_VARIABLE: "1"}
         is_whole = _run(described, folder, points, pending, done, dashboard_url, call)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mlbench_core.controlflow.run_results import RunFolder, Workers
@@ -16,7 +14,7 @@ from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.observe.options import USAGE, Options, parse_options
 from mlbench_core.observe.output import watch_output
-from mlbench_core.observe.script import run_script
+from mlbench_core.observe.script import end_as_python, run_script
 from mlbench_core.observe.table import NO_STEP
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
@@ -185,36 +183,7 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"mlbench observe: error: {error}\n")
         raise SystemExit(2)
     if error is not None:
-        _end_as_python(error)
-
-
-def _end_as_python(error: BaseException) -> None:
-    """End the process as an exception of a script ends it."""
-    if isinstance(error, SystemExit):
-        raise error
-    trace = _without_own_frames(error.__traceback__)
-    error.__traceback__ = trace
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    sys.excepthook(type(error), error, trace)
-    if isinstance(error, KeyboardInterrupt):
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise SystemExit(1)
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package, as the script would have it."""
-    package = os.path.dirname(__file__) + os.sep
-    kept = []
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(package):
-            kept.append(trace)
-        trace = trace.tb_next
-    result: TracebackType | None = None
-    for entry in reversed(kept):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result
+        end_as_python(error)
 
 
 def _folder(options: Options, run_id: str) -> Path:

@@ -7,14 +7,16 @@ import importlib.util
 import io
 import os
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["run_script"]
+__all__ = ["end_as_python", "run_script"]
 
 
 def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:
@@ -75,3 +77,40 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
         )
     sys.argv[:] = [spec.origin or name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def end_as_python(error: BaseException, *folders: str) -> None:
+    """End the process as an exception of a script ends it.
+
+    Args:
+        error: The exception.
+        folders: Folders whose frames are left out of the traceback, besides that of this package.
+
+    Raises:
+        SystemExit: With the exit status.
+    """
+    if isinstance(error, SystemExit):
+        raise error
+    trace = _without_frames(error.__traceback__, (os.path.dirname(__file__), *folders))
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(1)
+
+
+def _without_frames(trace: TracebackType | None, folders: Sequence[str]) -> TracebackType | None:
+    """Return a traceback without the frames of some folders, as the script would have it."""
+    own = tuple(folder + os.sep for folder in folders)
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(own):
+            kept.append(trace)
+        trace = trace.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result

@@ -23,6 +23,7 @@ from mlbench_master.engines.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
 
 WORKER = """
+# torch is named, so that workers may be forks.
 import os, sys, time
 rank = os.environ["RANK"]
 print("args", sys.argv[1:], "world", os.environ["WORLD_SIZE"], "run", os.environ["MLBENCH_RUN_ID"])
@@ -34,6 +35,12 @@ while time.monotonic() < end:
     time.sleep(0.05)
 sys.exit(status if rank == "0" else 0)
 """
+
+
+@pytest.fixture(autouse=True, params=["1", "0"], ids=["forks", "new programs"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers be forks of a process that has imported torch, or new programs."""
+    monkeypatch.setenv(local.FORK_VARIABLE, request.param)
 
 
 @pytest.fixture

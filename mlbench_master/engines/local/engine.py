@@ -32,21 +32,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from mlbench_core.caller import FORK_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
@@ -72,6 +75,8 @@ from mlbench_master.engines.local import emulated_hosts
 from mlbench_master.engines.local.gpus import find_gpus
 from mlbench_master.engines.local.mpirun import is_mpirun, mpirun_command
 from mlbench_master.engines.logs import append_log, dropping_problem, last_file, log_limit_bytes
+from mlbench_master.engines.supervisor.fork_server import ForkServer
+from mlbench_master.engines.supervisor.forked import trains_in_this_python
 from mlbench_master.engines.supervisor.start import (
     end_marked,
     find_supervisor,
@@ -85,9 +90,12 @@ from mlbench_master.engines.supervisor.start import (
 
 __all__ = ["LocalEngine", "worker_commands"]
 
+logger = logging.getLogger(__name__)
+
 # Supervisors that this process started. Only a parent can wait for a child, so all engine objects
 # share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
+_fork_server: ForkServer | None = None
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
@@ -220,7 +228,16 @@ class LocalEngine(FolderEngine):
             write_private(folder / "job.json", json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            _children[folder] = start_supervisor(folder, port_socket)
+            variables = {**os.environ, **env}
+            for name in removed:
+                variables.pop(name, None)
+            server = None
+            if containers is None and not job.network and not job.gpus:
+                server = fork_server_for(commands, variables, job.cwd or folder / "work")
+            if server is None:
+                _children[folder] = start_supervisor(folder, port_socket)
+            else:
+                server.start_supervisor(folder, port_socket)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot start run {job.run_id} in {folder}: {error}"
@@ -310,6 +327,38 @@ class LocalEngine(FolderEngine):
             problem = remove_containers(program, folder)
             if problem:
                 append_log(last_file(folder), None, "system", problem)
+
+
+def fork_server_for(
+    commands: Sequence[Mapping[str, Any]], env: Mapping[str, str], cwd: str | Path
+) -> ForkServer | None:
+    """Return the fork server for the workers of a run; None if they are new programs.
+
+    It is started for the first run that can use it.
+
+    Args:
+        commands: The processes, see :func:`worker_commands`.
+        env: Variables of all of them.
+        cwd: The folder in which they start.
+    """
+    global _fork_server
+    if env.get(FORK_VARIABLE) != "1" or not sys.platform.startswith("linux"):
+        return None
+    for command in commands:
+        if command["rank"] is None:
+            return None
+        if not trains_in_this_python(command["argv"], str(cwd), env.get("PATH", os.defpath)):
+            return None
+    if _fork_server is None or not _fork_server.fits(env):
+        if _fork_server is not None:
+            _fork_server.close()
+            _fork_server = None
+        try:
+            _fork_server = ForkServer(env)
+        except OSError as error:
+            logger.warning("workers start as new programs: %s", error)
+            return None
+    return _fork_server
 
 
 def load_interval_s() -> float:

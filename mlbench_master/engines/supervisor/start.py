@@ -28,6 +28,7 @@ __all__ = [
     "read_state",
     "signal_to",
     "start_supervisor",
+    "supervisor_command",
     "write_private",
 ]
 
@@ -50,6 +51,11 @@ def folder_variables(folder: Path) -> dict[str, str]:
     }
 
 
+def supervisor_command(folder: Path) -> list[str]:
+    """Return the command of the supervisor of a run."""
+    return module_command(_SUPERVISOR, str(folder))
+
+
 def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
     """Start the supervisor of a run, whose folder has ``job.json``.
 
@@ -59,7 +65,7 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
     """
     with (folder / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            module_command(_SUPERVISOR, str(folder)),
+            supervisor_command(folder),
             cwd=folder,
             env={**safe_environment(), FOLDER_VARIABLE: str(folder)},
             stdin=subprocess.DEVNULL,
@@ -97,7 +103,8 @@ def find_supervisor(folder: Path) -> int | None:
 def _supervises(process: psutil.Process, folder: Path) -> bool:
     """Return True if a process is the supervisor of a run and has not ended."""
     # The command line ends with the module and the folder.
-    module, supervised = ["", "", *process.cmdline()][-2:]
+    # Empty words follow those of a fork.
+    module, supervised = ["", "", *filter(None, process.cmdline())][-2:]
     if module != _SUPERVISOR or os.path.realpath(supervised) != os.path.realpath(folder):
         return False
     return bool(process.status() != psutil.STATUS_ZOMBIE)

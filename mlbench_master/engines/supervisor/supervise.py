@@ -45,8 +45,9 @@ from mlbench_master.processes import end_processes, start_mark
 
 if TYPE_CHECKING:
     from mlbench_core.network.emulated import EmulatedNetwork
+    from mlbench_master.engines.supervisor.forked import ForkedWorker
 
-__all__ = ["describe_exit", "from_shell_status", "write_json"]
+__all__ = ["Supervisor", "describe_exit", "from_shell_status", "write_json"]
 
 # Longer lines are divided. A line of the log is at most six times as long, and its end still shows
 # on a page.
@@ -112,11 +113,19 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     return f"{who} died: signal {-returncode} ({name})"
 
 
-class _Supervisor:
-    """Run the processes of one job to their end."""
+class Supervisor:
+    """Run the processes of one job to their end.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The run's folder.
+        fork: Starts a worker as a fork of this process, see
+            :class:`~mlbench_master.engines.supervisor.forked.ForkedWorker`; None if every worker
+            is a new program.
+    """
+
+    def __init__(self, folder: Path, fork: type[ForkedWorker] | None = None) -> None:
         self._folder = folder
+        self._fork = fork
         job: dict[str, Any] = json.loads((folder / "job.json").read_text())
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
@@ -146,16 +155,20 @@ class _Supervisor:
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
+    def announce(self) -> None:
+        """Write the process id into the run's folder."""
+        # Before any worker starts: without this file, a master knows that none has started, and may
+        # start the run.
+        pid = os.getpid()
+        write_json(self._folder / "supervisor.json", {"pid": pid, "started": start_mark(pid)})
+
     def run(self) -> None:
         """Start the processes, wait for their end, clean up, and write the status."""
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         # The run outlives the master and its terminal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # Before any worker starts: without this file, a master knows that none has started, and may
-        # start the run.
-        pid = os.getpid()
-        write_json(self._folder / "supervisor.json", {"pid": pid, "started": start_mark(pid)})
+        self.announce()
         with contextlib.suppress(OSError):
             self._status_part.write_bytes(b" " * _STATUS_BYTES)
         if sys.platform.startswith("linux"):
@@ -163,6 +176,7 @@ class _Supervisor:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # The status of a command that cannot start, as in a shell.
         returncode = 127
+        started = []
         for command in self._commands:
             try:
                 if self._network_text and self._network is None:
@@ -170,13 +184,16 @@ class _Supervisor:
                     from mlbench_master.engines.local.emulated_hosts import open_network
 
                     self._network = open_network(self._network_text, self._num_workers)
-                self._start(**command)
+                started.append((self._start(**command), command))
             except OSError as error:
                 self._failed_to_start = (
                     f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
                 )
                 break
-        else:
+        # Threads begin after the last start, because a process with threads must not fork.
+        for process, command in started:
+            self._watch(process, command["rank"], command.get("prefix"))
+        if len(started) == len(self._commands):
             if self._load_interval_s:
                 threading.Thread(target=self._sample_load, daemon=True).start()
             returncode = self._wait()
@@ -271,10 +288,17 @@ class _Supervisor:
 
     def _start(
         self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
-    ) -> None:
+    ) -> subprocess.Popen[bytes] | ForkedWorker:
+        variables = {**os.environ, **self._env, **env}
+        if self._fork is not None:
+            # Imported already by a process that has a fork.
+            from mlbench_master.engines.supervisor.forked import finds_other_modules
+
+            if not finds_other_modules(argv, str(self._cwd), variables):
+                return self._fork(argv, variables, str(self._cwd))
         options: dict[str, Any] = {
             "cwd": self._cwd,
-            "env": {**os.environ, **self._env, **env},
+            "env": variables,
             # A worker that asks for input must fail, not wait indefinitely.
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -282,9 +306,13 @@ class _Supervisor:
             "start_new_session": True,
         }
         if self._network is not None and rank is not None:
-            process = self._network.popen(rank, argv, as_worker=False, **options)
-        else:
-            process = subprocess.Popen(argv, **options)
+            return self._network.popen(rank, argv, as_worker=False, **options)
+        return subprocess.Popen(argv, **options)
+
+    def _watch(
+        self, process: subprocess.Popen[bytes] | ForkedWorker, rank: int | None, prefix: str | None
+    ) -> None:
+        """Read the output of a process, and note its end."""
         self._roots[process.pid] = rank
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
@@ -376,4 +404,4 @@ class _Supervisor:
 
 
 if __name__ == "__main__":
-    _Supervisor(Path(sys.argv[1])).run()
+    Supervisor(Path(sys.argv[1])).run()

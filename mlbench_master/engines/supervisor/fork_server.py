@@ -1,0 +1,179 @@
+"""A process that has imported torch, and forks the supervisors of runs, which fork the workers.
+
+It has a single thread, no process group and no CUDA. It ends with the process that has started it;
+the runs go on.
+
+    LocalEngine -- socket --> fork server -- fork --> supervisor of a run -- fork --> workers
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlbench_core.caller import safe_environment
+from mlbench_master.engines.supervisor.forked import (
+    BecomeWorker,
+    rename_process,
+    replace_variables,
+    startup_variables,
+)
+from mlbench_master.engines.supervisor.start import FOLDER_VARIABLE, supervisor_command
+
+__all__ = ["ForkServer"]
+
+_PROGRAM = (
+    "import sys; sys.path.pop(0); "
+    "from mlbench_master.engines.supervisor.fork_server import main; main()"
+)
+# Room for the words and variables of a fork, see rename_process().
+_ROOM = "x" * 2048
+_MODULES = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"),
+    *("torch.distributed.tensor", "torch.profiler._cupti_monitor", "torch.utils.data"),
+    *("mlbench_core.controlflow.pytorch.run", "mlbench_core.optim.pytorch"),
+    *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
+    "mlbench_core.observe.workers",
+)
+_IMPORTS_S = 120.0
+_START_S = 30.0
+
+
+class ForkServer:
+    """The fork server of this process for one set of start-up variables.
+
+    Args:
+        env: Variables of the workers.
+
+    Raises:
+        OSError: The process cannot be started, or does not answer.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.variables = startup_variables(env)
+        own, other = socket.socketpair()
+        own.settimeout(_IMPORTS_S)
+        kept = {**safe_environment(), "MLBENCH_FORK_ROOM": _ROOM}
+        for name in startup_variables(kept):
+            del kept[name]
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(other.fileno()), _ROOM],
+                env={**kept, **self.variables},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[other.fileno()],
+            )
+        self._socket = own
+        self._receive()
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Return True if workers with these variables can be forked, and the server is alive."""
+        return self._process.poll() is None and startup_variables(env) == self.variables
+
+    def start_supervisor(self, folder: Path, held: socket.socket) -> int:
+        """Start the supervisor of a run, as :func:`..start.start_supervisor` does.
+
+        Args:
+            folder: The run's folder.
+            held: The socket that keeps its port.
+
+        Returns:
+            The process id. It is the child of the fork server.
+
+        Raises:
+            OSError: The fork server does not answer.
+        """
+        message = json.dumps({"folder": str(folder)}).encode()
+        descriptors = array.array("i", [held.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        self._socket.settimeout(_START_S)
+        self._socket.sendmsg([message], rights)
+        return int(json.loads(self._receive())["pid"])
+
+    def close(self) -> None:
+        """End the process; runs go on."""
+        self._socket.close()
+        self._process.wait()
+
+    def _receive(self) -> bytes:
+        answer = self._socket.recv(4096)
+        if not answer:
+            raise OSError("the fork server has ended: see the log of the master")
+        return answer
+
+
+def main() -> None:
+    """Serve until the other end of the socket is closed; the forks leave as what they became."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _import_all()
+    # The collector would write to the pages that forks share.
+    gc.collect()
+    gc.freeze()
+    # Linux removes forks that have ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    connection.sendall(b"ready")
+    work: BecomeWorker | None = None
+    try:
+        _serve(connection)
+    except BecomeWorker as worker:
+        work = worker
+    # Outside of the handler, so that the errors of a script have no context.
+    if work is not None:
+        work.run()
+
+
+def _serve(connection: socket.socket) -> None:
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 65536, 1)
+        if not message:
+            return
+        folder = Path(json.loads(message)["folder"])
+        if os.fork() == 0:
+            _supervise(connection, folder)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _supervise(connection: socket.socket, folder: Path) -> None:
+    """Become the supervisor of a run, and stay it to the end."""
+    from mlbench_master.engines.supervisor.forked import ForkedWorker
+    from mlbench_master.engines.supervisor.supervise import Supervisor
+
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.chdir(folder)
+    env = {FOLDER_VARIABLE: str(folder), **os.environ}
+    env.pop("MLBENCH_FORK_ROOM")
+    replace_variables(env)
+    rename_process(supervisor_command(folder), env)
+    supervisor = Supervisor(folder, ForkedWorker)
+    supervisor.announce()
+    connection.sendall(json.dumps({"pid": os.getpid()}).encode())
+    connection.close()
+    supervisor.run()
+
+
+def _import_all() -> None:
+    """Import what workers need, also what torch imports at first use."""
+    variables = dict(os.environ)
+    for name in _MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Some modules of torch set variables.
+    replace_variables(variables)
