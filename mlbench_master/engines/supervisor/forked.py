@@ -207,7 +207,9 @@ def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -
             continue
         for path in folder.iterdir():
             name = path.name.partition(".")[0]
-            if name not in imported or not (path.suffix == ".py" or path.is_dir()):
+            # A folder without this file does not hide a package that follows in the path.
+            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if name not in imported or not is_module:
                 continue
             file = getattr(sys.modules[name], "__file__", None) or ""
             if Path(file).resolve() not in (path.resolve(), path.resolve() / "__init__.py"):
