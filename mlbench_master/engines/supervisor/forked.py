@@ -85,12 +85,12 @@ class BecomeWorker(BaseException):
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, descriptor in enumerate((nothing, *self.outputs)):
-            os.dup2(descriptor, number)
+        for standard, descriptor in enumerate((nothing, *self.outputs)):
+            os.dup2(descriptor, standard)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            number = ("stdin", "stdout", "stderr").index(name)
-            file = open(number, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        for standard, name in enumerate(("stdin", "stdout", "stderr")):
+            mode = "w" if standard else "r"
+            file = open(standard, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, file)
             setattr(sys, f"__{name}__", file)
         parent_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
