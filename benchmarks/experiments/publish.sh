@@ -3,7 +3,7 @@
 #
 #     benchmarks/experiments/publish.sh NAME FOLDER TITLE COMMAND
 #
-# COMMAND made the runs. The text of NAME.md beside this script, if there is one, ends the page.
+# COMMAND made the runs. The text of NAME_notes.txt beside this script, if there is one, ends the page.
 set -eu
 name=$1
 folder=$2
@@ -25,7 +25,7 @@ rm -r runs
 sed -i -E 's|\[([^]]+)\]\(runs/[^)]*\)|\1|' index.md
 printf '\n[runs.tar.xz](runs.tar.xz) has the result folder of each run.\n' >> index.md
 cd - > /dev/null
-if [ -f "benchmarks/experiments/$name.md" ]; then
+if [ -f "benchmarks/experiments/${name}_notes.txt" ]; then
     printf '\n' >> "$page/index.md"
-    cat "benchmarks/experiments/$name.md" >> "$page/index.md"
+    cat "benchmarks/experiments/${name}_notes.txt" >> "$page/index.md"
 fi

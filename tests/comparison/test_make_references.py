@@ -145,7 +145,7 @@ def test_runs_that_are_not_repeats_make_no_reference(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["digits", "--seeds", "9"], ["digits", "--jobs", "0"], ["cifar10"]]
+    "arguments", [["digits", "--seeds", "9"], ["digits", "--jobs", "0"], ["cifar100"]]
 )
 def test_wrong_arguments_are_refused(
     make: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]

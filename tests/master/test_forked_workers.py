@@ -83,6 +83,18 @@ def said(folder: Path, number: int, word: str) -> list[str]:
     return sorted(text for text in texts if text.startswith(word))
 
 
+def processes_of_run(folder: Path) -> list[list[str]]:
+    """Return the words of each process whose variables name the folder of a run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MLBENCH_RUN_DIR") == str(folder):
+                found.append([word for word in process.cmdline() if word])
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
 def test_a_script_sees_what_a_new_program_sees(engine: LocalEngine, tmp_path: Path) -> None:
     script = tmp_path / "state.py"
     script.write_text(STATE)
@@ -132,25 +144,18 @@ def test_other_processes_see_the_run(engine: LocalEngine, tmp_path: Path) -> Non
     job_id = engine.start(Job(run_id=1, name="a", command=f"{script} word", num_workers=2))
     while len(said(tmp_path, 1, "here")) < 2:
         time.sleep(0.05)
-    folder = str(tmp_path / "runs" / "1")
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MLBENCH_RUN_DIR") == folder:
-                found.append([word for word in process.cmdline() if word])
-        except (psutil.Error, OSError):
-            continue
+    folder = tmp_path / "runs" / "1"
+    found = processes_of_run(folder)
     workers = [words for words in found if words[-1] == "word"]
     assert len(workers) == 2
-    assert [words[-1] for words in found if words not in workers] == [folder]
+    assert [words[-1] for words in found if words not in workers] == [str(folder)]
     # Without its supervisor, the run is lost and its workers are ended.
     supervisor = json.loads((tmp_path / "runs" / "1" / "supervisor.json").read_text())["pid"]
     os.kill(supervisor, 9)
     while engine.poll(job_id).state == "running":
         time.sleep(0.05)
     assert engine.poll(job_id).state == "lost"
-    for process in psutil.process_iter():
-        assert "word" not in " ".join(process.cmdline() if process.is_running() else [])
+    assert processes_of_run(folder) == []
 
 
 def test_a_module_of_the_user_is_imported_as_in_a_new_program(

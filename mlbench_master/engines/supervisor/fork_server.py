@@ -38,6 +38,7 @@ _PROGRAM = (
 )
 # Room for the words and variables of a fork, see rename_process().
 _ROOM = "x" * 2048
+_ROOM_VARIABLE = "FORK_ROOM"
 _MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"),
     *("torch.distributed.tensor", "torch.profiler._cupti_monitor", "torch.utils.data"),
@@ -63,7 +64,7 @@ class ForkServer:
         self.variables = startup_variables(env)
         own, other = socket.socketpair()
         own.settimeout(_IMPORTS_S)
-        kept = {**safe_environment(), "MLBENCH_FORK_ROOM": _ROOM}
+        kept = {**safe_environment(), _ROOM_VARIABLE: _ROOM}
         for name in startup_variables(kept):
             del kept[name]
         with other:
@@ -159,7 +160,7 @@ def _supervise(connection: socket.socket, folder: Path) -> None:
     os.close(log)
     os.chdir(folder)
     env = {FOLDER_VARIABLE: str(folder), **os.environ}
-    env.pop("MLBENCH_FORK_ROOM")
+    env.pop(_ROOM_VARIABLE)
     replace_variables(env)
     rename_process(supervisor_command(folder), env)
     supervisor = Supervisor(folder, ForkedWorker)
