@@ -13,9 +13,11 @@ for seed in $(seq 1 "$seeds"); do
     for workers in 1 2; do
         output=$folder/seed$seed-$workers
         if [ -d "$output" ]; then continue; fi
-        # A run that misses its goal is a result as well.
+        rm -rf "$output.part"
+        # A run that misses its goal or fails is a result as well, but one without a result was interrupted.
         mlbench run "$(basename "$folder")-seed$seed" "$workers" --num-cpus 1 --seed "$seed" --exclusive --replace --wait \
             --output "$output.part" "$@" || echo "seed $seed, $workers workers: exit status $?"
+        if [ -z "$(find "$output.part" -name result.json)" ]; then exit 1; fi
         mv "$output.part" "$output"
     done
 done

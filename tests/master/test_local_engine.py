@@ -37,14 +37,10 @@ sys.exit(status if rank == "0" else 0)
 """
 
 
-@pytest.fixture(autouse=True, params=["1", "0"], ids=["forks", "new programs"])
-def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers be forks of a process that has imported torch, or new programs."""
+@pytest.fixture(params=["1", "0"], ids=["forks", "new programs"])
+def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script whose workers are forks of a process that has imported torch, or new programs."""
     monkeypatch.setenv(local.FORK_VARIABLE, request.param)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
     path = tmp_path / "worker.py"
     path.write_text(WORKER)
     return path

@@ -237,6 +237,7 @@ class LocalEngine(FolderEngine):
             if server is None:
                 _children[folder] = start_supervisor(folder, port_socket)
             else:
+                _children.pop(folder, None)  # that of an earlier run of this id
                 server.start_supervisor(folder, port_socket)
         except OSError as error:
             raise ConfigurationError(

@@ -8,7 +8,6 @@ the runs go on.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 import importlib
@@ -76,7 +75,7 @@ class ForkServer:
                 pass_fds=[other.fileno()],
             )
         self._socket = own
-        self._receive()
+        self._receive()  # it is ready
 
     def fits(self, env: Mapping[str, str]) -> bool:
         """Return True if workers with these variables can be forked, and the server is alive."""
@@ -96,21 +95,25 @@ class ForkServer:
             OSError: The fork server does not answer.
         """
         message = json.dumps({"folder": str(folder)}).encode()
-        descriptors = array.array("i", [held.fileno()])
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         self._socket.settimeout(_START_S)
-        self._socket.sendmsg([message], rights)
+        socket.send_fds(self._socket, [message], [held.fileno()])
         return int(json.loads(self._receive())["pid"])
 
     def close(self) -> None:
         """End the process; runs go on."""
         self._socket.close()
+        self._process.kill()
         self._process.wait()
 
     def _receive(self) -> bytes:
-        answer = self._socket.recv(4096)
-        if not answer:
-            raise OSError("the fork server has ended: see the log of the master")
+        """Return an answer; without one, end the process, which may answer too late."""
+        try:
+            answer = self._socket.recv(4096)
+            if not answer:
+                raise OSError("the fork server has ended: see the log of the master")
+        except OSError:
+            self.close()
+            raise
         return answer
 
 
@@ -164,7 +167,7 @@ def _supervise(connection: socket.socket, folder: Path) -> None:
     replace_variables(env)
     rename_process(supervisor_command(folder), env)
     supervisor = Supervisor(folder, ForkedWorker)
-    supervisor.announce()
+    supervisor.prepare()
     connection.sendall(json.dumps({"pid": os.getpid()}).encode())
     connection.close()
     supervisor.run()

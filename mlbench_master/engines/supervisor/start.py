@@ -102,8 +102,7 @@ def find_supervisor(folder: Path) -> int | None:
 
 def _supervises(process: psutil.Process, folder: Path) -> bool:
     """Return True if a process is the supervisor of a run and has not ended."""
-    # The command line ends with the module and the folder.
-    # Empty words follow those of a fork.
+    # The command line ends with the module and the folder, and that of a fork with empty words.
     module, supervised = ["", "", *filter(None, process.cmdline())][-2:]
     if module != _SUPERVISOR or os.path.realpath(supervised) != os.path.realpath(folder):
         return False

@@ -155,8 +155,12 @@ class Supervisor:
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
-    def announce(self) -> None:
-        """Write the process id into the run's folder."""
+    def prepare(self) -> None:
+        """Take signals, and write the process id into the run's folder; the first call."""
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        # The run outlives the master and its terminal.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Before any worker starts: without this file, a master knows that none has started, and may
         # start the run.
         pid = os.getpid()
@@ -164,11 +168,6 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the processes, wait for their end, clean up, and write the status."""
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
-        # The run outlives the master and its terminal.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self.announce()
         with contextlib.suppress(OSError):
             self._status_part.write_bytes(b" " * _STATUS_BYTES)
         if sys.platform.startswith("linux"):
@@ -404,4 +403,6 @@ class Supervisor:
 
 
 if __name__ == "__main__":
-    Supervisor(Path(sys.argv[1])).run()
+    supervisor = Supervisor(Path(sys.argv[1]))
+    supervisor.prepare()
+    supervisor.run()
