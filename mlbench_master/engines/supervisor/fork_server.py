@@ -45,6 +45,7 @@ _MODULES = (
     *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
     "mlbench_core.observe.workers",
 )
+_REQUEST_BYTES = 2**20
 _IMPORTS_S = 120.0
 _START_S = 30.0
 
@@ -61,7 +62,8 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.variables = startup_variables(env)
-        own, other = socket.socketpair()
+        # A request is one message, whatever its size.
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.settimeout(_IMPORTS_S)
         kept = {**safe_environment(), _ROOM_VARIABLE: _ROOM}
         for name in startup_variables(kept):
@@ -94,7 +96,8 @@ class ForkServer:
         Raises:
             OSError: The fork server does not answer.
         """
-        message = json.dumps({"folder": str(folder)}).encode()
+        request = {"folder": str(folder), "env": safe_environment()}
+        message = json.dumps(request).encode()
         self._socket.settimeout(_START_S)
         socket.send_fds(self._socket, [message], [held.fileno()])
         return int(json.loads(self._receive())["pid"])
@@ -139,18 +142,18 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, 65536, 1)
+        message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
         if not message:
             return
-        folder = Path(json.loads(message)["folder"])
+        request = json.loads(message)
         if os.fork() == 0:
-            _supervise(connection, folder)
+            _supervise(connection, Path(request["folder"]), request["env"])
             return
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _supervise(connection: socket.socket, folder: Path) -> None:
+def _supervise(connection: socket.socket, folder: Path, env: dict[str, str]) -> None:
     """Become the supervisor of a run, and stay it to the end."""
     from mlbench_master.engines.supervisor.forked import ForkedWorker
     from mlbench_master.engines.supervisor.supervise import Supervisor
@@ -162,8 +165,7 @@ def _supervise(connection: socket.socket, folder: Path) -> None:
         os.dup2(log, descriptor)
     os.close(log)
     os.chdir(folder)
-    env = {FOLDER_VARIABLE: str(folder), **os.environ}
-    env.pop(_ROOM_VARIABLE)
+    env = {FOLDER_VARIABLE: str(folder), **env}
     replace_variables(env)
     rename_process(supervisor_command(folder), env)
     supervisor = Supervisor(folder, ForkedWorker)
