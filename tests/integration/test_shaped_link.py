@@ -158,4 +158,4 @@ def test_a_short_cut_is_survived_and_a_long_one_is_an_error_in_time(tmp_path: Pa
             assert answer["error"].startswith(
                 ("communication failed", f"lost worker {1 - rank}")
             ), answer
-            assert answer["seconds"] < 4 * timeout_s
+            assert answer["seconds"] < 12 * timeout_s

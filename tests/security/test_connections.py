@@ -76,7 +76,7 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(tmp_path: Path) -> Non
                 connection.settimeout(0.1)
                 # Bytes that trickle in do not extend the time.
                 while b"HTTP/1.1 408 " not in received:
-                    assert time.monotonic() - start < 6, (beginning, received)
+                    assert time.monotonic() - start < 60, (beginning, received)
                     with contextlib.suppress(TimeoutError):
                         received += connection.recv(65_536)
                         continue
