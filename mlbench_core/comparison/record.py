@@ -83,6 +83,7 @@ class RunRecord:
         communication_hidden_s: The part of the communication time during which training continued.
         communication_cpu_s: Processor time that the training thread of a worker used while training
             waited; None if it was not measured.
+        compute_cpu_s: Processor time that it used in training batches otherwise; None likewise.
         steps_s: Training time by step, see :data:`STEPS`.
         epochs_to_goal: Number of epochs until the goal was reached; None if :attr:`unit` is
             ``"steps"``, as is ``epochs``.
@@ -100,6 +101,7 @@ class RunRecord:
         tokens: Training tokens of all workers; None if they were not counted.
         collectives: The collectives of one worker in these batches, as in ``result.json``; None if
             they are not known.
+        collectives_to_goal: Those in its batches until the goal; None likewise.
         folder: The result folder with the raw lines, if there is one.
         remarks: Notes for people, for example that the run was killed.
     """
@@ -121,6 +123,7 @@ class RunRecord:
     communication_exposed_s: float | None = None
     communication_hidden_s: float | None = None
     communication_cpu_s: float | None = None
+    compute_cpu_s: float | None = None
     steps_s: Mapping[str, float] = field(default_factory=dict)
     epochs_to_goal: int | None = None
     steps_to_goal: int | None = None
@@ -134,6 +137,7 @@ class RunRecord:
     batches: int | None = None
     tokens: int | None = None
     collectives: Sequence[Mapping[str, Any]] | None = None
+    collectives_to_goal: Sequence[Mapping[str, Any]] | None = None
     folder: Path | None = None
     remarks: tuple[str, ...] = ()
 
@@ -337,6 +341,7 @@ class RunRecord:
             communication_exposed_s=exposed_s,
             communication_hidden_s=hidden_s,
             communication_cpu_s=cpu_s,
+            compute_cpu_s=number((to_goal or times).get("compute_cpu_s")),
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=reached_goal.get("epochs") if has_epochs else None,
             steps_to_goal=reached_goal.get("step"),
@@ -351,6 +356,7 @@ class RunRecord:
             # 0 if they were not counted.
             tokens=result.get("tokens") or None,
             collectives=collectives,
+            collectives_to_goal=reached_goal.get("collectives"),
             folder=folder,
             remarks=remarks,
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.observe.samples import count_data
 from mlbench_core.observe.traffic import Traffic
+from mlbench_core.processor_time import work_s
 from mlbench_core.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class StepClock:
         self._last: weakref.ref[Any] | None = None
         self._since_last = 0
         self._fetched_in_evaluation = False
+        self._wait_cpu_s = 0.0
 
     def is_here(self) -> bool:
         """Return True in the thread that trains."""
@@ -190,10 +192,12 @@ class StepClock:
         """Note that training waits for a collective."""
         self.is_waiting = True
         self.tracker.record_batch_step(self._label)
+        self._wait_cpu_s = work_s()
 
     def wait_ends(self) -> None:
         """Note that training goes on after a collective."""
         self.is_waiting = False
+        self.traffic.worked_s += work_s() - self._wait_cpu_s
         self.tracker.record_batch_agg()
 
     # ------------------------------------------------------------------ the optimizer

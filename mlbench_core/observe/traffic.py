@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core.observe.ddp_times import DDPTimes
-from mlbench_core.tracking.clock import cuda_event
+from mlbench_core.tracking.clock import cuda_event, cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["Traffic"]
@@ -26,6 +26,7 @@ class Traffic:
         in_hook: True during DDP's hook.
         timed: The DDP models that take their times themselves.
         size_bytes: Bytes that this worker handed to collectives in this step.
+        worked_s: Seconds of processor time in the waits of the training thread.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Traffic:
         self.in_hook = False
         self.timed: WeakKeyDictionary[DistributedDataParallel, DDPTimes] = WeakKeyDictionary()
         self.size_bytes = 0
+        self.worked_s = 0.0
         # Begins and ends of DDP's buckets in this backward pass: seconds, or CUDA events.
         self._begins: list[Any] = []
         self._ends: list[Any] = []
@@ -104,8 +106,11 @@ class Traffic:
         waited_s = tracker.totals()["steps_s"].get("agg", 0.0)
         exposed_s, self._waited_s = waited_s - self._waited_s, waited_s
         if self.counts:
-            tracker.record_communication(exposed_s + self._hidden_s, exposed_s, 0)
-        self._exposed_s = self._hidden_s = 0.0
+            # The work of DDP in its backward pass, such as copies of gradients, stays a part of
+            # computation.
+            cpu_s = None if cuda_in_use() else self.worked_s
+            tracker.record_communication(exposed_s + self._hidden_s, exposed_s, 0, cpu_s=cpu_s)
+        self._exposed_s = self._hidden_s = self.worked_s = 0.0
         counts, self.counts = self.counts, Counter()
         for (op, group, size_bytes, overlapped), calls in counts.items():
             tracker.record_collective(op, group, size_bytes, calls, overlapped)

@@ -269,7 +269,12 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 # Unknown in a run that continues from a checkpoint of an earlier version; the processor time also
 # on a GPU.
-_MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges")
+_MAY_BE_UNKNOWN = (
+    "communication_cpu_s",
+    "compute_cpu_s",
+    "communication_wire_bytes",
+    "exchanges",
+)
 
 
 def _is_sound(line: Mapping[str, Any]) -> bool:

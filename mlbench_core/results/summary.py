@@ -234,10 +234,11 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
     for phase in unmeasured:
         phases[f"{phase}_s"] = None
-    # Lines of earlier versions lack it, and then so does the result that verification computes
+    # Lines of earlier versions lack them, and then so does the result that verification computes
     # again.
-    if "communication_cpu_s" in totals:
-        communication["communication_cpu_s"] = totals["communication_cpu_s"]
+    for name in ("communication_cpu_s", "compute_cpu_s"):
+        if name in totals:
+            communication[name] = totals[name]
     return {
         # From before the first epoch, with validation and checkpoints.
         "wall_s": totals.get("wall_s", 0.0),
@@ -302,6 +303,7 @@ def _goal(
         # The result of a run is the training time of its slowest worker.
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
         "times": _slowest_and_first(totals, unmeasured),
+        **_collectives(reached, configuration.get("workers") or len(ranks)),
     }
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceClock", "cuda_event", "cuda_in_use"]
+__all__ = ["DeviceClock", "computes_in_this_thread", "cuda_event", "cuda_in_use"]
 
 # The null character keeps this mark different from every step name that a script would use.
 _SKIPPED = "\0skipped"
@@ -31,6 +31,15 @@ def cuda_in_use() -> bool:
     # CUDA through it.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def computes_in_this_thread() -> bool:
+    """Return True if torch computes in this thread alone: on a CPU, without other threads."""
+    torch = sys.modules.get("torch")
+    # Another library, such as TensorFlow, computes in threads of its own.
+    if torch is None or cuda_in_use():
+        return False
+    return bool(torch.get_num_threads() == 1)
 
 
 def cuda_event() -> torch.cuda.Event:

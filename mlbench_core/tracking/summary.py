@@ -24,6 +24,8 @@ class Counters:
     communication_exposed_s: float = 0.0
     # None until it is measured, and from the first wait on for which it was not.
     communication_cpu_s: float | None = None
+    # None as soon as a part of it is not known.
+    compute_cpu_s: float | None = 0.0
     communication_size_bytes: int = 0
     # None if a checkpoint of an earlier version lacks the first part.
     exchanges: int | None = 0
@@ -74,6 +76,9 @@ class TrackerSummary:
         communication_cpu_s: Seconds of processor time that this worker's thread used while training
             waited for communication: packing, compressing, summing. None if it was not measured, as
             on a GPU.
+        compute_cpu_s: Seconds of processor time that this worker's thread used inside training
+            batches, without ``communication_cpu_s``. Other load on the machine does not change it.
+            None if it was not measured, as on a GPU, or if torch computes with several threads.
         communication_size_bytes: Bytes that this worker handed to collectives, as optimizers
             reported it.
         communication_wire_bytes: Bytes that this worker put on the wire, see
@@ -112,6 +117,7 @@ class TrackerSummary:
     communication_total_s: float
     communication_exposed_s: float
     communication_cpu_s: float | None
+    compute_cpu_s: float | None
     communication_size_bytes: int
     communication_wire_bytes: int | None
     exchanges: int | None

@@ -15,9 +15,10 @@ from typing import Any
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
+from mlbench_core.processor_time import work_s
 from mlbench_core.run_terms import GoalAim, check_unit, length_text
 from mlbench_core.statistics import AverageMeter, QuantileSketch
-from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
+from mlbench_core.tracking.clock import DeviceClock, computes_in_this_thread, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import Goal, as_goal, end_at_exit, finite, goal_metric, send_at_exit
@@ -152,7 +153,7 @@ class Tracker(PhaseTimes):
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
         goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached
-            it, and the position and the :meth:`totals` at that moment. None before, and if a
+            it, and the position, the :meth:`totals` and the collectives at that moment. None before, and if a
             checkpoint that lacks it resumes a run after its goal.
         epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the
             loss and the metrics exist before the first value.
@@ -247,6 +248,8 @@ class Tracker(PhaseTimes):
         self._batch_start: float | None = None
         self._mark: float | None = None
         self._validation_start: float | None = None
+        # The processor time of this thread at the start of the batch and of the validation.
+        self._batch_cpu_s = self._validation_cpu_s = 0.0
         # Wall time of the runs that this one resumes. It is kept as a duration, because
         # perf_counter() of another process has another zero.
         self._earlier_wall_s = 0.0
@@ -329,6 +332,7 @@ class Tracker(PhaseTimes):
         """Start the clock of a validation, and a new mean of the primary metric."""
         self._validation = _Validation()
         self._validation_start = time.perf_counter()
+        self._validation_cpu_s = work_s()
 
     def validation_end(self) -> None:
         """Add the time since :meth:`validation_start`; without that call, do nothing.
@@ -345,6 +349,7 @@ class Tracker(PhaseTimes):
             # step includes it.
             self._batch_start += elapsed_s
             self._mark += elapsed_s
+            self._batch_cpu_s += work_s() - self._validation_cpu_s
             if self._device is not None:
                 self._device.skip()
 
@@ -438,6 +443,8 @@ class Tracker(PhaseTimes):
             self._before_batch()
         if self._device is not None:
             self._device.batch_start()
+        if self._counters.compute_cpu_s is not None:
+            self._batch_cpu_s = work_s()
         # Read last, so that the preparation above is not a part of the batch.
         self._batch_start = self._mark = time.perf_counter()
 
@@ -455,7 +462,10 @@ class Tracker(PhaseTimes):
         self._batch_start = self._mark = None
         # The clock was read above, so neither this bookkeeping nor the progress bar is a part of
         # the batch.
-        self._counters.batches += 1
+        counters = self._counters
+        if counters.compute_cpu_s is not None:
+            counters.compute_cpu_s += work_s() - self._batch_cpu_s
+        counters.batches += 1
         self._batches_in_epoch += 1
         if self._device is not None:
             self._device.batch_end()
@@ -517,7 +527,8 @@ class Tracker(PhaseTimes):
             size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch
                 counts as an exchange.
             cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited
-                to it; None if they were not measured. Those of the whole run are then unknown.
+                to it; None if they were not measured. Those of the whole run are then unknown, also
+                those of computation, which are the rest.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -528,7 +539,14 @@ class Tracker(PhaseTimes):
         if cpu_s is not None:
             check_at_least("cpu_s", cpu_s, 0)
         self._counters.communication_total_s += float(total_s)
-        self._add_exposed(float(min(exposed_s, total_s)), cpu_s)
+        exposed_s = float(min(exposed_s, total_s))
+        self._add_exposed(exposed_s, cpu_s)
+        # The batch contains this part.
+        if self._counters.compute_cpu_s is not None and exposed_s > 0:
+            if cpu_s is None:
+                self._counters.compute_cpu_s = None
+            else:
+                self._counters.compute_cpu_s -= float(min(cpu_s, exposed_s))
         self._counters.communication_size_bytes += int(size_bytes)
         self._counters.communication_measured = True
         # Several messages of one update are one exchange.
@@ -796,14 +814,18 @@ class Tracker(PhaseTimes):
             ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``,
             ``metrics_s``, ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``,
             ``tokens``, ``communication_total_s``, ``communication_exposed_s``,
-            ``communication_cpu_s``, ``communication_size_bytes``, ``communication_wire_bytes``,
-            ``exchanges`` and ``communication_measured``, see
+            ``communication_cpu_s``, ``compute_cpu_s``, ``communication_size_bytes``,
+            ``communication_wire_bytes``, ``exchanges`` and ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
         now = self._totals()
         wire_bytes = None
         if self._collectives is not None:
             wire_bytes = total_wire_bytes(self._collectives.as_list())
+        counters = asdict(self._counters)
+        # In an open batch, its communication is counted already, and its computation is not.
+        if counters["compute_cpu_s"] is not None:
+            counters["compute_cpu_s"] = max(0.0, counters["compute_cpu_s"])
         return {
             "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
@@ -811,7 +833,7 @@ class Tracker(PhaseTimes):
             "metrics_s": now.of(self.metrics_steps),
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
-            **asdict(self._counters),
+            **counters,
             "communication_wire_bytes": wire_bytes,
         }
 
@@ -1035,9 +1057,10 @@ class Tracker(PhaseTimes):
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
         counts = {
-            # Checkpoints of an earlier version lack these three.
+            # Checkpoints of an earlier version lack these four.
             "exchanges": None,
             "communication_cpu_s": None,
+            "compute_cpu_s": None,
             "communication_measured": bool(state["communication_size_bytes"]),
             **state,
         }
@@ -1101,6 +1124,8 @@ class Tracker(PhaseTimes):
         if self._use_cuda or (self._use_cuda is None and cuda_in_use()):
             self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()
+        if self._device is not None or not computes_in_this_thread():
+            self._counters.compute_cpu_s = None
         if self._progress is None and wants_progress(self._wanted_progress, self.rank):
             self._progress = ProgressBar()
 
@@ -1196,10 +1221,11 @@ class Tracker(PhaseTimes):
         }
         for name in ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j"):
             event[name] = getattr(summary, name)
-        event["collectives"] = None
-        if self._collectives is not None:
-            event["collectives"] = self._collectives.as_list()
+        event["collectives"] = self._collectives_so_far()
         return event
+
+    def _collectives_so_far(self) -> list[dict[str, Any]] | None:
+        return None if self._collectives is None else self._collectives.as_list()
 
     def _memory_peak_bytes(self) -> int | None:
         peaks = (self._earlier_memory_peak_bytes, memory_peak_bytes())
@@ -1225,6 +1251,8 @@ class Tracker(PhaseTimes):
             "value": finite(value),
             "text": self.goal_text,
             "time_to_goal_s": self.time_to_goal_s,
+            # With some methods, the collectives change during a run.
+            "collectives": self._collectives_so_far(),
         }
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {

@@ -46,17 +46,20 @@ def write_run(
     folder: Path, *, workers: int = 2, epochs: int = 3, epoch_s: float = 10.0,
     accuracies: tuple[float, ...] = (),
     finish: bool = True, environment: Mapping[str, Any] = ENVIRONMENT,
-    collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None,
+    collectives: list[dict[str, Any]] | None = None,
+    collectives_to_goal: list[dict[str, Any]] | None = None, cpu_share: float | None = None,
     **configuration: Any,
 ) -> Path:  # fmt: skip
     """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ...
     percent.
 
-    With ``cpu_share``, it has the processor time of communication, this share of the training time.
-    Earlier versions did not write it."""
+    With ``cpu_share``, it has the processor time of communication, this share of the training time,
+    and that of computation, half of it. Earlier versions did not write them."""
 
     def known(train_s: float) -> dict[str, float]:
-        return {} if cpu_share is None else {"communication_cpu_s": train_s * cpu_share}
+        if cpu_share is None:
+            return {}
+        return {"communication_cpu_s": train_s * cpu_share, "compute_cpu_s": train_s / 2}
 
     values = accuracies or tuple(80.0 + 5 * epoch for epoch in range(epochs))
     chosen = {
@@ -101,6 +104,7 @@ def write_run(
                         "value": best,
                         "text": text,
                         "time_to_goal_s": train_s + rank / 10,
+                        "collectives": collectives_to_goal,
                     },
                 )
             sink.event("epoch", now)

@@ -18,8 +18,9 @@ from torch import nn
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval, polling
+from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval
 from mlbench_core.optim.pytorch import CentralizedSGD, LocalSGD, SparsifiedSGD
+from mlbench_core.processor_time import polling
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import LinesSink, read_lines
 from mlbench_core.tracking import Tracker

@@ -31,7 +31,8 @@ TOTALS = {
     "preprocess_s", "steps_s",
     "batches", "samples", "tokens", "communication_total_s", "communication_exposed_s",
     "communication_size_bytes",
-    "communication_wire_bytes", "communication_measured", "communication_cpu_s", "exchanges",
+    "communication_wire_bytes", "communication_measured", "communication_cpu_s", "compute_cpu_s",
+    "exchanges",
 }  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
     assert goal == {
         "epoch": 1, "step": 2, "time_s": 190, "metric": "val_global_Prec@1", "threshold": 80,
         "minimize": False,
-        "value": 80.5, "time_to_goal_s": 62,
+        "value": 80.5, "time_to_goal_s": 62, "collectives": [],
     }  # fmt: skip
     assert set(end) == {
         "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times",

@@ -18,7 +18,8 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggr
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
-from mlbench_core.distributed.pytorch.timing import CommunicationClock, uncounted, work_s
+from mlbench_core.distributed.pytorch.timing import CommunicationClock, uncounted
+from mlbench_core.processor_time import work_s
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 

@@ -1,13 +1,9 @@
-"""Measure communication, and the part that training waited for, without waiting for a device.
-
-It also measures a thread's processor time for work, without that of polling for messages.
-"""
+"""Measure communication, and the part that training waited for, without waiting for a device."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -17,13 +13,13 @@ from typing import Any
 
 import torch
 
+from mlbench_core.processor_time import work_s
+
 __all__ = [
     "CommunicationClock",
     "Interval",
     "count_collective",
-    "polling",
     "uncounted",
-    "work_s",
 ]
 
 # Collectives of this process that no tracker has received yet: (kind, group, bytes,
@@ -31,8 +27,6 @@ __all__ = [
 _collectives: Counter[tuple[str, int, int, bool]] = Counter()
 # Of each thread, because another one may be training.
 _is_counting = ContextVar("is_counting", default=True)
-# Seconds that each thread has polled for messages.
-_of_thread = threading.local()
 
 
 def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
@@ -57,29 +51,6 @@ def uncounted() -> Iterator[None]:
         yield
     finally:
         _is_counting.reset(token)
-
-
-def work_s() -> float:
-    """Return this thread's processor seconds since an arbitrary moment, without :func:`polling`.
-
-    Example:
-        >>> work_before_s, thread_before_s = work_s(), time.thread_time()
-        >>> with polling():
-        ...     _ = sum(range(100_000))
-        >>> time.thread_time() - thread_before_s > work_s() - work_before_s
-        True
-    """
-    return time.thread_time() - getattr(_of_thread, "polled_s", 0.0)
-
-
-@contextmanager
-def polling() -> Iterator[None]:
-    """Count this thread's processor time in the block as waiting: it polls for messages."""
-    begin_s = time.thread_time()
-    try:
-        yield
-    finally:
-        _of_thread.polled_s = getattr(_of_thread, "polled_s", 0.0) + time.thread_time() - begin_s
 
 
 # Reading a signature takes longer than recording an interval.

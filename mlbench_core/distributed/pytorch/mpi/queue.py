@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
-from mlbench_core.distributed.pytorch.timing import polling
+from mlbench_core.processor_time import polling
 
 __all__ = ["Work", "WorkQueue"]
 
