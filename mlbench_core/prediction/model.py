@@ -101,7 +101,8 @@ def predict(
     """Predict a run like a measured one on another network or with another number of workers.
 
     Args:
-        record: The measured run of at least two workers, with the record of its collectives.
+        record: The measured run of at least two workers, with the record of its collectives. A run
+            of one worker predicts one worker only.
         network: The network.
         workers: Number of workers. Each has the batch size of the measured run.
         alone: A run of one worker. Its compute time counts in place of that of ``record``.
@@ -118,7 +119,7 @@ def predict(
     check_int("workers", workers)
     if critical_workers is not None:
         check_int("critical_workers", critical_workers)
-    measured = _read(record, alone)
+    measured = _read(record, workers, alone)
     slowest_cpu = _slowest_cpu(network, workers)
     backward_s = measured.backward_s / slowest_cpu
     exposed_s, hidden_s = _communication_s(measured, network, workers, backward_s)
@@ -221,29 +222,32 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
     return time_s
 
 
-def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
-    """Return the figures of a step of a measured run."""
-    entries, workers = record.collectives, record.workers
-    if entries is None or workers is None or workers < 2 or not record.batches:
+def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measured:
+    """Return the figures of a step of a measured run, to predict a number of workers."""
+    source = record if alone is None else alone
+    entries, workers, batches = record.collectives, record.workers, record.batches
+    # With some methods, the collectives after the goal differ from those before it.
+    if record.reached and record.steps_to_goal and record.collectives_to_goal is not None:
+        entries, batches = record.collectives_to_goal, record.steps_to_goal
+    if workers == predicted == 1 and batches:
+        return _Measured(1, _compute_s(source)[0], 0.0, 0.0, None, ())
+    if entries is None or workers is None or workers < 2 or not batches:
         remedy = "average with an optimizer or a communication hook of this library"
         if workers is None or workers < 2:
             remedy = "measure a run of 2 workers or more, too"
-        elif not record.batches:
+        elif not batches:
             remedy = "train with a Tracker that marks the start and the end of each batch"
         raise ConfigurationError(
             f"run {record.name} did not record the collectives of several workers: {remedy}"
         )
     collectives = []
     for entry in entries:
-        calls, size_bytes = entry["calls"] / record.batches, entry["bytes"] / entry["calls"]
+        calls, size_bytes = entry["calls"] / batches, entry["bytes"] / entry["calls"]
         collectives.append(
             Collective(entry["op"], entry["group"], calls, size_bytes, entry["overlapped"])
         )
-    source = record if alone is None else alone
-    # The measured time of a host that had a part of its processor time only contains that already.
-    factor = _share_of_core(source) * _slowest_cpu(_network_of(source), source.workers or 1)
-    compute_s = _compute_s(source) * factor
-    backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * factor
+    compute_s, share = _compute_s(source)
+    backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * share
     measured = _Measured(workers, compute_s, backward_s, 0.0, None, tuple(collectives))
     there = _network_of(record)
     exposed_s = record.communication_exposed_s
@@ -280,7 +284,11 @@ def _steps_of(record: RunRecord) -> int:
     return record.batches or 1
 
 
-def _compute_s(record: RunRecord) -> float:
+def _compute_s(record: RunRecord) -> tuple[float, float]:
+    """Return the seconds of a step without communication if each worker has a core of its own.
+
+    The second number is their share of the measured seconds.
+    """
     seconds = record.without_communication_s
     # One worker does not communicate.
     if seconds is None and record.workers == 1:
@@ -289,7 +297,13 @@ def _compute_s(record: RunRecord) -> float:
         raise ConfigurationError(
             f"run {record.name} did not record compute and communication times"
         )
-    return seconds / _steps_of(record)
+    if record.compute_cpu_s is not None:
+        # Processor time has no part in which a thread waited for a core.
+        share = record.compute_cpu_s / seconds if seconds else 1.0
+        return record.compute_cpu_s / _steps_of(record), share
+    # The measured time of a host that had a part of its processor time only contains that already.
+    share = _share_of_core(record) * _slowest_cpu(_network_of(record), record.workers or 1)
+    return seconds / _steps_of(record) * share, share
 
 
 def _share_of_core(record: RunRecord) -> float:

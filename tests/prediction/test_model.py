@@ -234,3 +234,48 @@ def test_a_prediction_without_messages_or_a_goal_has_no_range_of_them() -> None:
 def test_what_was_not_calibrated_is_named(network: str, workers: int, is_calibrated: bool) -> None:
     found = predict(record(communication_exposed_s=0.02), get_network(network), workers).caveats
     assert any("range of calibration" in text for text in found) != is_calibrated
+
+
+def test_an_oversubscribed_run_gives_the_step_of_one_with_a_core_for_each_worker() -> None:
+    """Processor time is the same, although the steps of one run took five times as long."""
+    alone = record(compute_cpu_s=4.0, communication_cpu_s=0.1)
+    shared = record(
+        compute_cpu_s=4.0, communication_cpu_s=0.1, time_to_goal_s=25.0, train_s=50.0,
+        communication_exposed_s=5.0, steps_s={"backprop": 20.0},
+        # By its cores, each worker would have had the half of one.
+        machine={"cores": 2, "hosts": 1},
+    )  # fmt: skip
+    network = parse_network(SLOW)
+    for workers in (1, 4, 64):
+        found, expected = (predict(run, network, workers) for run in (shared, alone))
+        assert found.step_s == pytest.approx(expected.step_s)
+    assert predict(shared, network, 1).step_s == pytest.approx(0.04)
+    # The backward pass that hides messages is 20 ms of 40 ms in both.
+    entry = {**record().collectives[0], "overlapped": True}  # type: ignore[index]
+    for run in (shared, alone):
+        hiding = dataclasses.replace(run, collectives=[entry])
+        assert predict(hiding, network, 4).hidden_s == pytest.approx(0.02)
+
+
+def test_processor_time_needs_no_correction_for_a_straggler() -> None:
+    measured = record(configuration=configured(network="unlimited; host1: 50%-cpu"))
+    found = predict(dataclasses.replace(measured, compute_cpu_s=4.0), parse_network(SLOW), 1)
+    assert found.step_s == pytest.approx(0.04)
+
+
+def test_a_run_of_one_worker_predicts_one_worker() -> None:
+    alone = record(configuration=configured(workers=1), collectives=None, compute_cpu_s=2.0)
+    found = predict(alone, parse_network(SLOW), 1)
+    assert (found.step_s, found.exposed_s, found.time_to_goal_s) == (0.02, 0.0, 2.0)
+
+
+def test_only_the_collectives_until_the_goal_count() -> None:
+    """After the warm-up of 1-bit Adam, messages are small. The goal was reached before its end."""
+    large = {"op": "all_reduce", "group": 4, "calls": 100, "bytes": 4 * 10**7, "overlapped": False}
+    small = {**large, "bytes": 100}
+    found = predict(
+        record(collectives=[large, small], collectives_to_goal=[large]), parse_network(SLOW), 4
+    )
+    assert found.bytes_sent == 4 * 4 * 10**7
+    waiting_s = collective_s("all_reduce", 4 * 10**5, 4, parse_network(SLOW))
+    assert found.exposed_s == pytest.approx(waiting_s, rel=0.05)
