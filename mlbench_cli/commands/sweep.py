@@ -104,6 +104,8 @@ def sweep(
     if not as_json:
         _show_estimate(described, len(points), done, expected)
     with folder.open(file, described.files):
+        # Workers that share cores change no modelled time.
+        oversubscribe = oversubscribe or described.is_modelled
         call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
         if fork:
             call["environment"] = {FORK_VARIABLE: "1"}
@@ -115,7 +117,7 @@ def sweep(
 
     outcome = read_outcome(output, described)
     page: Path | None = None
-    if outcome.groups:
+    if outcome.has_results:
         page = _write_page(output, described)
     if as_json:
         print_json(_as_json(points, done, failures, folder, described))
@@ -198,8 +200,9 @@ def _show_results(outcome: Outcome) -> None:
     rows = []
     for cell in outcome.cells:
         row = (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached))
-        rows.append((*row, number(cell.median_s)))
-    header = ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S")
+        rows.append((*row, "not modelled" if cell.not_modelled else number(cell.median_s)))
+    median = "MEDIAN S" if outcome.modelled is None else "MODELLED MEDIAN S"
+    header = ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", median)
     print_table(header, rows, right=(1, 3, 4, 5))
 
 
@@ -271,6 +274,9 @@ def _as_json(
         record = records.get(point.name)
         for name in _RESULTS:
             row[name] = getattr(record, name, None)
+        if described.is_modelled:
+            # Those of workers that share cores say nothing.
+            row.update(time_to_goal_s=None, train_s=None)
         rows.append(row)
     time_left = dataclasses.asdict(expected)
     return {"title": described.title, "points": rows, "left": time_left}

@@ -54,7 +54,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
         caption(groups).partition(" Missed the goal:")[0],
         "Cells are predicted from these runs: the method with the least time to the goal. "
         "Hatched: the second is within 10 %. "
-        "Points are measured: the method with the least median.",
+        f"Points are {_kind(found)}: the method with the least median.",
     ]
     if any(map(operator.attrgetter("second"), found.points)):
         sentences.append("Two colors: the second is within 10 %, or no difference is shown.")
@@ -67,6 +67,11 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     text = " ".join(" ".join(sentences).split())
     canvas.finish(figure, text, handles, labels)
     return canvas.Drawing(f"map_{found.workers}", figure, text, _table(found))
+
+
+def _kind(found: Map) -> str:
+    """Return the kind of the times of the points."""
+    return "modelled" if found.is_modelled else "measured"
 
 
 def _shared_cores(group: Group) -> str:
@@ -240,7 +245,7 @@ def _legend(colors: Mapping[str, canvas.Look], prediction: Map) -> tuple[list[An
         labels.append("more than 2 times")
     circle: canvas.Look = {"markeredgecolor": "black", "markerfacecolor": "w", "markersize": 5}
     handles.append(Line2D([], [], marker="o", color="none", **circle))
-    return handles, [*labels, "measured network"]
+    return handles, [*labels, f"{_kind(prediction)} network"]
 
 
 def _table(prediction: Map) -> list[list[Any]]:
@@ -251,5 +256,5 @@ def _table(prediction: Map) -> list[list[Any]]:
         rows.append(["predicted", *network, cell.winner, cell.seconds, cell.second, cell.ratio])
     for point in prediction.points:
         network = [point.network, point.bandwidth, point.round_trip_s]
-        rows.append(["measured", *network, point.measured, None, point.second, None])
+        rows.append([_kind(prediction), *network, point.measured, None, point.second, None])
     return rows

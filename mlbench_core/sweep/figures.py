@@ -22,6 +22,7 @@ from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
+from mlbench_core.sweep.modelled import ModelledRecord
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 
 if TYPE_CHECKING:
@@ -70,10 +71,11 @@ class Quantity:
 
 def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     """Return the quantities of rows: time to goal, best value of the goal's metric, and price."""
+    modelled = "" if outcome.modelled is None else "modelled "
     yield Quantity(
         "time_to_goal",
         title="Time to goal",
-        label="training time to the goal in seconds",
+        label=f"{modelled}training time to the goal in seconds",
         value=attrgetter("time_to_goal_s"),
         missed=attrgetter("train_s"),
         sentence="Open triangle: the training time of a run that missed the goal.",
@@ -349,8 +351,11 @@ def _log_ticks(axis: Axis) -> None:
 
 def _runs_caption(cells: Iterable[Cell]) -> str:
     """Describe the runs without those that missed the goal, which the figure has itself."""
-    text = caption(list(map(attrgetter("group"), cells)))
-    return text.partition(" Missed the goal:")[0]
+    groups = list(map(attrgetter("group"), cells))
+    text = caption(groups).partition(" Missed the goal:")[0]
+    if any(isinstance(group.records[0], ModelledRecord) for group in groups):
+        text += " Steps and bytes are measured; seconds are modelled."
+    return text
 
 
 def _rows_caption(quantity: Quantity, cells: Sequence[Cell]) -> str:

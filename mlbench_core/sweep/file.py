@@ -1,7 +1,8 @@
 """Read the TOML file that describes a sweep, and make its list of runs.
 
 Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One
-worker has no network, so its runs belong to every network. The order is seed by seed, so that an
+worker has no network, so its runs belong to every network. So do all runs of a sweep whose times
+are modelled. The order is seed by seed, so that an
 unfinished sweep is a whole picture with fewer seeds.
 """
 
@@ -63,6 +64,7 @@ _KEYS = (
     "workers",
     "networks",
     "seeds",
+    "time",
     "limit",
     "budget",
     "algorithms",
@@ -96,7 +98,7 @@ class Point:
         name: Name of the run and of its result folder.
         algorithm: Name of the algorithm, variant or method.
         workers: Number of workers.
-        network: The network as the file names it; None for one worker.
+        network: The network as the file names it; None for one worker, and if times are modelled.
         seed: The seed.
         request: The body of ``POST /api/runs/``.
     """
@@ -131,6 +133,8 @@ class Sweep:
         backend: Communication backend.
         arguments: Arguments of every run.
         light: True to stop at the light goal.
+        is_modelled: True if the seconds on networks are modelled, see
+            :mod:`mlbench_core.sweep.modelled`.
         limit_s: Seconds of training after which a run ends without its goal; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
         repeat_stopped: False if a run that was stopped at the limit with the first seed is not
@@ -151,6 +155,7 @@ class Sweep:
     backend: str = BACKENDS[0]
     arguments: tuple[str, ...] = ()
     light: bool = False
+    is_modelled: bool = False
     limit_s: float | None = None
     budget_s: float | None = None
     repeat_stopped: bool = True
@@ -167,8 +172,10 @@ class Sweep:
         seeds = range(FIRST_SEED, FIRST_SEED + self.seeds)
         # Seed by seed, so that a sweep that is ended early covers every point with fewer seeds.
         for seed, workers in itertools.product(seeds, self.workers):
+            networks: Iterable[str | None] = self.networks
             # One worker has no network, so it runs once for all of them.
-            networks: Iterable[str | None] = self.networks if workers > 1 else (None,)
+            if workers == 1 or self.is_modelled:
+                networks = (None,)
             for network, variant in itertools.product(networks, self.variants):
                 points.append(self._point(variant, workers, network, seed))
         taken: dict[str, Point] = {}
@@ -295,6 +302,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         raise ValueError(
             f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats"
         )
+    is_modelled = _is_modelled(content)
     limit_s = _seconds(content, "limit")
     repeat_stopped = _switch(content, "repeat_stopped", default=True)
     if limit_s is None and not repeat_stopped:
@@ -318,6 +326,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         backend=backend,
         arguments=arguments,
         light=_switch(content, "light", default=False),
+        is_modelled=is_modelled,
         limit_s=limit_s,
         budget_s=_seconds(content, "budget"),
         repeat_stopped=repeat_stopped,
@@ -492,6 +501,22 @@ def _tables(content: Mapping[str, Any]) -> list[Variant]:
             )
         variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
     return variants
+
+
+def _is_modelled(content: Mapping[str, Any]) -> bool:
+    """Return True if the seconds of a sweep are modelled."""
+    time = content.get("time", "measured")
+    if time not in ("measured", "modelled"):
+        raise ValueError(
+            f'time must be "measured" or "modelled", not {time!r}: remove it to measure'
+        )
+    if time == "modelled" and "limit" in content:
+        raise ValueError(
+            'limit must not be given with time = "modelled", because workers that share cores '
+            "train for more seconds: end the runs by arguments of the script, such as its number "
+            "of epochs or steps"
+        )
+    return bool(time == "modelled")
 
 
 def _networks(

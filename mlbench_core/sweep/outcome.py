@@ -4,6 +4,9 @@ The rule for runs that missed their goal is that of :mod:`mlbench_core.compariso
 with the same network and the same number of workers are judged up to the same training time: the
 least one at which one of them was stopped. A run that reached its goal later missed it by this
 rule, as the stopped run might have reached it then, too.
+
+In a sweep whose seconds are modelled, each run is in the cells of all networks, see
+:mod:`mlbench_core.sweep.modelled`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from mlbench_core.comparison.pool import Group, check_comparable
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import holm, log_interval
 from mlbench_core.comparison.times import TimesTest, compare_times, cost_per_success_s, median_s
+from mlbench_core.sweep.modelled import ModelledRecord, on_networks
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -71,12 +75,15 @@ class Cell:
         failed: Number of runs that ended with an error. They are not in the group, and count as
             misses.
         planned: Number of runs that the sweep has for this cell.
+        not_modelled: The reason why the seconds of its runs cannot be modelled; the group is then
+            empty. Empty if they can, or are measured.
     """
 
     network: str | None
     group: Group
     failed: int = 0
     planned: int = 0
+    not_modelled: str = ""
 
     @property
     def algorithm(self) -> str:
@@ -106,7 +113,7 @@ class Cell:
     @property
     def complete(self) -> bool:
         """Return True if no run missed its goal or ended with an error, so that means are known."""
-        return not self.missed and not self.failed
+        return not (self.missed or self.failed or self.not_modelled)
 
     @property
     def times_s(self) -> list[float]:
@@ -137,6 +144,21 @@ class Cell:
             return None
         return log_interval(self.times_s)
 
+    @property
+    def model_range_s(self) -> tuple[float, float] | None:
+        """Return the range of the median by the mean error of the model.
+
+        It is apart from :attr:`interval_s`, which is that of the seeds. None for measured times,
+        one worker, and without a median.
+        """
+        for record in self.reached:
+            if isinstance(record, ModelledRecord) and record.step_range_s and self.median_s:
+                # The ratio is the same for all runs of a network and a number of workers.
+                step_s = (record.time_to_goal_s or 0.0) / (record.steps_to_goal or 1)
+                low_s, high_s = record.step_range_s
+                return self.median_s * low_s / step_s, self.median_s * high_s / step_s
+        return None
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -150,6 +172,8 @@ class Outcome:
         cells: The cells with at least one ended run.
         limit_s: Seconds of training after which a run ended; None without a limit.
         planned: Number of runs of the sweep.
+        modelled: Number of runs that ended, if the seconds on networks are modelled from them; None
+            if they are measured.
         judged_s: Training time up to which all runs of a network and a number of workers are
             judged, see :func:`gather`. Places where no run was stopped are missing.
     """
@@ -161,6 +185,7 @@ class Outcome:
     cells: tuple[Cell, ...]
     limit_s: float | None = None
     planned: int = 0
+    modelled: int | None = None
     judged_s: Mapping[tuple[str | None, int], float] = field(default_factory=dict)
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
@@ -187,8 +212,15 @@ class Outcome:
         return [cell.group for cell in self.cells if cell.runs]
 
     @property
+    def has_results(self) -> bool:
+        """Return True if a run ended without an error, also if its seconds are not modelled."""
+        return any(cell.runs or cell.not_modelled for cell in self.cells)
+
+    @property
     def ended(self) -> int:
         """Return the number of runs that ended, with or without an error."""
+        if self.modelled is not None:
+            return self.modelled
         return sum(cell.runs + cell.failed for cell in self.cells)
 
     def cell(self, algorithm: str, network: str | None, workers: int) -> Cell | None:
@@ -338,6 +370,7 @@ def gather(
     failed: Collection[str] = (),
     title: str = "Sweep",
     limit_s: float | None = None,
+    is_modelled: bool = False,
 ) -> Outcome:
     """Gather the runs of a sweep.
 
@@ -354,11 +387,22 @@ def gather(
         failed: Names of the runs that ended with an error.
         title: Title of the sweep.
         limit_s: Seconds after which a run was stopped; None without a limit.
+        is_modelled: True to model the seconds of each run on each network.
 
     Raises:
         ConfigurationError: Runs had different goals.
     """
     places = list(places)
+    planned, modelled, reasons = len(places), None, {}
+    if is_modelled:
+        modelled = len({*records, *failed})
+        found = on_networks(places, records, networks, failed)
+        places, records, failed, reasons = (
+            list(found.places),
+            found.records,
+            found.failed,
+            found.reasons,
+        )
     # One training time for all runs of a setting, so that no method is stopped before another.
     judged_s = _least_stopped_s(places, records)
     judged: dict[str, RunRecord] = {}
@@ -388,9 +432,13 @@ def gather(
                 configuration = dict(record.configuration)
                 break
         configuration.pop("seed", None)
-        if ended or lost:
+        reason = next(filter(None, map(reasons.get, names)), "")
+        if reason:
+            # A median over the other seeds would say less than it seems to.
+            ended, lost = [], 0
+        if ended or lost or reason:
             group = Group(algorithm, workers, configuration, tuple(ended))
-            cells.append(Cell(network, group, lost, len(names)))
+            cells.append(Cell(network, group, lost, len(names), reason))
     return Outcome(
         title=title,
         algorithms=tuple(dict.fromkeys(map(attrgetter("algorithm"), places))),
@@ -398,7 +446,8 @@ def gather(
         workers=tuple(sorted(set(map(attrgetter("workers"), places)))),
         cells=tuple(cells),
         limit_s=limit_s,
-        planned=len(places),
+        planned=planned,
+        modelled=modelled,
         judged_s=judged_s,
     )
 

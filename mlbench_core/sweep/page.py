@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.collection import machine_text, software_text
+from mlbench_core.comparison.figures.captions import not_among
 from mlbench_core.comparison.load import load
 from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.prices import Pricing
@@ -26,7 +27,8 @@ from mlbench_core.prediction import predict_time_to_goal
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from mlbench_core.sweep.folder import RECORD, RUNS, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
-from mlbench_core.sweep.outcome import Outcome, duration, gather
+from mlbench_core.sweep.modelled import ModelledRecord, step_numbers
+from mlbench_core.sweep.outcome import Outcome, duration, gather, sent_per_worker
 from mlbench_core.sweep.tables import as_csv, known_columns, table_rows
 from mlbench_core.sweep.winners import Map, Predict, predict_map
 from mlbench_core.sweep.words import per_network, summary
@@ -69,7 +71,7 @@ def write_page(
     if pricing is None:
         pricing = sweep.price
     outcome = read_outcome(folder, sweep, title)
-    if not outcome.groups:
+    if not outcome.has_results:
         raise ConfigurationError(f"{folder} has no runs that have ended: run the sweep first")
     maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
@@ -91,6 +93,7 @@ def write_page(
         "words": words,
         "rows": rows,
         "maps": list(map(_map_json, maps)),
+        "records": list(_records_json(outcome)),
     }
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
@@ -130,6 +133,7 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         failed=set(state.failures(points)).difference(records),
         title=title or sweep.title,
         limit_s=sweep.limit_s,
+        is_modelled=sweep.is_modelled,
     )
 
 
@@ -232,10 +236,11 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     groups = outcome.groups
     goals: list[str] = []
     dates: list[str] = []
-    total_s = 0.0
+    # A modelled run is in the groups of all networks.
+    names = set()
     records_of_groups = map(operator.attrgetter("records"), groups)
     for record in itertools.chain.from_iterable(records_of_groups):
-        total_s += _seconds(folder / RUNS / record.name)
+        names.add(record.name)
         if record.goal:
             goals.append(record.goal_text)
         if record.started_at:
@@ -244,6 +249,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     ends = [min(dates), max(dates)] if dates else []
     networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
     hours = ""
+    total_s = sum(_seconds(folder / RUNS / name) for name in names)
     if total_s:
         hours = f"{total_s / 3600:.1f} h"
     facts = {
@@ -261,8 +267,13 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
 
 
 def _runs_text(outcome: Outcome, left_out: int) -> str:
-    missed = sum(map(operator.attrgetter("missed"), outcome.cells))
-    text = f"{outcome.ended} of {outcome.planned} planned; {plural(missed, 'run')} missed the goal"
+    missed: set[str] = set()
+    for cell in outcome.cells:
+        missed.update(record.name for record in not_among(cell.group.records, cell.reached))
+    text = (
+        f"{outcome.ended} of {outcome.planned} planned; "
+        f"{plural(len(missed), 'run')} missed the goal"
+    )
     if outcome.limit_s is not None:
         text += f", limit {duration(outcome.limit_s)}"
     text += _stopped(outcome)
@@ -293,6 +304,30 @@ def _seconds(folder: Path) -> float:
         return float(json.loads((folder / RECORD).read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
+
+
+def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each run in each place, with the mean seconds of a step."""
+    for cell in outcome.cells:
+        for record in cell.group.records:
+            step_range_s: tuple[float, float] | None = None
+            if isinstance(record, ModelledRecord):
+                step_range_s = record.step_range_s
+            yield {
+                "run": record.name,
+                "network": cell.network,
+                "algorithm": cell.algorithm,
+                "workers": cell.workers,
+                "seed": record.seed,
+                "modelled": outcome.modelled is not None,
+                "reached": record.reached,
+                "steps_to_goal": record.steps_to_goal,
+                "time_to_goal_s": record.time_to_goal_s,
+                **step_numbers(record),
+                "step_range_s": step_range_s,
+                "bytes_on_wire": record.bytes_on_wire,
+                "bytes_to_goal_of_worker": sent_per_worker(record),
+            }
 
 
 def _map_json(prediction: Map) -> dict[str, Any]:

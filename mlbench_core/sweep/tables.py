@@ -24,11 +24,16 @@ COLUMNS = (
     Column("reached", "Reached", 0),
     Column("missed", "Missed", 0),
     Column("failed", "Failed", 0),
+    # Of a sweep whose seconds are modelled: "modelled", or why they are not.
+    Column("modelled", "Seconds"),
     # A missed run counts as longer than all others.
     Column("median_s", "Median (s)", 2),
     # Missing if a run missed the goal.
     Column("interval_low_s", "95 % from (s)", 2),
     Column("interval_high_s", "to (s)", 2),
+    # The range of the median by the error of the model, which is apart from that of the seeds.
+    Column("model_low_s", "By the model from (s)", 2),
+    Column("model_high_s", "to (s)", 2),
     # Known with misses, too: the training time of all runs for each success.
     Column("cost_per_success_s", "Cost per success (s)", 2),
     # The ratio of the medians; its interval is that of the ratio of the geometric means.
@@ -71,7 +76,7 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
     settings += itertools.product(outcome.networks, outcome.several)
     for network, workers in settings:
         cells += outcome.row(network, workers)
-        # Cells of which every run failed have no rank.
+        # Cells of which every run failed, or that are not modelled, have no rank.
         for cell in outcome.cells:
             if not cell.runs and (cell.network, cell.workers) == (network, workers):
                 cells.append(cell)
@@ -80,6 +85,12 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
 
 def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     low, high = cell.interval_s or (None, None)
+    model_low, model_high = cell.model_range_s or (None, None)
+    modelled: str | None = None
+    if cell.not_modelled:
+        modelled = f"not modelled: {cell.not_modelled}"
+    elif outcome.modelled is not None:
+        modelled = "modelled"
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
@@ -108,9 +119,12 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "reached": len(cell.reached),
         "missed": cell.missed,
         "failed": cell.failed,
+        "modelled": modelled,
         "median_s": cell.median_s,
         "interval_low_s": low,
         "interval_high_s": high,
+        "model_low_s": model_low,
+        "model_high_s": model_high,
         "cost_per_success_s": cost_s,
         "times_as_fast": ratio,
         "times_low": ratio_low,

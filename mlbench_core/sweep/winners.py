@@ -13,6 +13,7 @@ from operator import attrgetter
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
+from mlbench_core.sweep.modelled import ModelledRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
 __all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
@@ -91,6 +92,7 @@ class Map:
         cells: One for each row and column, row by row.
         points: The measured networks.
         left_out: Sentences on the algorithms that have no prediction.
+        is_modelled: True if the points are modelled, too.
     """
 
     workers: int
@@ -99,6 +101,7 @@ class Map:
     cells: tuple[MapCell, ...]
     points: tuple[MapPoint, ...]
     left_out: tuple[str, ...] = ()
+    is_modelled: bool = False
 
     @property
     def shares(self) -> dict[str, float]:
@@ -136,6 +139,8 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         # From its runs on another network, the prediction could be a shorter time.
         if source.median_s is None:
             text = f"half of its runs or more missed the goal on {source.network}"
+            if source.not_modelled:
+                text = f"its time is not modelled: {source.not_modelled}"
             left_out.append(f"{name} is not on the map: {text}.")
             continue
         try:
@@ -164,7 +169,15 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         point = _point(outcome, name, workers, sources, predict)
         if point is not None:
             points.append(point)
-    return Map(workers, bandwidths, round_trips, tuple(cells), tuple(points), tuple(left_out))
+    return Map(
+        workers,
+        bandwidths,
+        round_trips,
+        tuple(cells),
+        tuple(points),
+        tuple(left_out),
+        outcome.modelled is not None,
+    )
 
 
 def _predicted_s(
@@ -197,7 +210,11 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
 
 
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
-    times = [predict(record, network, cell.workers) for record in cell.reached]
+    times = []
+    for record in cell.reached:
+        # The numbers of a modelled run are those of one network.
+        source = record.run if isinstance(record, ModelledRecord) else record
+        times.append(predict(source, network, cell.workers))
     # As in the measured median, a missed run is longer than all others.
     return statistics.median([*times, *[math.inf] * (cell.missed + cell.failed)])
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
+from mlbench_core.sweep.modelled import ModelledRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.winners import Map
 
@@ -29,6 +30,7 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
         maps: The predicted maps, one for each number of workers.
     """
     return [
+        *_modelled(outcome),
         *_unfinished(outcome),
         *_winners(outcome),
         *_against_one_worker(outcome),
@@ -91,7 +93,8 @@ def map_sentence(found: Map) -> str:
         # On a network without a median, there is no measured winner to compare with.
         if point.measured is not None:
             agrees.append(point.agrees)
-    if not agrees:
+    # A modelled point is a prediction itself.
+    if not agrees or found.is_modelled:
         return text
     same, networks = agrees.count(True), plural(len(agrees), "network")
     return f"{text} The predicted method is also the measured fastest on {same} of {networks}."
@@ -110,6 +113,8 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         text += f", {first.failed} ended with an error"
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "was fastest" if first.complete else "had the least median"
+    if outcome.modelled is not None:
+        verb = "is modelled as fastest" if first.complete else "has the least modelled median"
     parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
     baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
@@ -152,6 +157,42 @@ def seconds(value: float) -> str:
     return f"{number(value)} s"
 
 
+def _modelled(outcome: Outcome) -> list[str]:
+    """Return sentences on the parts that are measured and modelled, if a part is modelled."""
+    if outcome.modelled is None:
+        return []
+    sentences = [
+        "Steps to the goal, bytes and processor time are measured in "
+        f"{plural(outcome.modelled, 'run')} of workers on one machine; seconds on networks are "
+        "modelled, from the processor time of a step and the time of its messages."
+    ]
+    least = most = 1.0
+    caveats: dict[str, list[Cell]] = {}
+    reasons: dict[str, list[Cell]] = {}
+    for cell in outcome.cells:
+        if cell.not_modelled:
+            reasons.setdefault(cell.not_modelled, []).append(cell)
+        if cell.model_range_s is not None and cell.median_s:
+            low_s, high_s = cell.model_range_s
+            least, most = min(least, low_s / cell.median_s), max(most, high_s / cell.median_s)
+        for record in cell.reached:
+            if isinstance(record, ModelledRecord):
+                for caveat in record.caveats:
+                    caveats.setdefault(caveat, []).append(cell)
+    if least < most:
+        sentences.append(
+            f"By the measured errors of the model, a time may be up to {1 - least:.0%} shorter or "
+            f"{most - 1:.0%} longer. This is apart from the intervals, which are those of the "
+            "seeds."
+        )
+    for caveat, cells in caveats.items():
+        sentences.append(f"Less certain: {_places(cells)}: {caveat}.")
+    for reason, cells in reasons.items():
+        names = listed(dict.fromkeys(cell.algorithm for cell in cells))
+        sentences.append(f"Not modelled: {names} on {_places(cells)}: {reason}.")
+    return sentences
+
+
 def _unfinished(outcome: Outcome) -> list[str]:
     # A page can be made at any time, and a comparison of fewer seeds must say so.
     if outcome.ended >= outcome.planned:
@@ -186,7 +227,10 @@ def _places(cells: Sequence[Cell]) -> str:
     """Return networks, each with its numbers of workers."""
     workers: dict[str | None, list[str]] = {}
     for cell in cells:
-        workers.setdefault(cell.network, []).append(str(cell.workers))
+        numbers = workers.setdefault(cell.network, [])
+        # Several algorithms may have the same place.
+        if str(cell.workers) not in numbers:
+            numbers.append(str(cell.workers))
     texts = []
     for network, numbers in workers.items():
         noun = "worker" if numbers == ["1"] else "workers"

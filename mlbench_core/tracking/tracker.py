@@ -153,8 +153,8 @@ class Tracker(PhaseTimes):
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
         goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached
-            it, and the position, the :meth:`totals` and the collectives at that moment. None before, and if a
-            checkpoint that lacks it resumes a run after its goal.
+            it, and the position, the :meth:`totals` and the collectives at that moment. None
+            before, and if a checkpoint that lacks it resumes a run after its goal.
         epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the
             loss and the metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
@@ -273,8 +273,7 @@ class Tracker(PhaseTimes):
         self._progress: ProgressBar | None = None
         self._prepared = False
         self._is_resumed = False
-        self._has_started = False
-        self._closed = False
+        self._has_started = self._closed = False
         self._exit_key = object()
         # The number of batches when the end of the run was published.
         self._published: int | None = None

@@ -26,8 +26,8 @@ from mlbench_core.distributed.pytorch.mpi import store as stores
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer
 from mlbench_core.distributed.pytorch.mpi.queue import Work, WorkQueue
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
-from mlbench_core.processor_time import work_s
 from mlbench_core.errors import BackendError, MissingDependencyError
+from mlbench_core.processor_time import work_s
 from mlbench_core.utils.pytorch import initialize_backends
 from tests.distributed.mpi_worker import SCENARIOS
 

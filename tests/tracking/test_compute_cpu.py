@@ -126,9 +126,7 @@ def test_a_result_has_it_until_the_goal(tmp_path: Path) -> None:
 def test_a_result_has_the_collectives_until_the_goal(tmp_path: Path) -> None:
     entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 3000, "overlapped": False}
     later = {**entry, "op": "all_gather", "calls": 20}
-    folder = write_run(
-        tmp_path, epochs=5, collectives=[entry, later], collectives_to_goal=[entry]
-    )
+    folder = write_run(tmp_path, epochs=5, collectives=[entry, later], collectives_to_goal=[entry])
     assert verify_folder(folder) == []
     record = RunRecord.from_result(json.loads((folder / "result.json").read_text()))
     assert (record.collectives, record.collectives_to_goal) == ([entry, later], [entry])

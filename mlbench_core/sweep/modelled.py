@@ -1,0 +1,207 @@
+"""Model the seconds that runs need on networks, from runs of workers that share one machine.
+
+The steps that a method needs to its goal do not depend on the network, so one run serves all
+networks. The seconds of a step are predicted by :func:`mlbench_core.prediction.predict`: the
+processor time of a worker, and the time of its messages. So the workers may share cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.comparison.record import CurvePoint, RunRecord
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import Link, Network
+from mlbench_core.prediction import predict
+
+if TYPE_CHECKING:
+    from mlbench_core.sweep.outcome import SweepPlace
+
+__all__ = ["ModelledRecord", "Place", "Places", "model_run", "on_networks", "step_numbers"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a modelled run in a sweep, see :class:`~mlbench_core.sweep.outcome.SweepPlace`.
+
+    Attributes:
+        name: Name of the run and of the network.
+        algorithm: Name of its algorithm or variant.
+        network: Name of its network; None for one worker.
+        workers: Number of its workers.
+    """
+
+    name: str
+    algorithm: str
+    network: str | None
+    workers: int
+
+
+@dataclass(frozen=True)
+class ModelledRecord(RunRecord):
+    """A run as it would be on a network: its steps, values and bytes, with modelled seconds.
+
+    Times that are not modelled, such as that of validation, are unknown.
+
+    Attributes:
+        run: The measured run.
+        step_range_s: The least and the most seconds of a step, from the mean error of the model;
+            None for one worker.
+        caveats: Reasons why the seconds are less certain, a sentence each.
+    """
+
+    run: RunRecord = field(default_factory=lambda: RunRecord(""))
+    step_range_s: tuple[float, float] | None = None
+    caveats: tuple[str, ...] = ()
+
+    def curve(self, name: str) -> list[CurvePoint]:
+        """Return the values of a metric with their modelled times, see :meth:`RunRecord.curve`."""
+        step_s = step_numbers(self)["step_s"] or 0.0
+        points = []
+        for point in super().curve(name):
+            time_s = point.step * step_s
+            points.append(dataclasses.replace(point, time_s=time_s, train_s=time_s))
+        return points
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of modelled runs.
+
+    Attributes:
+        places: A place for each run and network.
+        records: The modelled runs, by the name of their place.
+        failed: Names of the places of runs that ended with an error.
+        reasons: The reason for each place whose run ended, but cannot be modelled.
+    """
+
+    places: list[Place]
+    records: dict[str, RunRecord]
+    failed: set[str]
+    reasons: dict[str, str]
+
+
+def on_networks(
+    places: Iterable[SweepPlace],
+    records: Mapping[str, RunRecord],
+    networks: Mapping[str, Network],
+    failed: Collection[str],
+) -> Places:
+    """Model each run on each network. One worker has no network.
+
+    Args:
+        places: The planned runs.
+        records: The results of those that ended, by name.
+        networks: The networks by name.
+        failed: Names of the runs that ended with an error.
+    """
+    found = Places([], {}, set(), {})
+    for place in places:
+        names: list[str | None] = [None]
+        if place.workers > 1:
+            names = list(networks)
+        for network in names:
+            name = f"{place.name} on {network}"
+            found.places.append(Place(name, place.algorithm, network, place.workers))
+            if place.name in failed:
+                found.failed.add(name)
+            if place.name not in records:
+                continue
+            try:
+                described = None if network is None else networks[network]
+                found.records[name] = model_run(records[place.name], described)
+            except (ConfigurationError, ValueError) as error:
+                found.reasons[name] = str(error)
+    return found
+
+
+def model_run(record: RunRecord, network: Network | None) -> ModelledRecord:
+    """Return a run with the seconds that it would need on a network.
+
+    Args:
+        record: The measured run. Its workers may have shared cores.
+        network: The network; None for one worker.
+
+    Raises:
+        ConfigurationError: The run lacks a number that the model needs.
+    """
+    _check(record)
+    prediction = predict(record, network or Network(Link(None)), record.workers or 1)
+    # The waiting for a core, of which the prediction warns, is the reason to model the time.
+    caveats = [text for text in prediction.caveats if "this is not added" not in text]
+    until = record.steps_to_goal if record.reached else record.batches
+    steps, batches = until or 0, record.batches or 0
+    configuration = dict(record.configuration)
+    if network is not None:
+        configuration["network"] = str(network)
+    # A shallow copy, unlike dataclasses.asdict.
+    fields: dict[str, Any] = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    fields.update(
+        configuration=configuration,
+        time_to_goal_s=steps * prediction.step_s if record.reached else None,
+        train_s=batches * prediction.step_s,
+        communication_exposed_s=steps * prediction.exposed_s,
+        communication_hidden_s=steps * prediction.hidden_s,
+        validation_s=None,
+        wall_s=None,
+        samples_per_s=None,
+        tokens_per_s=None,
+        phases_s={},
+        steps_s={},
+    )
+    return ModelledRecord(
+        **fields, run=record, step_range_s=prediction.step_range_s, caveats=tuple(caveats)
+    )
+
+
+def _check(record: RunRecord) -> None:
+    """Raise a ConfigurationError if a run lacks a number that the model needs."""
+    reason = ""
+    ops = {entry["op"] for entry in record.collectives or ()}
+    has_waited = (record.workers or 1) > 1 and record.communication_exposed_s != 0
+    if record.has_fixed_time:
+        reason = "its goal is the value after a fixed training time, which depends on the machine"
+    elif record.reached and not record.steps_to_goal:
+        reason = "it did not record the number of its steps to the goal"
+    elif record.compute_cpu_s is None:
+        reason = (
+            "the processor time of its computation was not measured, which needs CPUs, one thread "
+            "in each worker, and this version"
+        )
+    elif has_waited and record.communication_cpu_s is None:
+        reason = "the processor time of its communication was not measured"
+    elif "shared_memory_sum" in ops:
+        reason = "its workers share memory, which hosts do not: remove --shared-memory"
+    if reason:
+        raise ConfigurationError(reason)
+
+
+def step_numbers(record: RunRecord) -> dict[str, float | None]:
+    """Return the mean seconds of a step, measured or modelled.
+
+    The steps are those until the goal if it was reached, else all. Unknown numbers are None.
+
+    Returns:
+        ``step_s``, ``compute_s`` (without exposed communication), ``exposed_s``, ``hidden_s`` and
+        ``compute_share``, the compute utilization ``compute_s / step_s``.
+    """
+    steps = record.steps_to_goal if record.reached else record.batches
+    compute_s = record.without_communication_s
+    # One worker does not communicate.
+    if compute_s is None and record.workers == 1:
+        compute_s = record.total_s
+    numbers: dict[str, float | None] = {
+        "step_s": record.total_s,
+        "compute_s": compute_s,
+        "exposed_s": record.communication_exposed_s,
+        "hidden_s": record.communication_hidden_s,
+    }
+    for name, seconds in numbers.items():
+        numbers[name] = seconds / steps if steps and seconds is not None else None
+    share: float | None = None
+    if compute_s is not None and record.total_s:
+        share = compute_s / record.total_s
+    return {**numbers, "compute_share": share}
