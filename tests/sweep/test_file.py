@@ -55,6 +55,8 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"limit": "2 minutes"}, "limit must be a time such as"),
         ({"limit": 120}, "limit must be a time such as"),
         ({"limit": "0s"}, "limit must be a time such as"),
+        ({"time": "predicted"}, 'time must be "measured" or "modelled", not \'predicted\''),
+        ({"time": "modelled", "limit": "1min"}, 'limit must not be given with time = "modelled"'),
         ({"price": "aws"}, "price must be a table"),
         ({"price": {"machine": "m"}}, "machine of price must be one of aws-c5.xlarge, "),
         ({"price": {"spot": "false"}}, "spot of price must be true or false"),
