@@ -125,8 +125,9 @@ def predict(
     exposed_s, hidden_s = _communication_s(measured, network, workers, backward_s)
     step_bytes = 0.0
     error: float | None = None
-    if workers > 1:
+    if workers > 1 or measured.workers == 1:
         exposed_s += measured.local_s
+    if workers > 1:
         error = _error(network, workers)
         each = [entry.scaled(measured.workers, workers) for entry in measured.collectives]
         step_bytes = sum(entry.calls * entry.size_bytes for entry in each)
@@ -230,7 +231,12 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
     if record.reached and record.steps_to_goal and record.collectives_to_goal is not None:
         entries, batches = record.collectives_to_goal, record.steps_to_goal
     if workers == predicted == 1 and batches:
-        return _Measured(1, _compute_s(source)[0], 0.0, 0.0, None, ())
+        compute_s, share = _compute_s(source)
+        # A worker alone may compress its gradients, too, and it waits for nobody.
+        local_s = source.communication_cpu_s
+        if local_s is None:
+            local_s = (source.communication_exposed_s or 0.0) * share
+        return _Measured(1, compute_s, 0.0, local_s / _steps_of(source), 0.0, ())
     if entries is None or workers is None or workers < 2 or not batches:
         remedy = "average with an optimizer or a communication hook of this library"
         if workers is None or workers < 2:

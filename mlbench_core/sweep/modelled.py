@@ -161,7 +161,9 @@ def _check(record: RunRecord) -> None:
     """Raise a ConfigurationError if a run lacks a number that the model needs."""
     reason = ""
     ops = {entry["op"] for entry in record.collectives or ()}
-    has_waited = (record.workers or 1) > 1 and record.communication_exposed_s != 0
+    exposed_s = record.communication_exposed_s
+    # One worker has nobody to wait for, but it may compress.
+    has_waited = bool(exposed_s) or (exposed_s is None and record.workers != 1)
     if record.has_fixed_time:
         reason = "its goal is the value after a fixed training time, which depends on the machine"
     elif record.reached and not record.steps_to_goal:
