@@ -10,29 +10,47 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mlbench_core.comparison.record import CurvePoint, RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict
 
-if TYPE_CHECKING:
-    from mlbench_core.sweep.outcome import SweepPlace
+__all__ = [
+    "ModelledRecord",
+    "Place",
+    "Places",
+    "SweepPlace",
+    "model_run",
+    "on_networks",
+    "step_numbers",
+]
 
-__all__ = ["ModelledRecord", "Place", "Places", "model_run", "on_networks", "step_numbers"]
+
+class SweepPlace(Protocol):
+    """The place of a run in a sweep."""
+
+    @property
+    def name(self) -> str:
+        """Name of its result folder."""
+
+    @property
+    def algorithm(self) -> str:
+        """Name of its algorithm or variant."""
+
+    @property
+    def network(self) -> str | None:
+        """Name of its network; None for one worker, which has no network."""
+
+    @property
+    def workers(self) -> int:
+        """Number of its workers."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a modelled run in a sweep, see :class:`~mlbench_core.sweep.outcome.SweepPlace`.
-
-    Attributes:
-        name: Name of the run and of the network.
-        algorithm: Name of its algorithm or variant.
-        network: Name of its network; None for one worker.
-        workers: Number of its workers.
-    """
+    """The :class:`SweepPlace` of a modelled run; its name is that of the run and the network."""
 
     name: str
     algorithm: str

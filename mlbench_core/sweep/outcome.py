@@ -16,14 +16,14 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import Group, check_comparable
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import holm, log_interval
 from mlbench_core.comparison.times import TimesTest, compare_times, cost_per_success_s, median_s
-from mlbench_core.sweep.modelled import ModelledRecord, on_networks
+from mlbench_core.sweep.modelled import ModelledRecord, SweepPlace, on_networks
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -32,7 +32,6 @@ __all__ = [
     "CLOSE",
     "Cell",
     "Outcome",
-    "SweepPlace",
     "differ",
     "duration",
     "gather",
@@ -43,26 +42,6 @@ __all__ = [
 
 CLOSE = 1.1
 """Two times within this factor of each other are not called different."""
-
-
-class SweepPlace(Protocol):
-    """The place of a run in a sweep."""
-
-    @property
-    def name(self) -> str:
-        """Name of its result folder."""
-
-    @property
-    def algorithm(self) -> str:
-        """Name of its algorithm or variant."""
-
-    @property
-    def network(self) -> str | None:
-        """Name of its network; None for one worker, which has no network."""
-
-    @property
-    def workers(self) -> int:
-        """Number of its workers."""
 
 
 @dataclass(frozen=True)

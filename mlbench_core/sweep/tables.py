@@ -53,6 +53,7 @@ COLUMNS = (
 """The columns of the table, in the order of the CSV file."""
 
 _MEGA = 1e6
+_ONLY_MODELLED = ("modelled", "model_low_s", "model_high_s")
 # People see these in fewer columns, or below the table.
 _ONLY_CSV = ("planned", "missed", "times_low", "times_high")
 
@@ -160,5 +161,11 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return all columns as CSV; a value that is unknown is empty."""
-    return csv_text(COLUMNS, rows)
+    """Return the columns as CSV, without those of modelled sweeps in others.
+
+    A value that is unknown is empty.
+    """
+    columns = list(COLUMNS)
+    if all(row["modelled"] is None for row in rows):
+        columns = [column for column in COLUMNS if column.key not in _ONLY_MODELLED]
+    return csv_text(columns, rows)

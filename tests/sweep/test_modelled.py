@@ -102,7 +102,7 @@ def test_each_run_is_in_the_cells_of_all_networks(sweep: Sweep) -> None:
         assert numbers["compute_s"] == pytest.approx(0.02)
         assert numbers["compute_share"] == pytest.approx(0.02 / step_s)
         # 2.4 % is the mean error of the model on these networks.
-        assert cell.model_range_s is not None and cell.interval_s is None
+        assert cell.model_range_s is not None and cell.median_s and cell.interval_s is None
         assert cell.model_range_s[1] == pytest.approx(cell.median_s / (1 - 0.024))
     alone = found.cell("power_sgd", None, 1)
     assert alone is not None and alone.median_s == pytest.approx(150 * 0.02)
@@ -198,6 +198,8 @@ def test_the_page_of_a_folder(tmp_path: Path) -> None:
     assert markdown.index("seconds on networks are modelled") < markdown.index("least median")
     found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [row["modelled"] for row in found["rows"]] == ["modelled"] * 6
+    header = (tmp_path / "table.csv").read_text(encoding="utf-8").partition("\n")[0].split(",")
+    assert {"modelled", "model_low_s", "model_high_s"} < set(header)
     # A run is in the cells of all networks, but its time counts once.
     assert len(found["records"]) == 6 and len({entry["run"] for entry in found["records"]}) == 4
     for entry in found["records"]:
