@@ -35,6 +35,12 @@ def test_data_loader_and_evaluation(runner: Runner) -> None:
     assert all(entry["overlapped"] for entry in result["collectives"])
     assert sum(entry["calls"] for entry in result["collectives"]) > 16
     assert result["times"]["rank_0"]["communication_hidden_s"] > 0
+    times = result["times"]["rank_0"]
+    # The work of one thread, without validation and waiting for the other worker.
+    assert 0 < times["compute_cpu_s"] < times["train_s"]
+    assert times["communication_cpu_s"] < times["communication_exposed_s"]
+    # The goal was reached after half of the steps.
+    assert sum(entry["calls"] for entry in result["goal"]["collectives"]) > 8
 
 
 def test_loading_is_data(runner: Runner) -> None:
