@@ -204,6 +204,9 @@ def _show_results(outcome: Outcome) -> None:
     median = "MEDIAN S" if outcome.modelled is None else "MODELLED MEDIAN S"
     header = ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", median)
     print_table(header, rows, right=(1, 3, 4, 5))
+    for reason in dict.fromkeys(cell.not_modelled for cell in outcome.cells):
+        if reason:
+            remark(f"not modelled: {reason}")
 
 
 def _records(

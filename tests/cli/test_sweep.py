@@ -97,6 +97,21 @@ def test_a_sweep_with_too_many_workers_starts_no_run(
     assert [request["oversubscribe"] for request in fake.requests] == [True] * 4
 
 
+def test_the_workers_of_a_modelled_sweep_may_share_cores(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(FILE.replace('limit = "2min"', 'time = "modelled"'))
+    fake.most_workers = 1
+    shown = call("sweep", str(file), "--output", str(tmp_path / "out"))
+    assert [request["oversubscribe"] for request in fake.requests] == [True] * 4
+    assert not any("network" in request for request in fake.requests)
+    # The runs of the fake master have no processor time.
+    assert "MODELLED MEDIAN S" in shown.stdout and "not modelled" in shown.stdout
+    assert "not modelled: the processor time of its computation was not measured" in shown.stderr
+    found = json.loads(call("sweep", str(file), "--output", str(tmp_path / "out"), "--json").stdout)
+    assert [point["time_to_goal_s"] for point in found["points"]] == [None] * 4
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_sweep_that_begins_with_a_byte_order_mark_is_read(
     fake: FakeMaster, call: Call, file: Path, tmp_path: Path, end: str
