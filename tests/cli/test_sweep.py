@@ -105,9 +105,9 @@ def test_the_workers_of_a_modelled_sweep_may_share_cores(
     shown = call("sweep", str(file), "--output", str(tmp_path / "out"))
     assert [request["oversubscribe"] for request in fake.requests] == [True] * 4
     assert not any("network" in request for request in fake.requests)
-    # The runs of the fake master have no processor time.
+    # The runs of the fake master have no result folders.
     assert "MODELLED MEDIAN S" in shown.stdout and "not modelled" in shown.stdout
-    assert "not modelled: the processor time of its computation was not measured" in shown.stderr
+    assert "not modelled: it did not record the number of its steps to the goal" in shown.stderr
     found = json.loads(call("sweep", str(file), "--output", str(tmp_path / "out"), "--json").stdout)
     assert [point["time_to_goal_s"] for point in found["points"]] == [None] * 4
 
