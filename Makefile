@@ -45,12 +45,13 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
+# Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only:
+# threads of two tests that wait for each other's cores would double the time.
 # The workers of the remaining tests need all cores, and ports of their own.
 PAIRED = $(addprefix tests/,aggregation browser cli client comparison compat30 contracts controlflow faults master optim references results security \
 	dataset evaluation lr_scheduler models network observe ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
 
 # Before a release, and after a change of what all optimizers share.
