@@ -62,7 +62,8 @@ def outcome(*cells: Cell, limit_s: float = 120) -> Outcome:
     networks = {"fast": Network(Link(10**9, 0.0005)), "slow": Network(Link(10**7, 0.02))}
     names = tuple(dict.fromkeys(one.algorithm for one in cells))
     workers = tuple(sorted({one.workers for one in cells}))
-    return Outcome("t", names, networks, workers, cells, limit_s, sum(one.planned for one in cells))
+    planned = sum(one.planned for one in cells)
+    return Outcome("t", names, networks, workers, cells, limit_s, planned, is_tuned=True)
 
 
 def test_a_missed_run_is_longer_than_any_other_and_never_in_an_interval() -> None:
@@ -193,8 +194,8 @@ def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
     for one in (cells[0], cells[2]):
         object.__setattr__(one.group, "records", tuple(run(9, 8.0) for _ in range(2)))
     known = predict_map(found, 2, predict)
-    assert known is not None and {c.winner for c in known.cells} == {"a", "b"}
-    assert (known.cells[0].winner, known.cells[-1].winner) == ("a", "b"), (
+    assert known is not None and {c.first for c in known.cells} == {"a", "b"}
+    assert (known.cells[0].first, known.cells[-1].first) == ("a", "b"), (
         "narrow and near, wide and far"
     )
     assert all(c.ratio is not None and c.ratio >= 1 for c in known.cells)
