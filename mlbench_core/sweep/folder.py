@@ -215,6 +215,12 @@ class SweepFolder:
             if not folder.is_dir():
                 continue
             record = _read(folder / RECORD)
+            if not point.request:
+                # Before hours of trials, after which the tuned arguments could be others.
+                raise ConfigurationError(
+                    f"tuning must stay as it was before the run {folder}, which has values of "
+                    "other trials: undo the change, or give another --output folder"
+                )
             _check_unchanged(folder, record, point, sweep)
             try:
                 done[point.name] = Done(record["outcome"], float(record["seconds"]))

@@ -208,6 +208,7 @@ def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
     )
     with figures.style():
         drawn = draw_map(found, known)
+    assert drawn.figure.axes[0].get_title("left") == "Fastest method with 2 workers: predicted"
     hatched = [patch for patch in drawn.figure.axes[0].patches if patch.get_hatch()]
     assert hatched and any(c.ratio is not None and c.ratio < 1.1 for c in known.cells)
     assert len(drawn.rows) == 1 + len(known.cells) + 2
@@ -234,6 +235,20 @@ def test_the_page_is_one_file_that_loads_nothing(written: Path) -> None:
     assert {"time_to_goal.png", "map_2.svg", "bytes_to_goal.csv", "best.png", "price.png"} <= {
         path.name for path in written.iterdir()
     }
+
+
+def test_a_sweep_that_is_not_tuned_calls_no_method_the_fastest(written: Path) -> None:
+    """In the whole folder: pages, tables, and the figures, whose SVG has their texts."""
+    kinds = set()
+    for path in written.rglob("*"):
+        if path.suffix in (".html", ".md", ".json", ".csv", ".svg") and "runs" not in path.parts:
+            kinds.add(path.suffix)
+            text = path.read_text(encoding="utf-8")
+            assert not re.search("fastest|winner|wins|runner-up", text, re.IGNORECASE), path
+    assert kinds == {".html", ".md", ".json", ".csv", ".svg"}
+    assert "Method with the least time" in (written / "map_2.svg").read_text(encoding="utf-8")
+    words = json.loads((written / "results.json").read_text(encoding="utf-8"))["words"]
+    assert words[""][0].startswith("The methods are not tuned: ")
 
 
 def test_runs_that_are_left_out_are_counted_apart(tmp_path: Path) -> None:
