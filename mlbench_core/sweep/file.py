@@ -98,7 +98,7 @@ class Point:
         name: Name of the run and of its result folder.
         algorithm: Name of the algorithm, variant or method.
         workers: Number of workers.
-        network: The network as the file names it; None for one worker.
+        network: The network as the file names it; None for one worker, and for a trial.
         seed: The seed.
         request: The body of ``POST /api/runs/``; empty if it depends on trials that have not ended.
         trial: The value that a trial of the tuning tries; None for a run of the results.

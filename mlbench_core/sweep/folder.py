@@ -32,7 +32,7 @@ from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
 from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
-from mlbench_core.sweep.tuning import Score, Search, score, search_all, tuned_arguments
+from mlbench_core.sweep.search import Score, Search, score, search_all, tuned_arguments
 
 __all__ = ["RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 

@@ -24,6 +24,7 @@ from mlbench_core.sweep.file import Sweep, load_sweep
 from mlbench_core.sweep.folder import RECORD, RUNS, TUNING, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
 from mlbench_core.sweep.outcome import Outcome, duration, gather
+from mlbench_core.sweep.search import Search
 from mlbench_core.sweep.tables import (
     TUNING_COLUMNS,
     as_csv,
@@ -31,7 +32,6 @@ from mlbench_core.sweep.tables import (
     table_rows,
     tuning_rows,
 )
-from mlbench_core.sweep.tuning import Search
 from mlbench_core.sweep.winners import Map, Predict, predict_map
 from mlbench_core.sweep.words import per_network, summary, tuning_rule
 

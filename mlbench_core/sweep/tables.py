@@ -12,7 +12,7 @@ from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.stats import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
-from mlbench_core.sweep.tuning import Search
+from mlbench_core.sweep.search import Search
 
 __all__ = ["COLUMNS", "TUNING_COLUMNS", "as_csv", "known_columns", "table_rows", "tuning_rows"]
 

@@ -19,7 +19,7 @@ from mlbench_core.sweep import page, runner
 from mlbench_core.sweep.file import Sweep, parse_sweep
 from mlbench_core.sweep.folder import SweepFolder
 from mlbench_core.sweep.runner import Runner
-from mlbench_core.sweep.tuning import Score, Search, score
+from mlbench_core.sweep.search import Score, Search, score
 from mlbench_core.tasks import option_value
 from tests.results.helpers import write_run
 from tests.sweep.master import Killed, MemoryMaster, plain
