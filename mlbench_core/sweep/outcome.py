@@ -152,6 +152,8 @@ class Outcome:
         planned: Number of runs of the sweep.
         judged_s: Training time up to which all runs of a network and a number of workers are
             judged, see :func:`gather`. Places where no run was stopped are missing.
+        is_tuned: True if all algorithms were tuned by the same rule. Otherwise the one with the
+            least time may only have the better default, and is not called the fastest.
     """
 
     title: str
@@ -162,6 +164,7 @@ class Outcome:
     limit_s: float | None = None
     planned: int = 0
     judged_s: Mapping[tuple[str | None, int], float] = field(default_factory=dict)
+    is_tuned: bool = False
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -202,7 +205,7 @@ class Outcome:
         return cell
 
     def row(self, network: str | None, workers: int) -> list[Cell]:
-        """Return the cells of all algorithms on a network, fastest first.
+        """Return the cells of all algorithms on a network, least median first.
 
         Those without a median are the last.
         """
@@ -254,10 +257,10 @@ def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
 
     The test is that of :func:`~mlbench_core.comparison.times.compare_times`. The level is 5 %,
     after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected
-    from them because it is the fastest.
+    from them because it has the least time.
 
     Args:
-        a: The fastest cell.
+        a: The cell with the least time.
         b: Another cell.
         row: The cells of all algorithms in the same place; by default, these two.
 
@@ -338,6 +341,7 @@ def gather(
     failed: Collection[str] = (),
     title: str = "Sweep",
     limit_s: float | None = None,
+    is_tuned: bool = False,
 ) -> Outcome:
     """Gather the runs of a sweep.
 
@@ -354,6 +358,7 @@ def gather(
         failed: Names of the runs that ended with an error.
         title: Title of the sweep.
         limit_s: Seconds after which a run was stopped; None without a limit.
+        is_tuned: True if the sweep tunes its algorithms.
 
     Raises:
         ConfigurationError: Runs had different goals.
@@ -400,6 +405,7 @@ def gather(
         limit_s=limit_s,
         planned=len(places),
         judged_s=judged_s,
+        is_tuned=is_tuned,
     )
 
 
