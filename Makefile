@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-tensorflow cuda lint types docs wheel release gpu micro clean help
+.PHONY: demo test test-thorough test-tensorflow cuda lint types docs wheel release gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install, then train ResNet-20 on handwritten digits with 1 and 2 workers and draw the result"
-	@echo "make test    install with [dev], then ruff, mypy and all tests"
+	@echo "make test    install with [dev], then ruff, mypy and the tests"
+	@echo "make test-thorough   the same with all cases of large tables, and more moments at which a process is killed"
 	@echo "make test-tensorflow   the tests of the TensorFlow modules, in an environment of their own, .venv-tensorflow"
 	@echo "make cuda    compile the CUDA kernels with a compiler from the package index, and check the library (docs/howto/cuda.md)"
 	@echo "make docs    build the documentation into docs/_build/html"
@@ -44,13 +45,18 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
+# Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only:
+# threads of two tests that wait for each other's cores would double the time.
 # The workers of the remaining tests need all cores, and ports of their own.
 PAIRED = $(addprefix tests/,aggregation browser cli client comparison compat30 contracts controlflow faults master optim references results security \
 	dataset evaluation lr_scheduler models network observe ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
+
+# Before a release, and after a change of what all optimizers share.
+test-thorough:
+	MLBENCH_TEST_THOROUGH=1 MLBENCH_KILLS=20 $(MAKE) test
 
 # TensorFlow has an environment of its own, so that the library's own one stays small. torch is there to be compared with.
 TF_VENV = .venv-tensorflow

@@ -12,10 +12,11 @@ mlbench sweep "benchmarks/experiments/$name.toml" --output "$folder"
 page=docs/results/$name
 rm -rf "$page"
 mkdir -p "$page"
-for file in "$folder"/*.md "$folder"/*.png "$folder"/*.svg "$folder"/*.csv "$folder/results.json" "$folder/sweep.toml"; do
+for file in "$folder"/*.md "$folder"/*.png "$folder"/*.svg "$folder"/*.csv "$folder"/*.json "$folder/sweep.toml"; do
     cp "$file" "$page"
 done
-# Hundreds of folders are small when packed together.
-tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cJf "$page/runs.tar.xz" -C "$folder" runs
-sed -i 's|the folder `runs` has the result folder of each run|[runs.tar.xz](runs.tar.xz) has the result folder of each run|' \
-    "$page/index.md"
+# Hundreds of folders are small when packed together. The choice of a tuned sweep follows from its trials, also failed ones.
+folders=$(cd "$folder" && ls -d runs tuning failed 2>/dev/null || true)
+tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cJf "$page/runs.tar.xz" -C "$folder" $folders
+sed -i -e 's|the folder `runs` has the result folder of each run|[runs.tar.xz](runs.tar.xz) has the result folder of each run|' \
+    -e 's|the folder `tuning` its run|[runs.tar.xz](runs.tar.xz) its run|' "$page/index.md"

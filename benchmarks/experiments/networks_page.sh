@@ -11,9 +11,9 @@ folder=$(mktemp -d)
 tar -xJf "$page/runs.tar.xz" -C "$folder"
 cp "$page/sweep.toml" "$folder"
 python -c "import sys, pathlib; from mlbench_core.sweep.page import write_page; write_page(pathlib.Path(sys.argv[1]), report=print)" "$folder"
-for file in "$folder"/*.md "$folder"/*.png "$folder"/*.svg "$folder"/*.csv "$folder/results.json"; do
+for file in "$folder"/*.md "$folder"/*.png "$folder"/*.svg "$folder"/*.csv "$folder"/*.json; do
     cp "$file" "$page"
 done
 rm -rf "$folder"
-sed -i 's|the folder `runs` has the result folder of each run|[runs.tar.xz](runs.tar.xz) has the result folder of each run|' \
-    "$page/index.md"
+sed -i -e 's|the folder `runs` has the result folder of each run|[runs.tar.xz](runs.tar.xz) has the result folder of each run|' \
+    -e 's|the folder `tuning` its run|[runs.tar.xz](runs.tar.xz) its run|' "$page/index.md"

@@ -203,6 +203,8 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
            help="sum gradients through memory that the workers of one machine share")  # fmt: skip
     add("--settings", choices=("reference", "2018"), default="reference",
         help="batch size and schedule")  # fmt: skip
+    add("--lr", type=float, metavar="RATE",
+        help="rate of SGD with one worker; scaled as the task's own (default: 0.02)")  # fmt: skip
     add("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
     switch("--no-augment", help="train on the images as they are")
     switch("--repartition", help="partition the training set among the workers again in each epoch")
@@ -305,7 +307,7 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
     """Scale the task's rate with the number of images in a step, from the rate of one worker.
 
     In the settings of 2018 a worker has 32 images, and the rate is 0.1/256 for each image of a
-    step.
+    step. ``--lr`` replaces the rate of one worker.
 
     Args:
         args: The command line.
@@ -316,6 +318,8 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
     is_2018 = args.settings == "2018"
     if is_2018:
         batch_size, base_lr = 32, 0.1 / 256 * 32
+    if args.lr is not None:
+        base_lr = args.lr
     variant = VARIANTS.get(args.optimizer, VARIANTS[REFERENCE])
     size = batch_size if args.batch_size is None else args.batch_size
     growth = workers * size / batch_size if variant.scales else 1.0

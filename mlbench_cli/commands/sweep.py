@@ -25,6 +25,7 @@ from mlbench_cli._output import (
 )
 from mlbench_cli._script import check_script
 from mlbench_core.caller import FORK_VARIABLE, describe_call
+from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MLBenchError
 from mlbench_core.sweep.estimate import Estimate, estimate
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
@@ -128,15 +129,7 @@ def sweep(
             click.echo(f"page: {page.absolute()}")
     if not is_whole:
         remark("the budget has ended; start the same command again to continue")
-    failed = []
-    for name, failure in failures.items():
-        if name not in done:
-            failed.append(f"{name} ({clean(failure.reason)})")
-    if failed:
-        raise MLBenchError(
-            f"{len(failed)} of {len(points)} runs failed "
-            f"(see {output / 'failed'}): {'; '.join(failed)}"
-        )
+    _check_failures(points, done, failures, output / "failed")
 
 
 def _run(
@@ -170,6 +163,31 @@ def _run(
     raise MLBenchError("ended by Ctrl-C; start the same command again to continue")
 
 
+def _check_failures(
+    points: Sequence[Point],
+    done: Mapping[str, Done],
+    failures: Mapping[str, Failure],
+    folder: Path,
+) -> None:
+    """Raise an error that names the runs that failed; trials of the tuning may fail."""
+    failed = []
+    trials = 0
+    for point in points:
+        if point.name in done or point.name not in failures:
+            continue
+        # A value that is too large can end a trial, which is an outcome of the tuning.
+        if point.trial is not None:
+            trials += 1
+        else:
+            failed.append(f"{point.name} ({clean(failures[point.name].reason)})")
+    if trials:
+        remark(f"{plural(trials, 'trial')} of the tuning failed, the worst outcome (see {folder})")
+    if failed:
+        raise MLBenchError(
+            f"{len(failed)} of {len(points)} runs failed (see {folder}): {'; '.join(failed)}"
+        )
+
+
 def _show_plan(
     points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
 ) -> None:
@@ -184,6 +202,10 @@ def _show_estimate(
     described: Sweep, runs: int, done: Mapping[str, Done], expected: Estimate
 ) -> None:
     print_field("runs", f"{runs}, of which {len(done)} are done and {expected.runs} are to run")
+    if described.tuning is not None:
+        trials = len(described.tuning.factors) * len(described.tuning.parameters)
+        text = f"{trials} trials of each algorithm and number of workers are among them, and come"
+        print_field("tuning", f"{text} first; more follow if the best value is at the edge")
     if expected.runs and expected.expected_s is not None:
         text = f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
         print_field("expected", text)
@@ -269,6 +291,7 @@ def _as_json(
     for point in points:
         row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm}
         row.update(workers=point.workers, network=point.network, seed=point.seed)
+        row.update(trial=point.trial and dataclasses.asdict(point.trial))
         row.update(outcome=None, seconds=None, reason=None)
         if point.name in done:
             row.update(outcome=done[point.name].outcome, seconds=done[point.name].seconds)

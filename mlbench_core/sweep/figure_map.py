@@ -25,7 +25,7 @@ __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
 _CLEAR = 2.0
-# The lighter the color, the closer the second-fastest method.
+# The lighter the color, the closer the second method.
 _SHADES = {"close": 0.22, "middle": 0.5, "clear": 0.85}
 _PT_PER_DECADE = 42
 # Left, right, bottom and top of a label or point, in decades.
@@ -35,7 +35,7 @@ _Box = tuple[float, float, float, float]
 def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     """Draw a map with one color for each method, and the measured networks.
 
-    The color is lighter if the second method is nearly as fast.
+    The color is lighter if the second method has nearly the same time.
 
     Args:
         outcome: The runs.
@@ -47,7 +47,8 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     _draw_cells(axes, found, colors)
     _draw_points(axes, found, colors)
     _draw_axes(axes, found)
-    axes.set_title(f"Fastest method with {plural(found.workers, 'worker')}: predicted")
+    title = "Fastest method" if outcome.is_tuned else "Method with the least time"
+    axes.set_title(f"{title} with {plural(found.workers, 'worker')}: predicted")
     handles, labels = _legend(colors, found)
     groups = [group for group in outcome.groups if group.workers == found.workers]
     sentences = [
@@ -114,14 +115,14 @@ def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) 
         left, right = x[column], x[column + 1]
         bottom, top = y[row], y[row + 1]
         corners = [(left, bottom), (right, bottom), (right, top), (left, top), (left, bottom)]
-        areas.setdefault((cell.winner, _shade(cell.ratio)), []).append(Path(corners, closed=True))
-    for (winner, shade), paths in areas.items():
+        areas.setdefault((cell.first, _shade(cell.ratio)), []).append(Path(corners, closed=True))
+    for (first, shade), paths in areas.items():
         # One shape for each area and without antialiasing: the background would shine through
         # between two cells.
         shape = Path.make_compound_path(*paths)
         look: canvas.Look = {"linewidth": 0, "antialiased": False}
         hollow: canvas.Look = {"facecolor": "none", **look}
-        color, hatch = colors[winner]["color"], colors[winner]["hatch"]
+        color, hatch = colors[first]["color"], colors[first]["hatch"]
         axes.add_patch(PathPatch(shape, facecolor=color, alpha=_SHADES[shade], **look))
         if hatch:
             axes.add_patch(PathPatch(shape, edgecolor="white", hatch=hatch, **hollow))
@@ -249,11 +250,11 @@ def _legend(colors: Mapping[str, canvas.Look], prediction: Map) -> tuple[list[An
 
 
 def _table(prediction: Map) -> list[list[Any]]:
-    header = ["kind", "network", "bandwidth_bit_per_s", "round_trip_s", "fastest", "seconds"]
-    rows: list[list[Any]] = [[*header, "second", "second_to_fastest"]]
+    header = ["kind", "network", "bandwidth_bit_per_s", "round_trip_s", "first", "seconds"]
+    rows: list[list[Any]] = [[*header, "second", "second_to_first"]]
     for cell in prediction.cells:
         network: list[Any] = [None, cell.bandwidth, cell.round_trip_s]
-        rows.append(["predicted", *network, cell.winner, cell.seconds, cell.second, cell.ratio])
+        rows.append(["predicted", *network, cell.first, cell.seconds, cell.second, cell.ratio])
     for point in prediction.points:
         network = [point.network, point.bandwidth, point.round_trip_s]
         rows.append([_kind(prediction), *network, point.measured, None, point.second, None])

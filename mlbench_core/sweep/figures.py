@@ -316,7 +316,7 @@ def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, row: int
 
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
-    """Draw a line at the median of the baseline with one worker, or else of the fastest."""
+    """Draw a line at the median of the baseline with one worker, or else of the least one."""
     # To the right of the line, more workers did not pay.
     reference: Cell | None = None
     for cell in outcome.row(None, 1):

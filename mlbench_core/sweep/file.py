@@ -28,6 +28,7 @@ from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.observe.method_names import parse_method
 from mlbench_core.observe.options import parse_options
+from mlbench_core.sweep.tuning import Trial, Tuning, parse_tuning
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
 __all__ = [
@@ -71,6 +72,7 @@ _KEYS = (
     "variants",
     "price",
     "repeat_stopped",
+    "tuning",
 )
 # Keys that a script cannot have, and the remedy.
 _NOT_OF_SCRIPT = {
@@ -98,9 +100,11 @@ class Point:
         name: Name of the run and of its result folder.
         algorithm: Name of the algorithm, variant or method.
         workers: Number of workers.
-        network: The network as the file names it; None for one worker, and if times are modelled.
+        network: The network as the file names it; None for one worker, for a trial, and if
+            times are modelled.
         seed: The seed.
-        request: The body of ``POST /api/runs/``.
+        request: The body of ``POST /api/runs/``; empty if it depends on trials that have not ended.
+        trial: The value that a trial of the tuning tries; None for a run of the results.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Point:
     network: str | None
     seed: int
     request: Mapping[str, Any] = field(compare=False, repr=False)
+    trial: Trial | None = None
 
     @property
     def cell(self) -> tuple[str, int, str | None]:
@@ -140,6 +145,7 @@ class Sweep:
         repeat_stopped: False if a run that was stopped at the limit with the first seed is not
             repeated with others.
         price: Price of the machines.
+        tuning: The parameters that are tuned before the runs; None to run with the arguments alone.
         files: The files that it names, by their names in it.
     """
 
@@ -160,10 +166,17 @@ class Sweep:
     budget_s: float | None = None
     repeat_stopped: bool = True
     price: Pricing = field(default_factory=Pricing)
+    tuning: Tuning | None = None
     files: Mapping[str, Path] = field(default_factory=dict, compare=False)
 
-    def points(self) -> list[Point]:
+    def points(self, tuned: Mapping[tuple[str, int], Sequence[str]] | None = None) -> list[Point]:
         """Return all runs in their order: the first seed of all, then the second, and so on.
+
+        The trials of the tuning are not among them.
+
+        Args:
+            tuned: The tuned arguments by algorithm and number of workers. With tuning, the requests
+                of the others are empty.
 
         Raises:
             ConfigurationError: Two runs would have the same name, or the seeds cannot be used.
@@ -177,7 +190,10 @@ class Sweep:
             if workers == 1 or self.is_modelled:
                 networks = (None,)
             for network, variant in itertools.product(networks, self.variants):
-                points.append(self._point(variant, workers, network, seed))
+                words: Sequence[str] | None = ()
+                if self.tuning is not None:
+                    words = (tuned or {}).get((variant.name, workers))
+                points.append(self._point(variant, workers, network, seed, words))
         taken: dict[str, Point] = {}
         for point in points:
             other = taken.setdefault(point.name, point)
@@ -192,8 +208,32 @@ class Sweep:
             )
         return points
 
-    def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
-        parts = [_slug(variant.name), str(workers), _slug(network or ""), f"s{seed}"]
+    def trial(
+        self, variant: Variant, workers: int, trial: Trial, before: Sequence[str] | None
+    ) -> Point:
+        """Return the run that tries a value, on loopback: steps do not depend on the network.
+
+        Args:
+            variant: The algorithm.
+            workers: Number of workers.
+            trial: The value.
+            before: Arguments of the parameters that were tuned before; None if not known yet.
+        """
+        assert self.tuning is not None, "only a sweep with tuning has trials"
+        words = None if before is None else (*before, trial.parameter, repr(trial.value))
+        return self._point(variant, workers, None, self.tuning.seed, words, trial)
+
+    def _point(
+        self,
+        variant: Variant,
+        workers: int,
+        network: str | None,
+        seed: int,
+        tuned: Sequence[str] | None,
+        trial: Trial | None = None,
+    ) -> Point:
+        tried = "" if trial is None else f"{trial.parameter} {trial.value!r}"
+        parts = [_slug(variant.name), str(workers), _slug(network or tried), f"s{seed}"]
         name = "-".join(filter(None, parts))
         if len(name) > LONGEST_NAME:
             # Names that differ at their end only must not become the same.
@@ -206,13 +246,14 @@ class Sweep:
         }
         if network is not None:
             request["network"] = str(self.networks[network])
-        words = [*self.arguments, *variant.arguments]
+        words = [*self.arguments, *variant.arguments, *(tuned or ())]
         if self.task is not None:
             request.update(task=self.task.key, arguments=words)
         elif self.script:
             # The method of a script is an option of its observer.
             options = [*variant.arguments, *self.observer]
-            request["command"] = observe_command(options, [*self.script, *self.arguments])
+            arguments = [*self.arguments, *(tuned or ())]
+            request["command"] = observe_command(options, [*self.script, *arguments])
         else:
             request["command"] = shlex.join([*shlex.split(self.command or ""), *words])
         # The series adds the seed to the arguments, or puts it in place of {seed} in the command.
@@ -224,7 +265,9 @@ class Sweep:
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
         request = {**series.requests()[0], "name": name}
-        return Point(name, variant.name, workers, network, seed, request)
+        if tuned is None:
+            request = {}
+        return Point(name, variant.name, workers, network, seed, request, trial)
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -313,9 +356,10 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     files: dict[str, Path] = {}
     if "title" in content:
         title = _text(content, "title")
+    variants = _variants(content, task)
     return Sweep(
         title=title,
-        variants=_variants(content, task),
+        variants=variants,
         workers=workers,
         networks=_networks(content.get("networks", []), workers, folder, files),
         seeds=seeds,
@@ -331,6 +375,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         budget_s=_seconds(content, "budget"),
         repeat_stopped=repeat_stopped,
         price=_pricing(content, folder, files),
+        tuning=_tuning(content, variants),
         files=files,
     )
 
@@ -347,9 +392,29 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _own_option(arguments: Sequence[str]) -> str | None:
+def _tuning(content: Mapping[str, Any], variants: Sequence[Variant]) -> Tuning | None:
+    if "tuning" not in content:
+        return None
+    tuning = parse_tuning(content["tuning"], [variant.name for variant in variants])
+    if "script" in content and "goal" not in content:
+        raise ValueError(
+            "goal must be given with tuning, which compares steps to the goal: "
+            "write for example goal = 'val_loss<=1.5'"
+        )
+    given = [*content.get("arguments", []), *shlex.split(content.get("script", ""))]
+    given += shlex.split(content.get("command", ""))
+    for variant in variants:
+        given += variant.arguments
+    if option := _own_option(tuning.parameters):
+        raise ValueError(f"parameter of tuning must not be {option}: the sweep gives it")
+    if option := _own_option(given, tuning.parameters):
+        raise ValueError(f"arguments must not have {option}: it is tuned, so remove it")
+    return tuning
+
+
+def _own_option(arguments: Sequence[str], options: Sequence[str] = _OWN_OPTIONS) -> str | None:
     """Return an option among the arguments that the sweep gives itself, or None."""
-    for option in _OWN_OPTIONS:
+    for option in options:
         if option in arguments or option_value(arguments, option) is not None:
             return option
     return None

@@ -5,6 +5,7 @@ Its content::
     sweep.toml           a copy of the file that started the sweep last
     sweep-files/         copies of the files of networks and prices that it names
     runs/NAME/           a run that ended: its result folder, and run.json with request and outcome
+    tuning/NAME/         the same for a trial of the tuning
     failed/NAME.json     a run that failed: the reason, and how often it was tried
     current.json         the run that was requested last; missing if no run goes on
     unfinished/          result folders that are put together before they are moved to runs/
@@ -20,19 +21,23 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 from mlbench_core.client.series import FIRST_SEED
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
 from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
+from mlbench_core.sweep.search import Score, Search, score, search_all, tuned_arguments
 
-__all__ = ["RECORD", "RUNS", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
+__all__ = ["RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 
 RUNS = "runs"
+TUNING = "tuning"
 RECORD = "run.json"
 """The file in the folder of a run with its request and its outcome."""
 
@@ -95,6 +100,8 @@ class SweepFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # By trial. The planned runs are read again after each run, and a trial does not change.
+        self._scores: dict[str, Score] = {}
 
     @contextmanager
     def open(self, source: Path, files: Mapping[str, Path]) -> Iterator[None]:
@@ -124,10 +131,51 @@ class SweepFolder:
 
     def run_folder(self, point: Point) -> Path:
         """Return the result folder of a run, which may not exist yet."""
-        return self.path / RUNS / point.name
+        return self.path / (RUNS if point.trial is None else TUNING) / point.name
+
+    def record(self, point: Point) -> RunRecord | None:
+        """Return the result of a run; None if it has not ended.
+
+        Raises:
+            ConfigurationError: The result folder is damaged.
+        """
+        folder = self.run_folder(point)
+        if not folder.is_dir():
+            return None
+        loaded = load([folder], empty_is_error=False)
+        if loaded:
+            # Its name at the master has random digits.
+            return replace(loaded[0], name=point.name)
+        # A run that was stopped before its workers wrote a line.
+        workers = {"workers": point.workers}
+        return RunRecord(point.name, state="unfinished", configuration=workers, reached=False)
+
+    def searches(self, sweep: Sweep) -> list[Search]:
+        """Return the tuning of a sweep as far as its trials have ended, see :func:`search_all`.
+
+        Args:
+            sweep: The sweep.
+
+        Raises:
+            ConfigurationError: A trial is damaged or has no goal.
+        """
+        return search_all(sweep, self._score)
+
+    def _score(self, point: Point) -> Score | None:
+        """Return the outcome of a trial; None if it has not ended."""
+        if point.name not in self._scores:
+            record = self.record(point)
+            if record is None:
+                # A failure counts when it is not tried again, so that the choice stays.
+                failure = self.failures([point]).get(point.name)
+                return None if self.may_try(failure) else Score()
+            self._scores[point.name] = score(record)
+        return self._scores[point.name]
 
     def planned(self, sweep: Sweep) -> list[Point]:
-        """Return the runs of a sweep that are not left out because ``repeat_stopped`` is false.
+        """Return the runs of a sweep, after the trials of its tuning that are known so far.
+
+        Runs that are left out because ``repeat_stopped`` is false are not among them.
 
         A run is left out if the run of the same algorithm, workers and network with the first seed
         was stopped at the limit. Runs that have a folder stay.
@@ -138,9 +186,11 @@ class SweepFolder:
         Raises:
             ConfigurationError: Two runs would have the same name, or the seeds cannot be used.
         """
-        points = sweep.points()
+        searches = self.searches(sweep)
+        trials = [point for search in searches for point in search.points]
+        points = sweep.points(tuned_arguments(searches))
         if sweep.repeat_stopped:
-            return points
+            return [*trials, *points]
         stopped = set()
         for point in points:
             if point.seed == FIRST_SEED and stopped_at_limit(self.run_folder(point)):
@@ -150,7 +200,7 @@ class SweepFolder:
             is_first = point.seed == FIRST_SEED
             return is_first or point.cell not in stopped or self.run_folder(point).is_dir()
 
-        return list(filter(stays, points))
+        return [*trials, *filter(stays, points)]
 
     def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:
         """Return the runs that have a folder, by name.
@@ -165,6 +215,12 @@ class SweepFolder:
             if not folder.is_dir():
                 continue
             record = _read(folder / RECORD)
+            if not point.request:
+                # Before hours of trials, after which the tuned arguments could be others.
+                raise ConfigurationError(
+                    f"tuning must stay as it was before the run {folder}, which has values of "
+                    "other trials: undo the change, or give another --output folder"
+                )
             _check_unchanged(folder, record, point, sweep)
             try:
                 done[point.name] = Done(record["outcome"], float(record["seconds"]))
@@ -209,6 +265,8 @@ class SweepFolder:
         temporary = self.path / "unfinished" / point.name
         fields = asdict(point)
         del fields["request"]
+        if point.trial is None:
+            del fields["trial"]
         record = {
             "schema_version": _SCHEMA_VERSION,
             **fields,

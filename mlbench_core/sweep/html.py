@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.table import Column, cell
+from mlbench_core.sweep.tables import TUNING_COLUMNS
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
@@ -89,6 +90,7 @@ def html_page(
     sections: Sequence[Section],
     table: tuple[Sequence[Column], Sequence[Mapping[str, Any]]],
     source: str,
+    tuning: tuple[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> str:
     """Return the page.
 
@@ -99,8 +101,14 @@ def html_page(
         sections: The figures.
         table: Columns and rows of the table.
         source: The file of the sweep.
+        tuning: The rule of the tuning and the rows of its table; None without tuning.
     """
+    tuned = ""
     targets = [("words", "Which method when")]
+    if tuning is not None:
+        rule, tuning_rows = tuning
+        targets.append(("tuning", "Tuning"))
+        tuned = _table("tuning", "Tuning", TUNING_COLUMNS, tuning_rows, rule)
     targets += [(section.name, section.title) for section in sections]
     targets += [("table", "Table"), ("file", "File")]
     links = ""
@@ -112,8 +120,9 @@ def html_page(
     parts = [
         f"<header><h1>{escape(title)}</h1><dl>{pairs}</dl><nav>{links}</nav></header>",
         _words(words),
+        tuned,
         *map(_section, sections),
-        _table(*table),
+        _table("table", "Table", *table),
         '<section id="file"><h2>The file of the sweep</h2>'
         f'<pre tabindex="0">{escape(source)}</pre></section>',
     ]
@@ -163,7 +172,13 @@ def _section(section: Section) -> str:
     )
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(
+    name: str,
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Mapping[str, Any]],
+    note: str = "",
+) -> str:
     def tag(column: Column, name: str, text: str) -> str:
         attribute = "" if column.digits is None else ' class="number"'
         return f"<{name}{attribute}>{escape(text)}</{name}>"
@@ -177,7 +192,9 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         for column in columns:
             body += tag(column, "td", cell(column, row))
         body += "</tr>"
+    if note:
+        note = f"<p>{escape(note)}</p>"
     return (
-        '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
+        f'<section id="{name}"><h2>{title}</h2>{note}<div class="scroll" tabindex="0"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )

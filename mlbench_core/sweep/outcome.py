@@ -155,6 +155,8 @@ class Outcome:
             if they are measured.
         judged_s: Training time up to which all runs of a network and a number of workers are
             judged, see :func:`gather`. Places where no run was stopped are missing.
+        is_tuned: True if all algorithms were tuned by the same rule. Otherwise the one with the
+            least time may only have the better default, and is not called the fastest.
     """
 
     title: str
@@ -166,6 +168,7 @@ class Outcome:
     planned: int = 0
     modelled: int | None = None
     judged_s: Mapping[tuple[str | None, int], float] = field(default_factory=dict)
+    is_tuned: bool = False
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -213,7 +216,7 @@ class Outcome:
         return cell
 
     def row(self, network: str | None, workers: int) -> list[Cell]:
-        """Return the cells of all algorithms on a network, fastest first.
+        """Return the cells of all algorithms on a network, least median first.
 
         Those without a median are the last.
         """
@@ -265,10 +268,10 @@ def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
 
     The test is that of :func:`~mlbench_core.comparison.times.compare_times`. The level is 5 %,
     after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected
-    from them because it is the fastest.
+    from them because it has the least time.
 
     Args:
-        a: The fastest cell.
+        a: The cell with the least time.
         b: Another cell.
         row: The cells of all algorithms in the same place; by default, these two.
 
@@ -350,6 +353,7 @@ def gather(
     title: str = "Sweep",
     limit_s: float | None = None,
     is_modelled: bool = False,
+    is_tuned: bool = False,
 ) -> Outcome:
     """Gather the runs of a sweep.
 
@@ -367,6 +371,7 @@ def gather(
         title: Title of the sweep.
         limit_s: Seconds after which a run was stopped; None without a limit.
         is_modelled: True to model the seconds of each run on each network.
+        is_tuned: True if the sweep tunes its algorithms.
 
     Raises:
         ConfigurationError: Runs had different goals.
@@ -428,6 +433,7 @@ def gather(
         planned=planned,
         modelled=modelled,
         judged_s=judged_s,
+        is_tuned=is_tuned,
     )
 
 

@@ -1,11 +1,10 @@
 """Write the page of a sweep.
 
-It has tables, figures, the map of the fastest methods, and their conclusions in words.
+It has tables, figures, the map of the methods with the least time, and conclusions in words.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import operator
@@ -16,22 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.collection import machine_text, software_text
 from mlbench_core.comparison.figures.captions import not_among
-from mlbench_core.comparison.load import load
 from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.table import escape, markdown_lines
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
-from mlbench_core.sweep.file import Point, Sweep, load_sweep
-from mlbench_core.sweep.folder import RECORD, RUNS, SweepFolder
+from mlbench_core.sweep.file import Sweep, load_sweep
+from mlbench_core.sweep.folder import RECORD, RUNS, TUNING, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
 from mlbench_core.sweep.modelled import ModelledRecord, step_numbers
 from mlbench_core.sweep.outcome import Outcome, duration, gather, sent_per_worker
-from mlbench_core.sweep.tables import as_csv, known_columns, table_rows
+from mlbench_core.sweep.search import Search
+from mlbench_core.sweep.tables import (
+    TUNING_COLUMNS,
+    as_csv,
+    known_columns,
+    table_rows,
+    tuning_rows,
+)
 from mlbench_core.sweep.winners import Map, Predict, predict_map
-from mlbench_core.sweep.words import per_network, summary
+from mlbench_core.sweep.words import per_network, summary, tuning_rule
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
@@ -81,6 +85,11 @@ def write_page(
         words[name] = per_network(outcome, name)
     # The planned runs do not have those that repeat_stopped = false leaves out.
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
+    tuning: tuple[str, list[dict[str, Any]]] | None = None
+    if sweep.tuning is not None:
+        searches = SweepFolder(folder).searches(sweep)
+        tuning = tuning_rule(sweep.tuning), tuning_rows(searches)
+        facts["Tuning"] = _trials_text(searches, folder)
     columns = known_columns(rows)
     copy = folder / _COPY
     # A text file of the user may begin with a byte order mark.
@@ -94,13 +103,17 @@ def write_page(
         "rows": rows,
         "maps": list(map(_map_json, maps)),
         "records": list(_records_json(outcome)),
+        "tuning": tuning and dict(zip(("rule", "rows"), tuning, strict=True)),
     }
+    table = (columns, rows)
     texts = {
-        "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
-        "index.md": _markdown(outcome.title, facts, words, captions, rows),
+        "index.html": html_page(outcome.title, facts, words, sections, table, source, tuning),
+        "index.md": _markdown(outcome.title, facts, words, captions, rows, tuning),
         "table.csv": as_csv(rows),
-        "results.json": json.dumps(content, indent=1, ensure_ascii=False) + "\n",
+        "results.json": _json(content),
     }
+    if tuning is not None:
+        texts["tuning.json"] = _json(content["tuning"])
     for name, text in texts.items():
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -119,10 +132,10 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         ConfigurationError: A result folder is damaged, or runs had different goals.
     """
     state = SweepFolder(folder)
-    points = state.planned(sweep)
+    points = [point for point in state.planned(sweep) if point.trial is None]
     records = {}
     for point in points:
-        record = _record(folder / RUNS / point.name, point)
+        record = state.record(point)
         if record is not None:
             records[point.name] = record
     return gather(
@@ -134,20 +147,8 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         title=title or sweep.title,
         limit_s=sweep.limit_s,
         is_modelled=sweep.is_modelled,
+        is_tuned=sweep.tuning is not None,
     )
-
-
-def _record(folder: Path, point: Point) -> RunRecord | None:
-    """Return the result of a run; None if it has not ended."""
-    if not folder.is_dir():
-        return None
-    loaded = load([folder], empty_is_error=False)
-    if loaded:
-        # Its name at the master has random digits.
-        return dataclasses.replace(loaded[0], name=point.name)
-    # A run that was stopped before its workers wrote a line.
-    workers = {"workers": point.workers}
-    return RunRecord(point.name, state="unfinished", configuration=workers, reached=False)
 
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
@@ -223,7 +224,7 @@ def _makers(
 
     yield Section(time.name, time.title), makers(draw_rows, time)
     # A map has all networks in one figure.
-    map_section = Section("map", "Map: which method wins")
+    map_section = Section("map", "Map: the method with the least time")
     for prediction in maps:
         yield map_section, [partial(draw_map, outcome, prediction)]
     bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
@@ -330,6 +331,20 @@ def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
             }
 
 
+def _trials_text(searches: Iterable[Search], folder: Path) -> str:
+    trials = 0
+    total_s = 0.0
+    for search in searches:
+        for point, score in zip(search.points, search.scores, strict=True):
+            trials += score is not None
+            total_s += _seconds(folder / TUNING / point.name)
+    return f"{plural(trials, 'trial')}, {total_s / 3600:.1f} h"
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
 def _map_json(prediction: Map) -> dict[str, Any]:
     return {
         "workers": prediction.workers,
@@ -345,6 +360,7 @@ def _markdown(
     words: Mapping[str, Sequence[str]],
     captions: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
+    tuning: tuple[str, Sequence[dict[str, Any]]] | None,
 ) -> str:
     lines = [f"# {escape(title)}", ""]
     for name, value in facts.items():
@@ -356,6 +372,13 @@ def _markdown(
     for name, sentences in words.items():
         if name and sentences:
             lines += ["", f"### {escape(name)}", "", *_list(sentences)]
+    if tuning is not None:
+        rule, trials = tuning
+        lines += ["", "## Tuning", "", escape(rule), "", *markdown_lines(TUNING_COLUMNS, trials)]
+        lines += [
+            "",
+            "[tuning.json](tuning.json) has every trial, and the folder `tuning` its run.",
+        ]
     if captions:
         lines += ["", "## Figures", ""]
     for name, caption in captions.items():

@@ -138,10 +138,29 @@ class Runner:
                 return False
             self._observer.begin(pending)
             self._observer.end(pending[0], self._run_point(pending[0]))
-            # With repeat_stopped = false, the run that ended may leave out those of other seeds.
-            planned = set(self._folder.planned(self._sweep))
-            pending = [point for point in pending[1:] if point in planned]
+            pending = self._left(pending[1:])
         return True
+
+    def _left(self, pending: Sequence[Point]) -> list[Point]:
+        """Return the runs that are left, which depend on the run that ended."""
+        waiting = {point.name for point in pending}
+        planned = self._folder.planned(self._sweep)
+        trials = [point for point in planned if point.trial is not None]
+        failures = self._folder.failures(trials)
+        left = []
+        # With repeat_stopped = false, the run that ended may leave out those of other seeds. After
+        # a trial, the grid can grow, and the requests of the runs that depend on it are known.
+        for point in planned:
+            if point.trial is None:
+                is_left = point.name in waiting
+            elif self._folder.run_folder(point).exists():
+                is_left = False
+            else:
+                # Unlike a run, a trial is tried again at once, because runs depend on its end.
+                is_left = self._folder.may_try(failures.get(point.name))
+            if is_left:
+                left.append(point)
+        return left
 
     def _drop_other_run(self, pending: Sequence[Point]) -> None:
         """End the run of an earlier start if the sweep does not wait for it any more."""

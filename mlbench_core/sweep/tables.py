@@ -12,8 +12,9 @@ from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.stats import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
+from mlbench_core.sweep.search import Search
 
-__all__ = ["COLUMNS", "as_csv", "known_columns", "table_rows"]
+__all__ = ["COLUMNS", "TUNING_COLUMNS", "as_csv", "known_columns", "table_rows", "tuning_rows"]
 
 COLUMNS = (
     Column("network", "Network"),
@@ -52,6 +53,19 @@ COLUMNS = (
 )
 """The columns of the table, in the order of the CSV file."""
 
+TUNING_COLUMNS = (
+    Column("algorithm", "Algorithm"),
+    Column("workers", "Workers", 0),
+    Column("parameter", "Parameter"),
+    Column("value", "Value"),
+    Column("factor", "Times the default"),
+    Column("steps_to_goal", "Steps to goal", 0),
+    Column("best", "Best", 2),
+    Column("trials", "Trials", 0),
+    Column("place", "In the grid"),
+)
+"""The columns of the table of the tuning."""
+
 _MEGA = 1e6
 _ONLY_MODELLED = ("modelled", "model_low_s", "model_high_s")
 # People see these in fewer columns, or below the table.
@@ -63,7 +77,7 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
 
     An unknown value is None.
 
-    Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One
+    Rows are in the order of the networks and the numbers of workers, least median first. One
     worker has no network. ``times_as_fast`` is relative to the sweep's first algorithm with the
     same network and number of workers.
 
@@ -138,6 +152,41 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "best": _median(map(attrgetter("best"), whole)),
         "price": price,
     }
+
+
+def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
+    """Return one row for each search, with an entry for each of :data:`TUNING_COLUMNS`.
+
+    ``tried`` has all of its trials. An unknown value is None.
+
+    Args:
+        searches: The tuning of a sweep.
+    """
+    rows = []
+    for search in searches:
+        tried = []
+        for point, score in zip(search.points, search.scores, strict=True):
+            assert point.trial is not None, "the points of a search are trials"
+            if score is not None:
+                outcome = {"steps_to_goal": score.steps_to_goal, "best": score.best}
+                value, factor = point.trial.value, point.trial.factor
+                tried.append({"run": point.name, "value": value, "factor": factor, **outcome})
+        place = "at the edge" if search.is_at_edge else "inside"
+        rows.append(
+            {
+                "algorithm": search.algorithm,
+                "workers": search.workers,
+                "parameter": search.parameter,
+                "value": search.chosen and search.chosen.value,
+                "factor": search.chosen and search.chosen.factor,
+                "steps_to_goal": search.chosen_score.steps_to_goal,
+                "best": search.chosen_score.best,
+                "trials": len(tried),
+                "place": search.chosen and place,
+                "tried": tried,
+            }
+        )
+    return rows
 
 
 def _median(values: Iterable[float | None]) -> float | None:

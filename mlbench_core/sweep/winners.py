@@ -1,4 +1,4 @@
-"""Predict the fastest method for each bandwidth and round trip, and compare it with runs."""
+"""Predict the method with the least time for each bandwidth and round trip, and compare runs."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class MapCell:
     Attributes:
         bandwidth: Bits per second.
         round_trip_s: Round trip in seconds.
-        winner: Algorithm with the least predicted time to the goal.
+        first: Algorithm with the least predicted time to the goal.
         seconds: That time.
         second: Algorithm with the second least time; None with a single algorithm.
-        ratio: Time of the second, divided by that of the winner.
+        ratio: Time of the second, divided by that of the first.
     """
 
     bandwidth: float
     round_trip_s: float
-    winner: str
+    first: str
     seconds: float
     second: str | None = None
     ratio: float | None = None
@@ -59,7 +59,7 @@ class MapPoint:
         network: Its name.
         bandwidth: Bits per second, within the range of the map.
         round_trip_s: Round trip in seconds, within the range of the map.
-        measured: The algorithm that was fastest; None if none reached the goal.
+        measured: The algorithm with the least median; None if none reached the goal.
         second: The second, if it is within 10 %, or if all its runs reached the goal and no
             difference between the two is shown; else None.
         predicted: The algorithm with the least predicted time.
@@ -105,8 +105,8 @@ class Map:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the share of the map of each winner, largest first."""
-        counted = Counter(map(attrgetter("winner"), self.cells))
+        """Return the share of the map of each first algorithm, largest first."""
+        counted = Counter(map(attrgetter("first"), self.cells))
         return {name: count / len(self.cells) for name, count in counted.most_common()}
 
     @property
@@ -157,13 +157,13 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     for round_trip_s, bandwidth in itertools.product(round_trips, bandwidths):
         network = Network(Link(round(bandwidth), round_trip_s))
         times = _predicted_s(sources, network, predict)
-        # Of methods with the same time, the first name wins.
-        winner, *others = sorted(times, key=lambda name: (times[name], name))
+        # Of methods with the same time, the first name counts.
+        first, *others = sorted(times, key=lambda name: (times[name], name))
         second: str | None = None
         ratio: float | None = None
         if others:
-            second, ratio = others[0], times[others[0]] / times[winner]
-        cells.append(MapCell(bandwidth, round_trip_s, winner, times[winner], second, ratio))
+            second, ratio = others[0], times[others[0]] / times[first]
+        cells.append(MapCell(bandwidth, round_trip_s, first, times[first], second, ratio))
     points = []
     for name in outcome.networks:
         point = _point(outcome, name, workers, sources, predict)
@@ -205,8 +205,8 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
         if (cell.algorithm, cell.workers) == (algorithm, workers):
             cells[cell.network] = cell
     names = filter(cells.__contains__, outcome.networks)
-    fastest = max(names, key=bandwidth, default=None)
-    return None if fastest is None else cells[fastest]
+    widest = max(names, key=bandwidth, default=None)
+    return None if widest is None else cells[widest]
 
 
 def _median(cell: Cell, network: Network, predict: Predict) -> float:

@@ -1,7 +1,8 @@
-"""Describe the results of a sweep in sentences: the fastest methods, and the missed goals.
+"""Describe the results of a sweep in sentences: the methods with the least time, and missed goals.
 
-Every sentence is made from numbers of the sweep. A difference is only called shown if the test
-shows it at 5 % after Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
+Every sentence is made from numbers of the sweep. A method is only called the fastest if all were
+tuned. A difference is only called shown if the test shows it at 5 % after Holm's correction, see
+:func:`~mlbench_core.sweep.outcome.differ`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
 from mlbench_core.sweep.modelled import ModelledRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
+from mlbench_core.sweep.tuning import Tuning
 from mlbench_core.sweep.winners import Map
 
-__all__ = ["listed", "map_sentence", "per_network", "seconds", "summary"]
+__all__ = ["listed", "map_sentence", "per_network", "seconds", "summary", "tuning_rule"]
 
 _TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
 
@@ -30,9 +32,9 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
         maps: The predicted maps, one for each number of workers.
     """
     return [
-        *_modelled(outcome),
+        *_first_lines(outcome),
         *_unfinished(outcome),
-        *_winners(outcome),
+        *_leaders(outcome),
         *_against_one_worker(outcome),
         *map(map_sentence, maps),
         *_not_reached(outcome),
@@ -42,7 +44,7 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
 def per_network(outcome: Outcome, network: str) -> list[str]:
     """Return one sentence for each number of workers.
 
-    It has the fastest algorithm, its factor, and the second.
+    It has the algorithm with the least time, its factor, and the second.
 
     Args:
         outcome: The runs.
@@ -69,10 +71,27 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def tuning_rule(tuning: Tuning) -> str:
+    """Return the rule by which a sweep tuned its algorithms, in two sentences.
+
+    Args:
+        tuning: The table of the sweep's file.
+    """
+    parameters = ", then ".join(tuning.parameters)
+    factors = listed(f"{factor:g}" for factor in tuning.factors)
+    return (
+        "Every algorithm was tuned with each number of workers by the same rule and without a "
+        f"network: {parameters} at {factors} times the default, one run each with seed "
+        f"{tuning.seed}, and the same arguments and limit for all. The value with the fewest steps "
+        "to the goal is used in the results, else that with the best value of the goal's metric; "
+        "if it is at the edge of the grid, the grid grows by one value there, at most twice."
+    )
+
+
 def map_sentence(found: Map) -> str:
     """Return the sentences on a predicted map.
 
-    They have the share of each method, and that of the cells without a clear winner.
+    They have the share of each method, and that of the cells in which the second is close.
     """
     # The shares are sorted, the largest first.
     (first, share), *others = found.shares.items()
@@ -90,14 +109,16 @@ def map_sentence(found: Map) -> str:
     )
     agrees = []
     for point in found.points:
-        # On a network without a median, there is no measured winner to compare with.
+        # On a network without a median, no measured method can be compared with.
         if point.measured is not None:
             agrees.append(point.agrees)
     # A modelled point is a prediction itself.
     if not agrees or found.is_modelled:
         return text
     same, networks = agrees.count(True), plural(len(agrees), "network")
-    return f"{text} The predicted method is also the measured fastest on {same} of {networks}."
+    return (
+        f"{text} The predicted method also has the least measured median on {same} of {networks}."
+    )
 
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
@@ -112,9 +133,15 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     if first.failed:
         text += f", {first.failed} ended with an error"
     # A method that missed the goal may have the least median, but it is not called the fastest.
-    verb = "was fastest" if first.complete else "had the least median"
+    verb = "had the least median"
+    if first.complete:
+        verb = "was fastest" if outcome.is_tuned else "had the least time"
     if outcome.modelled is not None:
-        verb = "is modelled as fastest" if first.complete else "has the least modelled median"
+        verb = {
+            "was fastest": "is modelled as fastest",
+            "had the least time": "has the least modelled time",
+            "had the least median": "has the least modelled median",
+        }[verb]
     parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
     baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
@@ -155,6 +182,18 @@ def _times(ratio: Estimate) -> str:
 def seconds(value: float) -> str:
     """Return a time with its unit."""
     return f"{number(value)} s"
+
+
+def _first_lines(outcome: Outcome) -> list[str]:
+    sentences = _modelled(outcome)
+    if outcome.is_tuned:
+        return sentences
+    not_tuned = (
+        "The methods are not tuned: each ran with one choice of its settings, "
+        "and another choice can change their order."
+    )
+    # The first line says both.
+    return [" ".join([*sentences[:1], not_tuned]), *sentences[1:]]
 
 
 def _modelled(outcome: Outcome) -> list[str]:
@@ -201,23 +240,23 @@ def _unfinished(outcome: Outcome) -> list[str]:
     return [f"{text} Some configurations have fewer seeds, or no run yet."]
 
 
-def _winners(outcome: Outcome) -> list[str]:
-    wins: dict[str, list[Cell]] = {}
+def _leaders(outcome: Outcome) -> list[str]:
+    leads: dict[str, list[Cell]] = {}
     clear: Counter[str] = Counter()
     for network, workers in itertools.product(outcome.networks, outcome.several):
         row = outcome.row(network, workers)
         if not row or row[0].median_s is None:
             continue
-        winner = row[0]
-        wins.setdefault(winner.algorithm, []).append(winner)
+        first = row[0]
+        leads.setdefault(first.algorithm, []).append(first)
         # By a test with Holm's correction, paired by seed if both have the same seeds.
-        if len(row) > 1 and differ(winner, row[1], row):
-            clear[winner.algorithm] += 1
+        if len(row) > 1 and differ(first, row[1], row):
+            clear[first.algorithm] += 1
     sentences = []
-    for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
+    for name, cells in sorted(leads.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
         sentences.append(
-            f"{text}. The difference from the runner-up is significant in {clear[name]} of "
+            f"{text}. The difference from the second is significant in {clear[name]} of "
             f"{len(cells)} cases."
         )
     return sentences
@@ -239,7 +278,7 @@ def _places(cells: Sequence[Cell]) -> str:
 
 
 def _against_one_worker(outcome: Outcome) -> list[str]:
-    """Compare the networks with the fastest algorithm on one worker."""
+    """Compare the networks with the algorithm that has the least median on one worker."""
     # One worker has no network, so it is compared with all of them.
     alone = outcome.row(None, 1)
     least = alone[0].median_s if alone else None
@@ -250,7 +289,7 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     for network in outcome.networks:
         orders: list[tuple[float, int]] = []
         for workers in outcome.several:
-            # A row starts with its fastest cell, and the order of a cell with its median.
+            # A row starts with its least median, and the order of a cell with its own.
             orders += map(order, outcome.row(network, workers)[:1])
         if not orders:
             continue
@@ -258,7 +297,9 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
             gain.append(network)
         else:
             loss.append(network)
-    rank = "the fastest" if alone[0].complete else "the least median"
+    rank = "the least median"
+    if alone[0].complete:
+        rank = "the fastest" if outcome.is_tuned else "the least time"
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
     if gain:
         text += f" More workers had a lower median on {listed(gain)}."

@@ -19,12 +19,13 @@ from mlbench_core.aggregation.pytorch.transport.buckets import plan_buckets
 from mlbench_core.optim.pytorch import CentralizedAdam, CentralizedSGD
 from tests.aggregation import overlap_workers as workers
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 
 Results = list[dict[str, Any]]
 AVERAGED_ONE_BY_ONE = ("several_passes", "never_clearing", "locally_after_a_pass")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=some([2, 3]))
 def results(request: pytest.FixtureRequest) -> Results:
     return run_ranks(request.param, workers.run_all)
 

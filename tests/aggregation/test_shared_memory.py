@@ -15,11 +15,12 @@ from mlbench_core.aggregation.pytorch.transport.shared_memory import Arena, Shar
 from mlbench_core.errors import BackendError
 from tests.aggregation import shared_memory_workers as workers
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=some([3, 2]))
 def results(request: pytest.FixtureRequest) -> Results:
     return run_ranks(request.param, workers.run_all)
 

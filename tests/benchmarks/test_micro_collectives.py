@@ -11,6 +11,7 @@ import pytest
 
 from tests.benchmarks.conftest import MICRO
 from tests.helpers.forked import run_script
+from tests.helpers.thorough import thorough
 
 
 @pytest.mark.parametrize("name", ["_bare_loop", "_plain_loop"])
@@ -75,6 +76,7 @@ def test_a_short_run_of_collectives(micro: Callable[[str], ModuleType], tmp_path
     assert all(row["value"] > 0 and "bare loop" in row["ratios"] for row in rows)
 
 
+@thorough
 def test_sums_in_both_ways(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     done = run_script(
         [str(MICRO / "shared_memory.py"), "--quick", "--save", str(tmp_path)], timeout_s=120
@@ -85,6 +87,7 @@ def test_sums_in_both_ways(micro: Callable[[str], ModuleType], tmp_path: Path) -
     assert all(row["extra"]["CPU ms"] > 0 for row in rows)
 
 
+@thorough
 def test_a_short_run_of_transports(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     if micro("_workers").mpirun_command(2) is None:
         pytest.skip("needs mpi4py and mpirun")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.benchmarks.conftest import MICRO
 from tests.helpers.forked import run_script
+from tests.helpers.thorough import thorough
 
 
 def test_variants_are_split_by_memory_with_the_references_in_each_launch(
@@ -59,6 +60,7 @@ _variants.VARIANTS["ef_sign"] = _variants.Variant("refused", lambda context: 1 /
 OPTIONS = ["--models", "mlp", "--workers", "2", "--blocks", "2", "--steps", "1"]
 
 
+@thorough
 def test_a_run_goes_on_without_a_variant_that_kills_its_worker(
     micro: Callable[[str], ModuleType], script: str, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_run_goes_on_without_a_variant_that_kills_its_worker(
     assert row["DDP + SGD (both default)"]["extra"]["exposed ms"] >= 0
 
 
+@thorough
 def test_variants_in_processes_of_their_own(
     micro: Callable[[str], ModuleType], script: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.benchmarks.conftest import MICRO
 from tests.helpers.forked import run_script
+from tests.helpers.thorough import some
 
 # Two scripts time nothing: one writes the page, one watches the master's memory.
 SCRIPTS = sorted(
@@ -163,7 +164,9 @@ def test_each_script_explains_itself(
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["cli_start", "tracker", "cifar_batches", "linear_loading"])
+@pytest.mark.parametrize(
+    "name", some(["cli_start", "tracker", "linear_loading", "cifar_batches"], 3)
+)
 def test_quick_runs_write_their_file(
     name: str, tmp_path: Path, micro: Callable[[str], ModuleType]
 ) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from tests.benchmarks.conftest import MICRO
 from tests.helpers.forked import run_script
+from tests.helpers.thorough import thorough
 
 
+@thorough
 def test_a_short_run(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     sizes = ["--quick", "--batch-size", "2", "--variants", "flags"]
     command = [str(MICRO / "task1a_epoch.py"), *sizes, "--save", str(tmp_path)]

@@ -19,6 +19,7 @@ import pytest
 
 from tests.browser.conftest import Watched
 from tests.helpers.earlier_runs import earlier_runs
+from tests.helpers.thorough import some
 from tests.master.helpers import server, wait_for
 
 HEADERS = {"Authorization": "Bearer sesame"}
@@ -35,7 +36,7 @@ TOO_WIDE = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module", params=["", "/user/me/proxy/5080"], ids=["", "below a path"])
+@pytest.fixture(scope="module", params=some(["/user/me/proxy/5080", ""]), ids=lambda path: path)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ("--root-path", request.param) if request.param else ()
     with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame", *options) as (
@@ -242,7 +243,7 @@ def test_the_form_has_only_the_fields_of_the_chosen_program(watched: Watched) ->
         assert {name for name in fields if page.is_visible(f"[name={name}]")} == shown
 
 
-@pytest.mark.parametrize(("width", "theme"), SCREENS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("width", "theme"), some(SCREENS, 2), ids=str)
 def test_every_page_fits_the_screen_and_is_open_to_all(
     watched: Watched, width: int, theme: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from mlbench_cli.commands import sweep as module
 from mlbench_core.sweep import runner
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
+from tests.results.helpers import write_run
 
 FILE = """\
 task = "1a"
@@ -68,6 +70,34 @@ def test_a_sweep_runs_and_is_not_repeated(
     assert [point["time_to_goal_s"] for point in content["points"]] == [81.5, 81.5, 45.5, 45.5]
     assert content["left"]["runs"] == 0
     assert len(fake.requests) == 4
+
+
+def test_a_tuned_sweep_shows_its_trials_and_runs_them_first(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(FILE + '[tuning]\nparameter = "--lr"\ndefault = 0.1\nfactors = [1, 2, 3]\n')
+    arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
+    lines = call(*arguments, "--dry-run").stdout.splitlines()
+    assert lines[1].split()[0] == "centralized-sgd-1-lr-0-1-s1"
+    assert lines[-3:-1] == [
+        "runs:         16, of which 0 are done and 16 are to run",
+        "tuning:       3 trials of each algorithm and number of workers are among them, and come "
+        "first; more follow if the best value is at the edge",
+    ]
+
+    def result(run: dict[str, Any]) -> Path:
+        # The middle of the grid is the best.
+        epochs = 1 if "-lr-0-2-" in run["name"] else 2
+        folder = tmp_path / "results" / run["name"]
+        return write_run(folder, workers=run["num_workers"], accuracies=(80.0,) * epochs + (90.0,))
+
+    fake.result_folder = result
+    shown = call(*arguments)
+    assert shown.stderr.splitlines()[-1].startswith("[16/16] power-sgd-2-lan-1g-s42: finished")
+    assert [request["arguments"][-3:-2] for request in fake.requests[12:]] == [["0.2"]] * 4
+    points = json.loads(call(*arguments, "--json").stdout)["points"]
+    assert points[0]["trial"] == {"parameter": "--lr", "factor": 1.0, "value": 0.1}
+    assert [point["trial"] for point in points[12:]] == [None] * 4
 
 
 def test_the_workers_of_a_sweep_start_in_the_folder_of_its_file(

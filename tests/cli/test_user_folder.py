@@ -14,6 +14,7 @@ import pytest
 
 from mlbench_core.client.masters import read_record
 from tests.cli.fake_master import FakeMaster
+from tests.helpers.thorough import pairs, some
 
 MLBENCH = [sys.executable, "-m", "mlbench_cli"]
 # The script that pip installs, whose first place for modules is its own folder.
@@ -60,7 +61,7 @@ def mlbench(
     )
 
 
-@pytest.mark.parametrize("path", ["", ".", "{folder}", ".:"])
+@pytest.mark.parametrize("path", some([".", "", "{folder}", ".:"]))
 def test_no_program_imports_a_module_of_the_users_folder(
     user_folder: Path, own_home: Path, path: str
 ) -> None:
@@ -116,9 +117,12 @@ def said(fake: FakeMaster) -> FakeMaster:
     return fake
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 @pytest.mark.parametrize(
-    "command", ["logs demo-1", "logs demo-1 --json", "status", "status demo-1 --json", "tasks"]
+    ("command", "encoding"),
+    pairs(
+        ["logs demo-1", "logs demo-1 --json", "status", "status demo-1 --json", "tasks"],
+        ["ascii", "latin-1", "cp1252", "utf-8"],
+    ),
 )
 def test_characters_that_the_terminal_lacks_are_replaced(
     said: FakeMaster, encoding: str, command: str
@@ -137,10 +141,11 @@ def test_characters_that_the_terminal_lacks_are_replaced(
 
 
 @pytest.mark.parametrize(
-    "redirection", [">&-", "2>&-", ">&- 2>&- <&-", "| head -1 >/dev/null", "2>/dev/full"]
-)
-@pytest.mark.parametrize(
-    "command", ["logs demo-1", "status", "tasks", "--help", "run new 1 --task 1a"]
+    ("command", "redirection"),
+    pairs(
+        ["logs demo-1", "status", "tasks", "--help", "run new 1 --task 1a"],
+        [">&-", "2>&-", ">&- 2>&- <&-", "| head -1 >/dev/null", "2>/dev/full"],
+    ),
 )
 def test_an_output_that_nobody_reads_is_no_failure(
     said: FakeMaster, redirection: str, command: str

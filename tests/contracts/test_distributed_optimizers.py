@@ -63,6 +63,7 @@ from mlbench_core.optim.pytorch import (
 )
 from tests.helpers.collectives import recording_averages
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 
 STEPS, HALF = 9, 4  # half the way is in the middle of a period
 ON_NO_WORKER = frozenset({3, 7})  # steps in which no worker uses the parameter `sometimes`
@@ -470,7 +471,7 @@ def trained(
     return run_ranks(world_size, run_all, device_type, backend=backend, timeout_s=100)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([2, 4]))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return trained(request.param)
 

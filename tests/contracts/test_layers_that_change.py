@@ -27,6 +27,7 @@ from tests.contracts.test_distributed_optimizers import (
     spread,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import pairs
 
 STEPS = 12
 CHANGE, BACK = 4, 8  # steps of a change and of its end, both between two averages
@@ -114,7 +115,11 @@ FIRST = [
     for position, (name, _) in enumerate(Net().named_parameters())
     if name.startswith("first.")
 ]
-every_case = pytest.mark.parametrize("case", CASES)
+UNTIL_THE_END = "frozen until the end"
+# Two rules look at this case of each member.
+PAIRS = pairs(MEMBERS, [case for case in CASES if case != UNTIL_THE_END])
+PAIRS += [(name, UNTIL_THE_END) for name in MEMBERS]
+every_pair = pytest.mark.parametrize(("name", "case"), PAIRS)
 
 
 def train(member: Member, case: Case, rank: int, world_size: int) -> dict[str, Any]:
@@ -146,12 +151,11 @@ def train(member: Member, case: Case, rank: int, world_size: int) -> dict[str, A
 
 def run_all(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
     found = {}
-    for name, member in MEMBERS.items():
-        for case in CASES:
-            try:
-                found[name, case] = train(member, CASES[case], rank, world_size)
-            except Exception:
-                found[name, case] = {"failure": traceback.format_exc()}
+    for name, case in PAIRS:
+        try:
+            found[name, case] = train(MEMBERS[name], CASES[case], rank, world_size)
+        except Exception:
+            found[name, case] = {"failure": traceback.format_exc()}
     return found
 
 
@@ -171,8 +175,7 @@ def first_layer(result: dict[str, Any], step: int) -> list[Tensor]:
     return [result["history"][step][position] for position in FIRST]
 
 
-@every_member
-@every_case
+@every_pair
 def test_workers_have_one_model_after_an_average(case: str, name: str) -> None:
     member, found = MEMBERS[name], results(name, case)
     if member.without is None and not (CASES[case].changes_gradients and found[0]["overlaps"]):
@@ -181,8 +184,7 @@ def test_workers_have_one_model_after_an_average(case: str, name: str) -> None:
             assert all(same(first, other) for other in others), f"after step {step}"
 
 
-@every_member
-@every_case
+@every_pair
 def test_the_distance_and_the_average_cover_all_parameters(case: str, name: str) -> None:
     found = results(name, case)
     first, *others = (result["average"] for result in found)
@@ -200,7 +202,7 @@ def test_the_distance_and_the_average_cover_all_parameters(case: str, name: str)
     "name", [name for name, member in MEMBERS.items() if member.without is not None]
 )
 def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str) -> None:
-    found = results(name, "frozen until the end")
+    found = results(name, UNTIL_THE_END)
     before, after = (
         spread([first_layer(result, step) for result in found]) for step in (CHANGE, -1)
     )
@@ -214,7 +216,7 @@ def test_a_frozen_layer_stays_after_the_next_average(name: str) -> None:
     # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get
     # zeros as gradients.
     if member.without is None and name not in ("sparse loco", "fp16", "bf16"):
-        for result in results(name, "frozen until the end"):
+        for result in results(name, UNTIL_THE_END):
             settled = -(-(CHANGE + 1) // member.period) * member.period - 1
             # An average of three equal values may differ from them in the last bit.
             torch.testing.assert_close(

@@ -30,6 +30,7 @@ from mlbench_core.errors import BackendError, MissingDependencyError
 from mlbench_core.processor_time import work_s
 from mlbench_core.utils.pytorch import initialize_backends
 from tests.distributed.mpi_worker import SCENARIOS
+from tests.helpers.thorough import some
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("mpi_worker.py")
@@ -79,7 +80,7 @@ def _is_open_mpi() -> bool:
     return "Open MPI" in version.stdout
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([2, 4]))
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, str | None]]:

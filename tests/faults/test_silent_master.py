@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,9 +19,13 @@ from tests.faults.helpers import full
 from tests.master.helpers import processes_of, wait_for
 
 
-def mlbench(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def mlbench(
+    *arguments: str, code: int = 0, patience_s: float = 5.0
+) -> subprocess.CompletedProcess[str]:
+    # The time in which the master must answer, which is always over if it is stopped.
+    setup = f"import mlbench_cli._embedded as e; e._ANSWER_S = {patience_s}; "
     done = subprocess.run(
-        [sys.executable, "-m", "mlbench_cli", *arguments],
+        [sys.executable, "-c", setup + "from mlbench_cli import main; main()", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,6 +48,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         process.kill()
 
 
+# A stopped master never answers, so nobody need wait long for it.
+impatient = partial(mlbench, patience_s=0.5)
+
+
 def start(name: str = "a", command: str = "sleep 1000") -> MasterRecord:
     mlbench("run", name, "1", "--command", command)
     record = read_record()
@@ -63,22 +72,22 @@ def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Pat
         ("download", "a-1"),
         ("master",),
     ):
-        error = mlbench(*arguments, code=1).stderr
+        error = impatient(*arguments, code=1).stderr
         assert (
             f"the master at {record.url} (process {record.pid}) "
             "does not answer: its process is stopped"
         ) in error
         assert "no master is running" not in error
-    logs = mlbench("logs", "a-1", "--rank", "0")
+    logs = impatient("logs", "a-1", "--rank", "0")
     assert "[0] hello" in logs.stdout and "reading its files instead" in logs.stderr
-    assert "[0] hello" in mlbench("logs", "a-1", "--dashboard-url", record.url).stdout
-    assert json.loads(mlbench("env", "--json").stdout)["mlbench"]["master"]["problem"].startswith(
+    assert "[0] hello" in impatient("logs", "a-1", "--dashboard-url", record.url).stdout
+    assert json.loads(impatient("env", "--json").stdout)["mlbench"]["master"]["problem"].startswith(
         "the master at"
     )
     assert processes_of(home)
-    assert "stopped a-1" in mlbench("stop", "a-1").stdout
+    assert "stopped a-1" in impatient("stop", "a-1").stdout
     assert not processes_of(home)
-    assert "no run 'c-1' in " in mlbench("stop", "c-1", code=1).stderr
+    assert "no run 'c-1' in " in impatient("stop", "c-1", code=1).stderr
     os.kill(record.pid, signal.SIGCONT)
     wait_for(
         lambda: (
@@ -88,7 +97,7 @@ def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Pat
     )
     assert "stopped by a user, while the master did not answer" in mlbench("logs", "a-1").stdout
     os.kill(record.pid, signal.SIGSTOP)
-    assert "stopped the master" in mlbench("master", "--stop").stdout
+    assert "stopped the master" in impatient("master", "--stop").stdout
     assert not record.is_alive()
     assert "no master is running" in mlbench("status", code=1).stderr
 
@@ -127,7 +136,7 @@ def test_a_replaced_record_ends_no_other_process(home: Path) -> None:
             )
             assert innocent.poll() is None and psutil.pid_exists(record.pid)
             os.kill(record.pid, signal.SIGSTOP)
-            assert "no embedded master" in mlbench("master", "--stop", code=1).stderr
+            assert "no embedded master" in impatient("master", "--stop", code=1).stderr
             assert innocent.poll() is None
         finally:
             os.kill(record.pid, signal.SIGCONT)

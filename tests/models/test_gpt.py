@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mlbench_core.models.pytorch.gpt import GPT, GPTConfig, next_token_loss
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 
 SMALL = GPTConfig(layers=2, heads=2, width=16, context=12, vocabulary=50)
 
@@ -219,7 +220,7 @@ def plain_training() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", some([2, 4]))
 def test_workers_equal_one_worker_on_the_joined_batch(workers: int) -> None:
     expected = plain_training()
     for results in run_ranks(workers, joined):

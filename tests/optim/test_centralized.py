@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 from tests.optim import workers
 
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([2, 4]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all)

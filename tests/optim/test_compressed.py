@@ -46,6 +46,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 from tests.optim import compressed_workers as workers
 from tests.references.ef_sign_sgd import ef_sign_sgd
 from tests.references.sign_sgd import one_bit, sign_sgd
@@ -54,7 +55,7 @@ from tests.references.sparsified_sgd import sparsified_sgd, top_k
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([4, 2]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all)

@@ -26,6 +26,7 @@ from mlbench_core.optim.pytorch import (
 )
 from tests.contracts.test_optimizers import SCHEDULERS
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 from tests.optim import fp_workers
 from tests.optim.fp_workers import half_line, loss_of, make_adamw, sgd
 from tests.optim.workers import make_batches, make_net
@@ -34,7 +35,7 @@ from tests.references import fp16_optimizer as reference
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([2, 4]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, fp_workers.run_all)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some, thorough
 from tests.optim import power_workers as workers
 from tests.references.power_sgd import compress, power_sgd
 
@@ -17,7 +18,7 @@ Ranks = list[dict[str, Any]]
 PRECISION = {"fp16 model": 2e-2, "bf16 model": 1e-1, "float64": 1e-12}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([2, 4]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all)
@@ -203,6 +204,7 @@ def test_a_world_size_left_out_does_not_train_apart(ranks: Ranks) -> None:
         assert f"world_size is {k + 1}, but the process group has {k} workers" in run["wrong"]
 
 
+@thorough
 def test_it_learns_digits_as_well_as_sgd() -> None:
     datasets = pytest.importorskip(
         "sklearn.datasets", reason="scikit-learn, which has the digits, is not installed"

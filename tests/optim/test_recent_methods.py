@@ -45,6 +45,7 @@ from mlbench_core.aggregation.pytorch.transport.packing import (
 )
 from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, LocalSGD, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
@@ -61,7 +62,7 @@ from tests.references.streaming_diloco import streaming_diloco
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=some([3, 2]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all)

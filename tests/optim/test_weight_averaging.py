@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 from tests.optim import weight_averaging as workers
 from tests.optim.weight_averaging import COMPRESSIONS, STEPS, gradient, start, target, topologies
 from tests.references.choco_sgd import choco_sgd, scaled_sign, top_k
@@ -31,7 +32,7 @@ Ranks = list[dict[str, Any]]
 GRAPHS = tuple(topologies(4))
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=some([4, 2]))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all, timeout_s=240)

@@ -207,5 +207,15 @@ def test_the_file_on_the_page_is_a_sweep(tmp_path: Path) -> None:
     sweep = load_sweep(path)
     # Of one worker, three algorithms and three seeds; of two and four, three networks each.
     assert len(sweep.points()) == 3 * 3 * (1 + 2 * 3)
+    path.write_text(page.split("```toml\n")[2].partition("```")[0])
+    tuned = load_sweep(path)
+    trials = len(SweepFolder(tmp_path / "out").planned(tuned)) - len(tuned.points())
+    assert (
+        trials == 30 and "5 trials of each algorithm with each number of workers, 30 in all" in page
+    )
+    path.write_text(page.split("```toml\n")[3].partition("```")[0])
+    modelled = load_sweep(path)
+    # Of three algorithms, five numbers of workers and three seeds.
+    assert modelled.is_modelled and len(modelled.points()) == 3 * 5 * 3
     for key in file._KEYS:
         assert f"`{key}`" in page

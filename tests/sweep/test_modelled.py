@@ -161,8 +161,12 @@ def test_words_say_what_is_modelled(sweep: Sweep) -> None:
         "Steps to the goal, bytes and processor time are measured in 4 runs of workers on one "
         "machine; seconds on networks are modelled"
     )
+    assert "The methods are not tuned" in first
     assert "a time may be up to 2% shorter or 2% longer" in errors
-    assert "power_sgd is modelled as fastest" in per_network(found, "home-fibre")[0]
+    assert "power_sgd has the least modelled time" in per_network(found, "home-fibre")[0]
+    tuned = dataclasses.replace(found, is_tuned=True)
+    assert "not tuned" not in " ".join(summary(tuned))
+    assert "power_sgd is modelled as fastest" in per_network(tuned, "home-fibre")[0]
 
     def predict(record: RunRecord, network: object, workers: int) -> float:
         # The map is predicted from the runs themselves.

@@ -62,7 +62,8 @@ def outcome(*cells: Cell, limit_s: float = 120) -> Outcome:
     networks = {"fast": Network(Link(10**9, 0.0005)), "slow": Network(Link(10**7, 0.02))}
     names = tuple(dict.fromkeys(one.algorithm for one in cells))
     workers = tuple(sorted({one.workers for one in cells}))
-    return Outcome("t", names, networks, workers, cells, limit_s, sum(one.planned for one in cells))
+    planned = sum(one.planned for one in cells)
+    return Outcome("t", names, networks, workers, cells, limit_s, planned, is_tuned=True)
 
 
 def test_a_missed_run_is_longer_than_any_other_and_never_in_an_interval() -> None:
@@ -193,8 +194,8 @@ def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
     for one in (cells[0], cells[2]):
         object.__setattr__(one.group, "records", tuple(run(9, 8.0) for _ in range(2)))
     known = predict_map(found, 2, predict)
-    assert known is not None and {c.winner for c in known.cells} == {"a", "b"}
-    assert (known.cells[0].winner, known.cells[-1].winner) == ("a", "b"), (
+    assert known is not None and {c.first for c in known.cells} == {"a", "b"}
+    assert (known.cells[0].first, known.cells[-1].first) == ("a", "b"), (
         "narrow and near, wide and far"
     )
     assert all(c.ratio is not None and c.ratio >= 1 for c in known.cells)
@@ -207,6 +208,7 @@ def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
     )
     with figures.style():
         drawn = draw_map(found, known)
+    assert drawn.figure.axes[0].get_title("left") == "Fastest method with 2 workers: predicted"
     hatched = [patch for patch in drawn.figure.axes[0].patches if patch.get_hatch()]
     assert hatched and any(c.ratio is not None and c.ratio < 1.1 for c in known.cells)
     assert len(drawn.rows) == 1 + len(known.cells) + 2
@@ -233,6 +235,20 @@ def test_the_page_is_one_file_that_loads_nothing(written: Path) -> None:
     assert {"time_to_goal.png", "map_2.svg", "bytes_to_goal.csv", "best.png", "price.png"} <= {
         path.name for path in written.iterdir()
     }
+
+
+def test_a_sweep_that_is_not_tuned_calls_no_method_the_fastest(written: Path) -> None:
+    """In the whole folder: pages, tables, and the figures, whose SVG has their texts."""
+    kinds = set()
+    for path in written.rglob("*"):
+        if path.suffix in (".html", ".md", ".json", ".csv", ".svg") and "runs" not in path.parts:
+            kinds.add(path.suffix)
+            text = path.read_text(encoding="utf-8")
+            assert not re.search("fastest|winner|wins|runner-up", text, re.IGNORECASE), path
+    assert kinds == {".html", ".md", ".json", ".csv", ".svg"}
+    assert "Method with the least time" in (written / "map_2.svg").read_text(encoding="utf-8")
+    words = json.loads((written / "results.json").read_text(encoding="utf-8"))["words"]
+    assert words[""][0].startswith("The methods are not tuned: ")
 
 
 def test_runs_that_are_left_out_are_counted_apart(tmp_path: Path) -> None:

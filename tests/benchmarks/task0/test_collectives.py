@@ -15,6 +15,7 @@ from measure_collectives import COLLECTIVES, DTYPES, Collective, measure, why_no
 
 from mlbench_core.errors import ConfigurationError
 from tests.helpers.ranks import run_ranks
+from tests.helpers.thorough import some
 
 PERIOD = collectives.PERIOD
 SIZES = (1, 7, PERIOD, 2 * PERIOD + 5)
@@ -130,7 +131,7 @@ def results_of(world_size: int) -> list[dict[str, Any]]:
     return run_ranks(world_size, everything)
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=some([2, 4]))
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return results_of(request.param)
 
