@@ -21,6 +21,7 @@ from mlbench_master.engines.local import engine as local
 from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from mlbench_master.engines.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
+from tests.helpers.thorough import some
 
 WORKER = """
 # torch is named, so that workers may be forks.
@@ -37,7 +38,7 @@ sys.exit(status if rank == "0" else 0)
 """
 
 
-@pytest.fixture(params=["1", "0"], ids=["forks", "new programs"])
+@pytest.fixture(params=some(["0", "1"]), ids={"1": "forks", "0": "new programs"}.get)
 def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script whose workers are forks of a process that has imported torch, or new programs."""
     monkeypatch.setenv(local.FORK_VARIABLE, request.param)
