@@ -20,8 +20,8 @@ from mlbench_master.engines.error_search import ErrorSearch
 from mlbench_master.engines.local import engine as local
 from mlbench_master.engines.local.engine import LocalEngine, worker_commands
 from mlbench_master.engines.logs import LogReader, append_log
-from tests.master.helpers import TestClient, processes_of, server, wait_for
 from tests.helpers.thorough import some
+from tests.master.helpers import TestClient, processes_of, server, wait_for
 
 WORKER = """
 # torch is named, so that workers may be forks.
