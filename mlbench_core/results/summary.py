@@ -89,7 +89,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     number = configuration.get("workers") or len(ranks)
     totals = list(map(operator.attrgetter("totals"), ranks))
     is_measured = _is_communication_measured(ranks, number)
-    unmeasured = _unmeasured_phases(ends[0], is_measured)
+    unmeasured = _unmeasured_phases(configuration, first.totals, is_measured)
     times = _slowest_and_first(totals, unmeasured)
     train_s = times["slowest"]["train_s"]
     samples, tokens = sum(_each(totals, "samples")), sum(_each(totals, "tokens"))
@@ -202,14 +202,19 @@ def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     return {"all_workers": total, "rank_0": values[0]}
 
 
-def _unmeasured_phases(end: Mapping[str, Any], is_communication_measured: bool) -> set[str]:
+def _unmeasured_phases(
+    configuration: Mapping[str, Any], totals: Mapping[str, Any], is_communication_measured: bool
+) -> set[str]:
     """Return the phases whose times are unknown, not 0."""
     phases = set()
     if not is_communication_measured:
         phases.add("communication")
-    for reason in end.get("not_measured", ()):
-        # An observed script that loads its data by itself: the time is a part of the others.
-        if str(reason).startswith("data:"):
+    # Only scripts that are observed, or that have no epochs, count steps.
+    if configuration.get("unit") == "steps":
+        if not totals.get("batches"):
+            phases.update(TRACKER_PHASES)
+        elif "batch_load" not in totals.get("steps_s", {}):
+            # The script loads its data by itself: the time is a part of the others.
             phases.add("data")
     return phases
 

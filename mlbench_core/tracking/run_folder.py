@@ -44,6 +44,7 @@ from mlbench_core.results.folder import (
 )
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
+from mlbench_core.tracking.process_end import delay_sigterm
 
 __all__ = ["FREE_OPTIONS", "RunFolder"]
 
@@ -156,6 +157,7 @@ class RunFolder:
     ) -> None:
         self.end(error)
 
+    @delay_sigterm()
     def end(self, error: BaseException | None = None, *, alone: bool = False) -> None:
         """Write the result.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,23 @@ def test_unused_optimizer_delays_steps_only_at_first() -> None:
         del unused
     # The first 16 steps count as one.
     assert watched.clock.steps == 25
+
+
+def test_an_optimizer_made_within_a_step_is_a_part_of_it() -> None:
+    """As DiLoCo's outer optimizer, it does not belong to the cycle of the script's optimizers."""
+    weight = nn.Parameter(torch.ones(1))
+
+    class WithInner(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.optim.SGD([weight], lr=1.0)
+            return super().step(closure)
+
+    with observer() as watched:
+        optimizer = WithInner([weight], lr=0.1)
+        for _ in range(3):
+            weight.sum().backward()
+            optimizer.step()
+    assert watched.clock.steps == 3
 
 
 def test_learning_rate_is_read_once_per_interval() -> None:
