@@ -123,13 +123,15 @@ class _ObservedRun:
             return
         self._is_over = True
         self.observer.__exit__()
-        unmeasured = self.observer.unmeasured()
         if self.observer.clock.steps == 0:
             unmeasured = [f"everything: {NO_STEP if error is None else FAILED_EARLY}"]
             error = error or MLBenchError(NO_STEP)
-        for metric in self._metrics:
-            if self.rank == 0 and metric.name not in self._recorded:
-                unmeasured.append(f"{metric.name}: no line of the output has {metric.regex.pattern!r}")
+        else:
+            unmeasured = self.observer.unmeasured()
+            for metric in self._metrics:
+                if metric.name not in self._recorded:
+                    pattern = metric.regex.pattern
+                    unmeasured.append(f"{metric.name}: no line of the output has {pattern!r}")
         if error is None:
             self.tracker.publish_summary(self.world_size)
         self.tracker.end(error=error)

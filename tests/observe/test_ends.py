@@ -122,7 +122,7 @@ def test_refused_script(runner: Runner) -> None:
 
 
 def test_sigterm_while_the_result_is_written(runner: Runner) -> None:
-    """A launcher sends it as soon as another worker has failed; the result is whole all the same."""
+    """A launcher sends it as soon as another worker has failed, and the result is whole."""
     run = runner.run("ending", 1, arguments=["sigterm late"])
     assert run.statuses == [-15]
     assert run.result["run"]["reason"] == "RuntimeError: out of luck"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe.observer import Observer
+from mlbench_core.observe.traffic import Traffic
 from mlbench_core.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +90,17 @@ def test_an_optimizer_made_within_a_step_is_a_part_of_it() -> None:
             weight.sum().backward()
             optimizer.step()
     assert watched.clock.steps == 3
+
+
+def test_moments_of_several_collectives_count_once() -> None:
+    """The hidden time is that of the union of their flights, in any order of the waits."""
+    flights = [(0.0, 10.0), (8.0, 12.0), (20.0, 21.0), (22.0, 23.0), (9.0, 23.0), (24.0, 26.0)]
+    traffic, tracker = Traffic(), Tracker([], "run", 0, progress=False)
+    traffic.add("all_reduce", 2, 4, True)
+    for begin_s, end_s in flights:
+        traffic.add_hidden(begin_s, end_s)
+    traffic.end_interval(tracker)
+    assert tracker.totals()["communication_total_s"] == 25.0
 
 
 def test_learning_rate_is_read_once_per_interval() -> None:
