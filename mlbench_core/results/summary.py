@@ -213,9 +213,11 @@ def _unmeasured_phases(
     if configuration.get("unit") == "steps":
         if not totals.get("batches"):
             phases.update(TRACKER_PHASES)
-        elif "batch_load" not in totals.get("steps_s", {}):
-            # The script loads its data by itself: the time is a part of the others.
-            phases.add("data")
+        # Without these steps, the time is a part of the others, as if a script loads its data by
+        # itself.
+        for step, phase in (("batch_load", "data"), ("comp_metrics", "metrics")):
+            if step not in totals.get("steps_s", {}):
+                phases.add(phase)
     return phases
 
 
@@ -226,7 +228,7 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
     phases: dict[str, Any] = {}
     for phase, tracked in TRACKER_PHASES.items():
         phases[f"{phase}_s"] = totals.get(f"{tracked}_s", 0.0)
-    other_s = max(0.0, train_s - sum(phases.values()))
+    other_s: float | None = max(0.0, train_s - sum(phases.values()))
     communication = dict.fromkeys(
         ("communication_total_s", "communication_exposed_s", "communication_hidden_s")
     )
@@ -239,6 +241,8 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
     for phase in unmeasured:
         phases[f"{phase}_s"] = None
+    if "compute" in unmeasured:
+        other_s = None
     # Lines of earlier versions lack it, and then so does the result that verification computes
     # again.
     if "communication_cpu_s" in totals:
@@ -379,7 +383,9 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     def times_of(worker: str) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
-        phases_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
+        named_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
+        # The master takes numbers only.
+        phases_s = {phase: value for phase, value in named_s.items() if value is not None}
         reached_s = goal["time_to_goal_s"]
         if reached_s is not None:
             reached_s = reached_s[worker]

@@ -46,9 +46,9 @@ def test_a_goal_up_to_the_step_of_the_checkpoint_stays_reached(step: int, is_kep
 @pytest.mark.parametrize(
     ("totals", "unknown"),
     [
-        ({}, {"compute_s", "communication_s", "metrics_s", "data_s"}),
-        ({"batches": 2, "steps_s": {"backprop": 1.0}}, {"data_s"}),
-        ({"batches": 2, "steps_s": {"batch_load": 1.0}}, set()),
+        ({}, {"compute_s", "communication_s", "metrics_s", "data_s", "other_s"}),
+        ({"batches": 2, "steps_s": {"backprop": 1.0}}, {"metrics_s", "data_s"}),
+        ({"batches": 2, "steps_s": {"batch_load": 1.0, "comp_metrics": 0.1}}, set()),
     ],
 )
 def test_a_script_that_loads_its_data_by_itself_was_killed(
@@ -58,7 +58,7 @@ def test_a_script_that_loads_its_data_by_itself_was_killed(
     first = start(step=0)
     first["configuration"]["unit"] = "steps"
     times = summarize([first, line("epoch", epoch=0, totals=totals)], {})["times"]["rank_0"]
-    phases = {"compute_s", "communication_s", "metrics_s", "data_s"}
+    phases = {"compute_s", "communication_s", "metrics_s", "data_s", "other_s"}
     assert {name for name in phases if times[name] is None} == unknown
 
 
