@@ -319,6 +319,10 @@ class RunRecord:
         if goal and not configuration.get("goal"):
             configuration["goal"] = GoalAim.from_dict(goal).to_dict()
         has_epochs = configuration.get("unit") != "steps"
+        train_s = number(times.get("train_s"))
+        if not has_epochs and not result.get("batches"):
+            # The script may have trained in processes that were not observed.
+            train_s = None
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
@@ -330,7 +334,7 @@ class RunRecord:
             reached=reached,
             goal_value=number(reached_goal.get("value")),
             time_to_goal_s=number(_slowest(reached_goal.get("time_to_goal_s"))),
-            train_s=number(times.get("train_s")),
+            train_s=train_s,
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
             phases_s=phases_s,

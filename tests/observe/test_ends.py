@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.results.folder import verify_folder
 from tests.observe.conftest import SCRIPTS, Runner
 from tests.observe.test_scripts import both
@@ -118,6 +119,7 @@ def test_refused_script(runner: Runner) -> None:
     assert "mp.spawn" not in run.logs[0]
     times = run.result["times"]["rank_0"]
     assert [times[f"{phase}_s"] for phase in ("compute", "communication", "data")] == [None] * 3
+    assert RunRecord.from_result(run.result).total_s is None
     assert verify_folder(run.folder) == []
 
 
