@@ -177,6 +177,18 @@ class RunRecord:
         return self.tokens_at(self.steps_to_goal)
 
     @property
+    def exchanges_to_goal(self) -> float | None:
+        """Return the exchanges until the goal, also if the run went on; of all steps without one.
+
+        They are interpolated between the raw lines, of which the goal is one.
+        """
+        step = self.steps_to_goal
+        if self.exchanges is None or step is None or self.folder is None:
+            return self.exchanges
+        counted = _totals_by_step(read_lines(self.folder), "exchanges")
+        return _at(step, counted[0]) if 0 in counted else self.exchanges
+
+    @property
     def has_fixed_time(self) -> bool:
         """Return True if the goal is the best value after a fixed training time."""
         return (self.goal or {}).get("budget_s") is not None
