@@ -132,7 +132,7 @@ class RunFolder:
             except OSError as error:
                 raise ConfigurationError(
                     f"the result folder {folder} cannot be written ({error.strerror or error}): "
-                    "choose another --root-output, on a disk with space"
+                    "choose another one by --root-output, or by --output for an observed script"
                 ) from error
             except ConfigurationError:
                 self._claimed.close()
@@ -210,7 +210,7 @@ class RunFolder:
         text = f"the result in {self.folder} is incomplete: {loss}"
         if error is None:
             raise MLBenchError(
-                f"{text}: free space, or choose another --root-output, and run it again"
+                f"{text}: free space, or choose another folder, and run it again"
             )
         # An exception here would hide how the training itself failed.
         logger.error("%s", text)
