@@ -209,9 +209,7 @@ class RunFolder:
             return
         text = f"the result in {self.folder} is incomplete: {loss}"
         if error is None:
-            raise MLBenchError(
-                f"{text}: free space, or choose another folder, and run it again"
-            )
+            raise MLBenchError(f"{text}: free space, or choose another folder, and run it again")
         # An exception here would hide how the training itself failed.
         logger.error("%s", text)
 

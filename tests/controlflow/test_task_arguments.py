@@ -292,7 +292,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_world(
     with pytest.raises(SystemExit) as stop:
         call("--root-output", str(tmp_path / "file"))
     assert stop.value.code == 1
-    assert "choose another one by --root-output" in capsys.readouterr().err
+    assert "choose another --root-output" in capsys.readouterr().err
 
 
 def test_other_errors_of_the_task_pass_through() -> None:
