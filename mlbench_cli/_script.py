@@ -215,7 +215,7 @@ class Script:
                 remark(f"{option} goes to the script: put options of mlbench before it")
 
     @property
-    def goal(self) -> _wait.Goal | None:
+    def goal(self) -> _wait.Goal:
         """Return the goal for the display of the progress."""
         goal = parse_options([*self.options, *self.words]).goal
-        return None if goal is None else _wait.Goal(GoalAim.of(goal))
+        return _wait.Goal(GoalAim() if goal is None else goal, has_epochs=False)

@@ -245,7 +245,10 @@ def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> st
     if progress.goal is None:
         progress.goal = _planned_goal(client, run_id)
     if progress.goal is not None:
-        progress.metric = (progress.goal.aim.metric or "").removeprefix("val_global_")
+        name = progress.goal.aim.metric
+        progress.metric = (name or "").removeprefix("val_global_")
+        # An observed script has metrics such as val_loss.
+        return None if name is None else f"{name} @ 0"
     if progress.metric is None:
         for name in sorted(client.metrics(run_id, last_n=1)):
             match = _GLOBAL_METRIC.fullmatch(name)

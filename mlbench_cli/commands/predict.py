@@ -158,7 +158,8 @@ def _row(
     from mlbench_core.network.named import get_network
 
     configuration = records[0].configuration
-    names = [configuration.get("program"), configuration.get("algorithm")]
+    optimizer = (configuration.get("options") or {}).get("optimizer")
+    names = [configuration.get("program"), configuration.get("algorithm"), optimizer]
     if configuration.get("task") is not None:
         # The program of a task is always main.py.
         del names[0]

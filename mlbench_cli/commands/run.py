@@ -576,7 +576,7 @@ def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, An
     """Wait for the runs and show their results, or only describe them without ``--wait``."""
     if options.wait:
         if options.script is not None:
-            goal = options.script.goal
+            goal: _wait.Goal | None = options.script.goal
         else:
             goal = _goal(options.task, options.light, options.arguments)
         folder = options.output or Path("mlbench-results") / options.name

@@ -181,6 +181,18 @@ class RunRecord:
         return self.tokens_at(self.steps_to_goal)
 
     @property
+    def exchanges_to_goal(self) -> float | None:
+        """Return the exchanges until the goal, also if the run went on; of all steps without one.
+
+        They are interpolated between the raw lines, of which the goal is one.
+        """
+        step = self.steps_to_goal
+        if self.exchanges is None or step is None or self.folder is None:
+            return self.exchanges
+        counted = _totals_by_step(read_lines(self.folder), "exchanges")
+        return _at(step, counted[0]) if 0 in counted else self.exchanges
+
+    @property
     def has_fixed_time(self) -> bool:
         """Return True if the goal is the best value after a fixed training time."""
         return (self.goal or {}).get("budget_s") is not None
@@ -323,6 +335,10 @@ class RunRecord:
         if goal and not configuration.get("goal"):
             configuration["goal"] = GoalAim.from_dict(goal).to_dict()
         has_epochs = configuration.get("unit") != "steps"
+        train_s = number(times.get("train_s"))
+        if not has_epochs and not result.get("batches"):
+            # The script may have trained in processes that were not observed.
+            train_s = None
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
@@ -334,7 +350,7 @@ class RunRecord:
             reached=reached,
             goal_value=number(reached_goal.get("value")),
             time_to_goal_s=number(_slowest(reached_goal.get("time_to_goal_s"))),
-            train_s=number(times.get("train_s")),
+            train_s=train_s,
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
             phases_s=phases_s,

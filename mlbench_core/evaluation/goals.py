@@ -268,8 +268,12 @@ def _after_steps(tracker: Any) -> str:
 def _detailed_times(tracker: TrackedTimes) -> str:
     times = _times(tracker)
     text = ""
+    counts_steps = getattr(tracker, "unit", "epochs") == "steps"
     for phase in TRACKER_PHASES.values():
-        text += f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds"
+        seconds = times[f"{phase}_time_s"]
+        # An observed script measures no metrics, for example.
+        if seconds or not counts_steps:
+            text += f", {phase.capitalize()}: {seconds:.3f} seconds"
     return text
 
 

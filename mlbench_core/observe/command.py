@@ -14,14 +14,14 @@ from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.observe.options import USAGE, Options, parse_options
 from mlbench_core.observe.output import watch_output
-from mlbench_core.observe.script import end_as_python, run_script
-from mlbench_core.observe.table import NO_STEP
+from mlbench_core.observe.script import check_script, end_as_python, run_script
+from mlbench_core.observe.table import FAILED_EARLY, NO_STEP
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment, mask_command_line
 from mlbench_core.tasks import command_options
 from mlbench_core.tracking.clock import cuda_in_use
-from mlbench_core.tracking.process_end import call_at_end, forget, state_after
+from mlbench_core.tracking.process_end import call_at_end, delay_sigterm, forget, state_after
 from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["main"]
@@ -70,7 +70,9 @@ class _ObservedRun:
         made = [make_method(choice) for choice in choices if choice is not None]
         methods = [method for method in made if method is not None]
         self.observer = Observer(self.tracker, methods, on_begin=self._describe)
-        watch_output(options.metrics, self._record)
+        self._metrics = options.metrics
+        self._recorded: set[str] = set()
+        watch_output(self._metrics, self._record)
         self._is_over = False
 
     def _describe(self) -> None:
@@ -104,6 +106,7 @@ class _ObservedRun:
 
     def _record(self, name: str, value: float) -> None:
         tracker = self.tracker
+        self._recorded.add(name)
         # The value may reach the goal, whose times are those that are booked by then.
         self.observer.clock.traffic.end_interval(tracker)
         if name == self._goal_metric:
@@ -113,25 +116,33 @@ class _ObservedRun:
         tracker.record_stat(name, value, log_to_api=self.rank == 0)
         tracker.is_training = was_training
 
+    @delay_sigterm()
     def finish(self, error: BaseException | None) -> None:
         """Write the result and print the table; a second call does nothing."""
         if self._is_over:
             return
         self._is_over = True
         self.observer.__exit__()
-        if error is None and self.observer.clock.steps == 0:
-            error = MLBenchError(NO_STEP)
+        if self.observer.clock.steps == 0:
+            unmeasured = [f"everything: {NO_STEP if error is None else FAILED_EARLY}"]
+            error = error or MLBenchError(NO_STEP)
+        else:
+            unmeasured = self.observer.unmeasured()
+            for metric in self._metrics:
+                if metric.name not in self._recorded:
+                    pattern = metric.regex.pattern
+                    unmeasured.append(f"{metric.name}: no line of the output has {pattern!r}")
         if error is None:
             self.tracker.publish_summary(self.world_size)
         self.tracker.end(error=error)
-        self.results.sink.add_to_end({"not_measured": self.observer.unmeasured()})
+        self.results.sink.add_to_end({"not_measured": unmeasured})
         try:
             self.results.__exit__(type(error) if error else None, error, None)
         finally:
             if self._workers is not None:
                 self._workers.leave()
             if self.rank == 0:
-                text = self.observer.table(self.world_size)
+                text = self.observer.table(self.world_size, unmeasured)
                 sys.stdout.flush()
                 sys.stderr.write(f"{text}\n  result: {self.results.folder}\n")
 
@@ -151,6 +162,8 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     try:
         options = parse_options(words)
+        if not options.is_module:
+            check_script(options.script)
         environment = detect_environment()
         place = environment.place()
         # A script finds its place in the variables of torchrun, however it was launched.
@@ -172,13 +185,14 @@ def main(words: Sequence[str] | None = None) -> None:
         run_script(options.script, options.arguments, options.is_module)
     except BaseException as raised:
         error = raised
-    forget(stop)
     failed = error if state_after(error) != "finished" else None
     try:
         run.finish(failed)
     except MLBenchError as problem:
         sys.stderr.write(f"mlbench observe: error: {problem}\n")
         raise SystemExit(1) from None
+    finally:
+        forget(stop)
     if isinstance(error, ConfigurationError):
         sys.stderr.write(f"mlbench observe: error: {error}\n")
         raise SystemExit(2)

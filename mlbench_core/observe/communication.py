@@ -110,8 +110,10 @@ class CommunicationObserver:
         )
         self._method_clock = CommunicationClock()
         self._nested = threading.local()
-        # Collectives whose end nobody has waited for yet.
+        # Collectives whose end nobody has waited for yet, with the moment on a clock that stands
+        # still during waits.
         self._sent_s: dict[Any, float] = {}
+        self._waited_s = 0.0
         self.unmeasured: dict[str, None] = {}
 
     @property
@@ -132,6 +134,8 @@ class CommunicationObserver:
         _clock = self.clock
         patches.replace(dist.Work, "wait", self._wait)
         patches.replace(DistributedDataParallel, "__init__", self._constructor)
+        if self._methods:
+            patches.replace(CommunicationClock, "report", self._report)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
 
     # ------------------------------------------------------------------ collectives
@@ -172,10 +176,11 @@ class CommunicationObserver:
                 nested.is_inside = False
                 if waits:
                     clock.wait_ends()
+                    self._waited_s += time.perf_counter() - begin_s
             if is_async and work is not None and not traffic.in_hook:
                 if len(self._sent_s) >= _MOST_WORKS:
                     self._sent_s.clear()
-                self._sent_s[work] = begin_s
+                self._sent_s[work] = begin_s - self._waited_s
             return work
 
         return observed
@@ -195,6 +200,14 @@ class CommunicationObserver:
         if self._methods:
             self._method_clock.report(self)
 
+    def _report(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Take over the collectives of the library's optimizers, which have no tracker here."""
+
+        def report(clock: CommunicationClock, tracker: Any | None) -> None:
+            original(clock, self if tracker is None else tracker)
+
+        return report
+
     def record_collective(
         self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
     ) -> None:
@@ -210,16 +223,18 @@ class CommunicationObserver:
             # A work that the wrapper above did not return, such as that of DDP's hook.
             if begin_s is None or not clock.is_open or clock.is_waiting:
                 return original(work, *args, **kwargs)
+            wait_s = time.perf_counter()
             if cuda_in_use():
                 # The host does not wait for it, so its times say nothing.
                 self.unmeasured[_ON_STREAMS] = None
             else:
-                clock.traffic.add_hidden(time.perf_counter() - begin_s)
+                clock.traffic.add_hidden(begin_s, wait_s - self._waited_s)
             clock.wait_begins()
             try:
                 return original(work, *args, **kwargs)
             finally:
                 clock.wait_ends()
+                self._waited_s += time.perf_counter() - wait_s
 
         return wait
 
@@ -242,7 +257,12 @@ class CommunicationObserver:
         if model.find_unused_parameters:
             self.unmeasured["the search for unused parameters by DistributedDataParallel"] = None
         for method in self._methods:
-            arguments = method.hook(model)
+            # An optimizer that the method makes, such as DiLoCo's outer one, ends no step.
+            self.clock.optimizer_depth += 1
+            try:
+                arguments = method.hook(model)
+            finally:
+                self.clock.optimizer_depth -= 1
             if arguments is not None:
                 if model in self._hooks:
                     raise refusal(method.choice, "own hook")

@@ -192,8 +192,6 @@ class Observer:
     def unmeasured(self) -> list[str]:
         """Return each thing that was not measured, with the reason."""
         reasons = list(self.communication.unmeasured)
-        if self.clock.steps == 0:
-            return [f"everything: {table.NO_STEP}"]
         if not self.clock.has_fetched:
             reasons.append("data: no DataLoader was read")
         if not self.clock.has_optimizer:
@@ -210,16 +208,17 @@ class Observer:
             reasons.append("loss: backward() was not called on a number")
         return reasons
 
-    def table(self, world_size: int) -> str:
+    def table(self, world_size: int, unmeasured: Sequence[str]) -> str:
         """Return the table of this worker.
 
         Args:
             world_size: Number of workers.
+            unmeasured: Each thing that was not measured, with the reason.
         """
         totals, first = self.tracker.totals(), self._first
         if first is None:
-            return table.table({"steps": "0"}, self.unmeasured())
-        return table.table(self._rows(totals, first, world_size), self.unmeasured())
+            return table.table({"steps": "0"}, unmeasured)
+        return table.table(self._rows(totals, first, world_size), unmeasured)
 
     def _rows(
         self, totals: dict[str, Any], first: dict[str, Any], world_size: int

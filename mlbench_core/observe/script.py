@@ -16,11 +16,24 @@ from types import TracebackType
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["end_as_python", "run_script"]
+__all__ = ["check_script", "end_as_python", "run_script"]
+
+
+def check_script(script: str) -> None:
+    """Check a script before anything is written for it.
+
+    Raises:
+        ConfigurationError: It does not exist.
+    """
+    if not Path(script).exists():
+        raise ConfigurationError(
+            f"the script {script} does not exist in {os.getcwd()}: give its path, before its "
+            "arguments"
+        )
 
 
 def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:
-    """Run a script as ``__main__``, as ``python SCRIPT ARGUMENTS`` does.
+    """Run a script that exists as ``__main__``, as ``python SCRIPT ARGUMENTS`` does.
 
     ``sys.argv`` has the words as they were typed, and the folder of the script is first in
     ``sys.path``. A module is run as with ``python -m``.
@@ -31,7 +44,7 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
         is_module: True for a module.
 
     Raises:
-        ConfigurationError: The script or module does not exist.
+        ConfigurationError: The module does not exist.
         BaseException: That of the script, ``SystemExit`` too.
     """
     if is_module:
@@ -43,11 +56,6 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
         sys.argv[:] = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
         return
-    if not path.is_file():
-        raise ConfigurationError(
-            f"the script {script} does not exist in {os.getcwd()}: give its path, before its "
-            "arguments"
-        )
     sys.argv[:] = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
     main = types.ModuleType("__main__")

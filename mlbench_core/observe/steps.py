@@ -205,6 +205,9 @@ class StepClock:
     def add_optimizer(self, optimizer: Any) -> None:
         """Note that the script has made an optimizer."""
         self.has_optimizer = True
+        # One that is made in the middle of a step is a part of another one, or of a method.
+        if self.optimizer_depth or self.is_in_backward:
+            return
         self._known.add(optimizer)
         self._waited_for.add(optimizer)
 

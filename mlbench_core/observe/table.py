@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOT_MEASURED", "NO_STEP", "run_rows", "table"]
+__all__ = ["FAILED_EARLY", "NOT_MEASURED", "NO_STEP", "run_rows", "table"]
 
 NOT_MEASURED = "not measured"
 NO_STEP = (
@@ -13,6 +13,7 @@ NO_STEP = (
     "Processes that the script starts itself, as with mp.spawn, are not observed"
 )
 """Why the result of a script is empty."""
+FAILED_EARLY = "the script ended before its first step"
 
 
 def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:

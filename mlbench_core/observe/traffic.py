@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,9 @@ from mlbench_core.tracking.clock import cuda_event, cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["Traffic"]
+
+# Older flights than this number are forgotten.
+_MOST_FLIGHTS = 1000
 
 
 class Traffic:
@@ -42,15 +45,30 @@ class Traffic:
         self._exposed_s = 0.0
         self._hidden_s = 0.0
         self._waited_s = 0.0
+        # Times in which collectives were on their way, in their order and apart from each other.
+        self._flights: deque[tuple[float, float]] = deque(maxlen=_MOST_FLIGHTS)
 
     def add(self, op: str, group: int, size_bytes: int, overlapped: bool, calls: int = 1) -> None:
         """Count calls of a collective."""
         self.counts[op, group, size_bytes, overlapped] += calls
         self.size_bytes += calls * size_bytes
 
-    def add_hidden(self, seconds: float) -> None:
-        """Add the time of a collective during which training went on."""
-        self._hidden_s += seconds
+    def add_hidden(self, begin_s: float, end_s: float) -> None:
+        """Add the time of a collective during which training went on.
+
+        If several collectives are on their way at once, each moment counts once.
+
+        Args:
+            begin_s: Moment at which it was sent, on a clock that stands still while training waits.
+            end_s: Moment at which training begins to wait for it, not before that of the last call.
+        """
+        self._hidden_s += end_s - begin_s
+        first_s = begin_s
+        while self._flights and self._flights[-1][1] >= begin_s:
+            other_begin_s, other_end_s = self._flights.pop()
+            self._hidden_s -= other_end_s - max(other_begin_s, begin_s)
+            first_s = min(first_s, other_begin_s)
+        self._flights.append((first_s, end_s))
 
     def bucket_begins(self, is_cuda: bool) -> None:
         """Note that all gradients of one of DDP's buckets are computed."""

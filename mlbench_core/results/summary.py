@@ -89,7 +89,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     number = configuration.get("workers") or len(ranks)
     totals = list(map(operator.attrgetter("totals"), ranks))
     is_measured = _is_communication_measured(ranks, number)
-    unmeasured = _unmeasured_phases(ends[0], is_measured)
+    unmeasured = _unmeasured_phases(configuration, first.totals, is_measured)
     times = _slowest_and_first(totals, unmeasured)
     train_s = times["slowest"]["train_s"]
     samples, tokens = sum(_each(totals, "samples")), sum(_each(totals, "tokens"))
@@ -202,15 +202,22 @@ def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     return {"all_workers": total, "rank_0": values[0]}
 
 
-def _unmeasured_phases(end: Mapping[str, Any], is_communication_measured: bool) -> set[str]:
+def _unmeasured_phases(
+    configuration: Mapping[str, Any], totals: Mapping[str, Any], is_communication_measured: bool
+) -> set[str]:
     """Return the phases whose times are unknown, not 0."""
     phases = set()
     if not is_communication_measured:
         phases.add("communication")
-    for reason in end.get("not_measured", ()):
-        # An observed script that loads its data by itself: the time is a part of the others.
-        if str(reason).startswith("data:"):
-            phases.add("data")
+    # Only scripts that are observed, or that have no epochs, count steps.
+    if configuration.get("unit") == "steps":
+        if not totals.get("batches"):
+            phases.update(TRACKER_PHASES)
+        # Without these steps, the time is a part of the others, as if a script loads its data by
+        # itself.
+        for step, phase in (("batch_load", "data"), ("comp_metrics", "metrics")):
+            if step not in totals.get("steps_s", {}):
+                phases.add(phase)
     return phases
 
 
@@ -221,7 +228,7 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
     phases: dict[str, Any] = {}
     for phase, tracked in TRACKER_PHASES.items():
         phases[f"{phase}_s"] = totals.get(f"{tracked}_s", 0.0)
-    other_s = max(0.0, train_s - sum(phases.values()))
+    other_s: float | None = max(0.0, train_s - sum(phases.values()))
     communication = dict.fromkeys(
         ("communication_total_s", "communication_exposed_s", "communication_hidden_s")
     )
@@ -234,6 +241,8 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
     for phase in unmeasured:
         phases[f"{phase}_s"] = None
+    if "compute" in unmeasured:
+        other_s = None
     # Lines of earlier versions lack them, and then so does the result that verification computes
     # again.
     for name in ("communication_cpu_s", "compute_cpu_s"):
@@ -376,7 +385,9 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     def times_of(worker: str) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
-        phases_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
+        named_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
+        # The master takes numbers only.
+        phases_s = {phase: value for phase, value in named_s.items() if value is not None}
         reached_s = goal["time_to_goal_s"]
         if reached_s is not None:
             reached_s = reached_s[worker]

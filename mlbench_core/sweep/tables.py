@@ -145,7 +145,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "times_low": ratio_low,
         "times_high": ratio_high,
         "sent_mb": None if sent is None else sent / _MEGA,
-        "exchanges": _median(map(attrgetter("exchanges"), whole)),
+        "exchanges": _median(map(attrgetter("exchanges_to_goal"), whole)),
         "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
         "steps_to_goal": _median(map(attrgetter("steps_to_goal"), in_steps)),
         "tokens_to_goal": _median(map(attrgetter("tokens_to_goal"), in_steps)),

@@ -7,15 +7,16 @@ SIGTERM, with which launchers and job queues stop a process, ends Python without
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["call_at_end", "forget", "state_after", "uncaught_error"]
+__all__ = ["call_at_end", "delay_sigterm", "forget", "state_after", "uncaught_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,29 @@ def forget(function: Callable[[str], None]) -> None:
     """Do not call the function any more."""
     if function in _functions:
         _functions.remove(function)
+
+
+@contextlib.contextmanager
+def delay_sigterm() -> Iterator[None]:
+    """Let SIGTERM act only after the block.
+
+    A launcher sends it to all workers as soon as one has failed. The others then write the result
+    of the failed run, perhaps. In threads other than the main one, the block is as any other.
+    """
+    arrived = []
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    # None is a handler that was not set by Python.
+    if not is_main or handler is None:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: arrived.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if arrived:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _call_all(state: str) -> None:

@@ -44,6 +44,7 @@ from mlbench_core.results.folder import (
 )
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
+from mlbench_core.tracking.process_end import delay_sigterm
 
 __all__ = ["FREE_OPTIONS", "RunFolder"]
 
@@ -131,7 +132,7 @@ class RunFolder:
             except OSError as error:
                 raise ConfigurationError(
                     f"the result folder {folder} cannot be written ({error.strerror or error}): "
-                    "choose another --root-output, on a disk with space"
+                    "choose another one by --root-output, or by --output for an observed script"
                 ) from error
             except ConfigurationError:
                 self._claimed.close()
@@ -156,6 +157,7 @@ class RunFolder:
     ) -> None:
         self.end(error)
 
+    @delay_sigterm()
     def end(self, error: BaseException | None = None, *, alone: bool = False) -> None:
         """Write the result.
 
@@ -207,9 +209,7 @@ class RunFolder:
             return
         text = f"the result in {self.folder} is incomplete: {loss}"
         if error is None:
-            raise MLBenchError(
-                f"{text}: free space, or choose another --root-output, and run it again"
-            )
+            raise MLBenchError(f"{text}: free space, or choose another folder, and run it again")
         # An exception here would hide how the training itself failed.
         logger.error("%s", text)
 

@@ -122,13 +122,16 @@ def _by_rank(latest: Iterable[tuple[str, Point]]) -> dict[int, dict[str, float]]
     return by_rank
 
 
-def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) -> list[PhaseBar]:
-    """Return the times of worker 0 in each of the latest epochs.
+def epoch_phases(
+    store: Store, owner: str, latest: Iterable[tuple[str, Point]], unit: str = "epochs"
+) -> list[PhaseBar]:
+    """Return the times of worker 0 in each of the latest epochs, or intervals of steps.
 
     Args:
         store: The database.
         owner: Owner of the metrics.
         latest: Name and latest entry of each metric of the run.
+        unit: ``"steps"`` if the run counts them; an entry then has the number of finished steps.
     """
     steps = {}
     for name, _ in latest:
@@ -153,8 +156,13 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
             epochs[index][phase] = epochs[index].get(phase, 0.0) + max(total - before, 0.0)
             before = total
     bars = []
+    finished = 0
     for index, (seconds, point) in enumerate(zip(epochs, longest, strict=True)):
-        bars.append(PhaseBar(f"Epoch {_epoch(point, index)}", _stacked(seconds)))
+        label = f"Epoch {_epoch(point, index)}"
+        if unit == "steps":
+            before, finished = finished, _epoch(point, index) - 1
+            label = f"Steps {before + 1} to {finished}"
+        bars.append(PhaseBar(label, _stacked(seconds)))
     return bars[-MOST_EPOCHS:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -64,10 +65,11 @@ def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart
     goal = run.goal_record
     to_goal = goal.phases_s if goal else {}
     totals = total_phases(latest, result, to_goal)
-    unknown: tuple[str, ...] = ()
+    unknown = _unknown_phases(result)
     if totals and not is_measured(totals, result, run.worker_count):
-        unknown = ("communication", "hidden")
-    epochs = epoch_phases(store, owner, latest)
+        unknown |= {"communication", "hidden"}
+    progress = progress_of(store, run, dict(latest))
+    epochs = epoch_phases(store, owner, latest, progress.plan.unit)
     configuration = result.get("configuration")
     if not configuration:
         configuration = describe_run(run.to_json(), run.num_workers)
@@ -84,12 +86,14 @@ def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart
         facts=_facts(run, folder),
         reason=str(run.metadata_dict().get("reason") or ""),
         failed=_failure(run, engine),
-        progress=progress_of(store, run, dict(latest)),
+        progress=progress,
         has_result=bool(result),
         phases=PHASE_TITLES,
         totals=totals,
         longest_total=longest_s(totals),
         unknown=unknown,
+        not_measured=_texts(result.get("not_measured")),
+        bytes_on_wire=_bytes_on_wire(result),
         epochs=epochs,
         longest_epoch=longest_s(epochs),
         configuration=_flat(configuration),
@@ -127,6 +131,28 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
+
+
+def _unknown_phases(result: Mapping[str, Any]) -> set[str]:
+    """Return the phases whose time a result has as unknown."""
+    # A worker wrote the result, so it may hold anything.
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        times = result["times"]["rank_0"]
+        return {phase for phase in PHASE_TITLES if times.get(f"{phase}_s", 0.0) is None}
+    return set()
+
+
+def _texts(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else []
+
+
+def _bytes_on_wire(result: Mapping[str, Any]) -> float | None:
+    """Return the bytes of worker 0; None if they are unknown, or if it sent none."""
+    with contextlib.suppress(KeyError, TypeError):
+        count = result["bytes_on_wire"]["rank_0"]
+        if isinstance(count, (int, float)) and count > 0:
+            return float(count)
+    return None
 
 
 def _facts(run: Run, folder: _Folder) -> dict[str, str]:

@@ -193,3 +193,13 @@ def test_a_run_that_cannot_be_used_is_left_out_with_one_line(folder: Path, call:
     ]
     # The same run alone is an error that names it.
     assert "damaged" in call("predict", str(damaged), *arguments[2:], code=1).stderr
+
+
+def test_scripts_with_different_optimizers_have_different_names(folder: Path, call: Call) -> None:
+    for optimizer in ("muon", None):
+        options = {} if optimizer is None else {"optimizer": optimizer}
+        names = {"task": None, "program": "train.py", "algorithm": "as-is", "options": options}
+        write_run(folder / str(optimizer), workers=2, **names)
+    shown = call("predict", str(folder), "--network", "lan-1g", "--workers", "2")
+    for name in ("train.py, as-is, muon  ", "train.py, as-is  "):
+        assert f"\n{name}" in shown.stdout

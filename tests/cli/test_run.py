@@ -767,6 +767,20 @@ def test_wait_finds_a_metric_to_show_without_a_task(
     assert "a-1: finished, 2 epochs done, F1 0.75" in capsys.readouterr().err
 
 
+def test_wait_shows_the_metric_of_a_script_without_epochs(
+    fake: FakeMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlbench_cli._client import MasterClient
+
+    run_id = fake.add("a-1", val_loss=0.5)
+    goal = _wait.Goal(GoalAim("val_loss", 0.25, minimize=True), has_epochs=False)
+    with MasterClient(fake.url) as client:
+        _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], goal)
+    assert "a-1: finished, val_loss 0.5 of 0.25" in capsys.readouterr().err
+    # Without a goal, no number of epochs is made up.
+    assert _wait.Progress("a", goal=_wait.Goal(GoalAim(), has_epochs=False)).epoch_text == "-"
+
+
 @pytest.mark.parametrize(
     ("value", "goal", "fraction"),
     [

@@ -87,6 +87,13 @@ def test_a_curve_has_the_values_of_rank_0_with_the_bytes_of_all_workers(tmp_path
     assert RunRecord("a").curve("train_loss") == []
 
 
+def test_exchanges_until_the_goal_of_a_run_that_went_on(tmp_path: Path) -> None:
+    record = read(write_run(tmp_path / "run", epochs=5))
+    assert (record.steps_to_goal, record.exchanges, record.exchanges_to_goal) == (30, 50, 30)
+    missed = read(write_run(tmp_path / "missed", accuracies=(1.0, 2.0)))
+    assert (missed.exchanges, missed.exchanges_to_goal) == (20, 20)
+
+
 def test_a_curve_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=1, accuracies=(1.0, 2.0), finish=False)
     sink = LinesSink(lines_path(folder, 0), 0, "run", Configuration(workers=1).to_dict())

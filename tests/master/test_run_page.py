@@ -192,6 +192,29 @@ def test_phases_are_those_of_the_slowest_worker_and_hidden_communication_is_a_pa
     assert "Slowest worker in each phase 5 not measured" in part(page_of(client, run_id), "times")
 
 
+def test_intervals_of_steps_and_what_was_not_measured(client: TestClient) -> None:
+    run_id = start(client)
+    plan = {"metric": None, "unit": "steps"}
+    send(client, run_id, ("plan @ 0", json.dumps(plan)))
+    for finished, seconds in ((1, 2), (16, 5)):
+        send(client, run_id, ("cum_backprop @ 0", seconds), epoch=finished)
+    times = {"compute_s": 5.0, "communication_s": 0.0, "data_s": None, "metrics_s": None}
+    result = {
+        "times": {"slowest": times, "rank_0": times},
+        "exchanges": 16,
+        "bytes_on_wire": {"rank_0": 72_000_000},
+        "not_measured": ["data: no <DataLoader> was read"],
+    }
+    send(client, run_id, ("result @ 0", json.dumps(result)))
+    page = page_of(client, run_id)
+    assert "Worker 0, steps 1 to 16" in part(page, "phases")
+    assert "Worker 0 sent 72 MB on the wire." in page
+    assert "Not measured: data: no &lt;DataLoader&gt; was read." in page
+    table = part(page, "times")
+    assert "Slowest worker in each phase 5 0 0 not measured not measured 0 0 5" in table
+    assert "Steps 1 to 1 2" in table and "Steps 2 to 16 3" in table
+
+
 def test_names_and_values_are_text_and_long_ones_are_cut(client: TestClient) -> None:
     run_id = start(client)
     send(client, run_id, ("<script>alert(1)</script>", "<img src=x>"), ("long", "y" * 10_000))

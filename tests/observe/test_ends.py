@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.results.folder import verify_folder
 from tests.observe.conftest import SCRIPTS, Runner
 from tests.observe.test_scripts import both
@@ -105,3 +106,27 @@ def test_missing_script(runner: Runner) -> None:
     run = runner.run("missing")
     assert run.statuses == [2]
     assert "missing.py does not exist in" in run.logs[0]
+    # Nothing is written for it.
+    assert "steps" not in run.logs[0]
+    assert not run.folder.exists()
+
+
+def test_refused_script(runner: Runner) -> None:
+    """The times of a script that ends before its first step are unknown, not 0."""
+    run = runner.run("hand_written", 2, options=("--method", "bf16"))
+    assert run.statuses == [2, 2]
+    assert "not measured: everything: the script ended before its first step" in run.logs[0]
+    assert "mp.spawn" not in run.logs[0]
+    times = run.result["times"]["rank_0"]
+    assert [times[f"{phase}_s"] for phase in ("compute", "communication", "data")] == [None] * 3
+    assert RunRecord.from_result(run.result).total_s is None
+    assert verify_folder(run.folder) == []
+
+
+def test_sigterm_while_the_result_is_written(runner: Runner) -> None:
+    """A launcher sends it as soon as another worker has failed, and the result is whole."""
+    run = runner.run("ending", 1, arguments=["sigterm late"])
+    assert run.statuses == [-15]
+    assert run.result["run"]["reason"] == "RuntimeError: out of luck"
+    assert run.logs[0].count("seconds of a step") == 1
+    assert verify_folder(run.folder) == []

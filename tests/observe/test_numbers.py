@@ -44,6 +44,24 @@ def test_data_loader_and_evaluation(runner: Runner) -> None:
     assert sum(entry["calls"] for entry in result["goal"]["collectives"]) > 8
 
 
+@pytest.mark.parametrize("option", ["--method=diloco:period=3", "--optimizer=one_bit_adam"])
+def test_steps_and_bytes_of_a_method(runner: Runner, option: str) -> None:
+    """The optimizers inside of a method end no steps, and its messages are counted."""
+    run = runner.run("ddp_loader", 2, options=[option])
+    assert run.statuses == [0, 0], run.logs
+    (losses,) = {len(report["losses"]) for report in run.reports}
+    assert run.result["batches"] == losses
+    for rank in (0, 1):
+        (end,) = run.lines("end", rank)
+        # Five exchanges of all weights in 16 steps, or gradients in the warm-up of 1-bit Adam.
+        weights_bytes = run.reports[rank]["bytes"] // losses
+        exchanges = 5 if "diloco" in option else losses
+        sent_bytes = sum(entry["bytes"] for entry in end["collectives"])
+        assert sent_bytes == end["totals"]["communication_size_bytes"]
+        # The statistics of BatchNorm and the scales are a small part of it.
+        assert 1 <= sent_bytes / (exchanges * weights_bytes) < 1.004
+
+
 def test_loading_is_data(runner: Runner) -> None:
     run = runner.run("plain", 1)
     times = run.result["times"]["rank_0"]
@@ -84,6 +102,15 @@ def test_goal_that_is_missed_ends_nothing(runner: Runner) -> None:
     assert run.statuses == [0]
     assert run.result["goal"]["reached"] is False
     assert run.result["batches"] == 6
+
+
+def test_a_metric_that_no_line_has(runner: Runner) -> None:
+    never = ("--metric", "acc=accuracy ([0-9.]+)", "--goal", "acc>=1")
+    run = runner.run("evaluation", 1, options=(*METRIC, *never))
+    assert run.result["goal"]["reached"] is False
+    reason = "val_acc: no line of the output has 'accuracy ([0-9.]+)'"
+    assert run.result["not_measured"][-1] == reason
+    assert run.logs[0].count(reason) == 1
 
 
 def test_sharded_parameters_say_what_is_not_seen(runner: Runner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe.observer import Observer
+from mlbench_core.observe.traffic import Traffic
 from mlbench_core.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,6 +73,34 @@ def test_unused_optimizer_delays_steps_only_at_first() -> None:
         del unused
     # The first 16 steps count as one.
     assert watched.clock.steps == 25
+
+
+def test_an_optimizer_made_within_a_step_is_a_part_of_it() -> None:
+    """As DiLoCo's outer optimizer, it does not belong to the cycle of the script's optimizers."""
+    weight = nn.Parameter(torch.ones(1))
+
+    class WithInner(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.optim.SGD([weight], lr=1.0)
+            return super().step(closure)
+
+    with observer() as watched:
+        optimizer = WithInner([weight], lr=0.1)
+        for _ in range(3):
+            weight.sum().backward()
+            optimizer.step()
+    assert watched.clock.steps == 3
+
+
+def test_moments_of_several_collectives_count_once() -> None:
+    """The hidden time is that of the union of their flights, in any order of the waits."""
+    flights = [(0.0, 10.0), (8.0, 12.0), (20.0, 21.0), (22.0, 23.0), (9.0, 23.0), (24.0, 26.0)]
+    traffic, tracker = Traffic(), Tracker([], "run", 0, progress=False)
+    traffic.add("all_reduce", 2, 4, True)
+    for begin_s, end_s in flights:
+        traffic.add_hidden(begin_s, end_s)
+    traffic.end_interval(tracker)
+    assert tracker.totals()["communication_total_s"] == 25.0
 
 
 def test_learning_rate_is_read_once_per_interval() -> None:

@@ -43,6 +43,25 @@ def test_a_goal_up_to_the_step_of_the_checkpoint_stays_reached(step: int, is_kep
     assert (result["goal"] is not None) == is_kept
 
 
+@pytest.mark.parametrize(
+    ("totals", "unknown"),
+    [
+        ({}, {"compute_s", "communication_s", "metrics_s", "data_s", "other_s"}),
+        ({"batches": 2, "steps_s": {"backprop": 1.0}}, {"metrics_s", "data_s"}),
+        ({"batches": 2, "steps_s": {"batch_load": 1.0, "comp_metrics": 0.1}}, set()),
+    ],
+)
+def test_a_script_that_loads_its_data_by_itself_was_killed(
+    totals: dict[str, Any], unknown: set[str]
+) -> None:
+    """Without its last line, too, a time that nobody measured is unknown, not 0."""
+    first = start(step=0)
+    first["configuration"]["unit"] = "steps"
+    times = summarize([first, line("epoch", epoch=0, totals=totals)], {})["times"]["rank_0"]
+    phases = {"compute_s", "communication_s", "metrics_s", "data_s", "other_s"}
+    assert {name for name in phases if times[name] is None} == unknown
+
+
 def test_batches_of_no_time_count_in_the_quantiles() -> None:
     ends = [line("end", state="finished", batch_times=[[0, 60], [0, 40]])]
     found = summarize([start(step=0), *ends], {})["batch_s"]

@@ -25,6 +25,16 @@ match sys.argv[2]:
     case "sigterm":
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
+    case "sigterm late":
+        # While finish_folder() writes the result.
+        writing = os.fsync
+
+        def stop(file):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return writing(file)
+
+        os.fsync = stop
+        fail()
     case "exit":
         sys.exit(7)
     case "message":
