@@ -19,9 +19,26 @@ from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, spee
 from mlbench_core.sweep.tuning import Tuning
 from mlbench_core.sweep.winners import Map
 
-__all__ = ["listed", "map_sentence", "per_network", "seconds", "summary", "tuning_rule"]
+__all__ = [
+    "NOT_TUNED",
+    "TESTS",
+    "leads",
+    "listed",
+    "map_sentence",
+    "per_network",
+    "seconds",
+    "summary",
+    "tuning_rule",
+]
 
-_TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
+NOT_TUNED = (
+    "The methods are not tuned: each ran with one choice of its settings, and another choice can "
+    "change their order."
+)
+"""The sentence that stands before all results of a sweep without tuning."""
+
+TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
+"""The texts for the results of :func:`~mlbench_core.sweep.outcome.differ`."""
 
 
 def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
@@ -132,17 +149,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         text += f", {first.missed} {outcome.not_within(first.network, first.workers)}"
     if first.failed:
         text += f", {first.failed} ended with an error"
-    # A method that missed the goal may have the least median, but it is not called the fastest.
-    verb = "had the least median"
-    if first.complete:
-        verb = "was fastest" if outcome.is_tuned else "had the least time"
-    if outcome.modelled is not None:
-        verb = {
-            "was fastest": "is modelled as fastest",
-            "had the least time": "has the least modelled time",
-            "had the least median": "has the least modelled median",
-        }[verb]
-    parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
+    parts = [f"{first.algorithm} {leads(outcome, first)}, {seconds(first.median_s)} ({text})"]
     baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
@@ -153,10 +160,25 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     second = others[0]
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    test = _TESTS[differ(first, second, row)]
+    test = TESTS[differ(first, second, row)]
     if second is baseline:
         return f"{text} {second.algorithm} is also the second; {test}."
     return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {test}."
+
+
+def leads(outcome: Outcome, first: Cell) -> str:
+    """Return the verb of the sentence on the cell with the least median, such as "was fastest"."""
+    # A method that missed the goal may have the least median, but it is not called the fastest.
+    verb = "had the least median"
+    if first.complete:
+        verb = "was fastest" if outcome.is_tuned else "had the least time"
+    if outcome.modelled is None:
+        return verb
+    return {
+        "was fastest": "is modelled as fastest",
+        "had the least time": "has the least modelled time",
+        "had the least median": "has the least modelled median",
+    }[verb]
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
@@ -188,12 +210,8 @@ def _first_lines(outcome: Outcome) -> list[str]:
     sentences = _modelled(outcome)
     if outcome.is_tuned:
         return sentences
-    not_tuned = (
-        "The methods are not tuned: each ran with one choice of its settings, "
-        "and another choice can change their order."
-    )
     # The first line says both.
-    return [" ".join([*sentences[:1], not_tuned]), *sentences[1:]]
+    return [" ".join([*sentences[:1], NOT_TUNED]), *sentences[1:]]
 
 
 def _modelled(outcome: Outcome) -> list[str]:
