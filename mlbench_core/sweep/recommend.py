@@ -37,10 +37,14 @@ from mlbench_core.sweep.modelled import (
 )
 from mlbench_core.sweep.outcome import Cell, Outcome, differ, gather, order
 from mlbench_core.sweep.tables import cell_row, known_median
-from mlbench_core.sweep.words import NOT_TUNED, TESTS, leads, listed, seconds
+from mlbench_core.sweep.words import NOT_TUNED, TESTS, leads, listed, places_text, seconds
 
 __all__ = ["Advice", "Runs", "read_runs", "recommend"]
 
+_CROWDED = (
+    "measured with more workers than cores, so these times compare methods, and are too long for a "
+    "comparison with fewer workers"
+)
 _NUMBERS = (
     "step_s",
     "step_range_s",
@@ -119,14 +123,12 @@ def read_runs(folder: Path) -> Runs:
         raise ConfigurationError(
             f"FOLDER must have runs that have ended, unlike {folder}: run the sweep first"
         )
-    for record in runs.records.values():
-        # The settings of a run that was stopped early may be unknown.
-        is_aimless = "goal" in record.configuration and not record.goal
-        if is_aimless or record.has_fixed_time:
-            raise ConfigurationError(
-                f"FOLDER must have runs with a goal to reach, not {record.name} with "
-                f"{record.goal_text!r}: 'mlbench predict' shows the seconds of its steps"
-            )
+    # Runs of different goals, or of none and one, are refused when they are gathered.
+    if not any(record.goal and not record.has_fixed_time for record in runs.records.values()):
+        raise ConfigurationError(
+            f"FOLDER must have runs with a goal to reach, unlike {folder}: 'mlbench predict' shows "
+            "the seconds of their steps"
+        )
     return runs
 
 
@@ -185,7 +187,6 @@ def recommend(
         check_int("workers", count)
     rows: list[dict[str, Any]] = []
     sentences = [] if runs.is_tuned else [NOT_TUNED]
-    limits: list[str] = []
     for network in networks:
         name = _name(network, runs)
         outcome = _outcome(runs, name, network)
@@ -198,15 +199,14 @@ def recommend(
                 found.append(_row(runs, chosen, algorithm, (name, network), count, pricing))
         rows += sorted(found, key=_rank)
         sentences += _advice(chosen, name, counts, pricing)
-        limits += _limits(chosen, name, found)
-    sentences += _not_run(runs, counts)
-    return Advice(tuple(rows), (*sentences, *dict.fromkeys(limits)))
+    sentences += [*_not_run(runs, counts), *_limits(rows)]
+    return Advice(tuple(rows), tuple(sentences))
 
 
 def _name(network: Network, runs: Runs) -> str:
-    """Return the name of a network in the folder or in MLBench, else its text."""
+    """Return the name of a network in MLBench or in the folder, else its text."""
     named = {name: entry.network for name, entry in NETWORKS.items()}
-    for name, other in {**runs.networks, **named}.items():
+    for name, other in {**named, **runs.networks}.items():
         if other == network:
             return name
     return str(network)
@@ -311,6 +311,8 @@ def _known(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     caveats: list[str] = []
     ranges = []
     for record in records:
+        if outcome.modelled is None and share_of_core(record) < 1:
+            caveats.append(_CROWDED)
         if isinstance(record, ModelledRecord):
             caveats += record.caveats
             ranges.append(record.step_range_s)
@@ -359,7 +361,10 @@ def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pric
     alone = next((cell for cell in known if cell.workers == 1), None)
     several = [cell for cell in known if cell.workers > 1]
     if not several and (alone is None or 1 not in counts):
-        return [_no_advice(outcome, network, counts)]
+        text = _no_advice(outcome, network, counts)
+        if alone is not None:
+            text += f" One machine needs {_median_text(alone)} with {alone.algorithm}."
+        return [text]
     if not several or known[0] is alone:
         assert alone is not None, "one of them has a time"
         text = f"On {network}: {_named(alone)} {leads(outcome, alone)}, {_median_text(alone)}."
@@ -462,29 +467,20 @@ def _not_run(runs: Runs, counts: Sequence[int]) -> list[str]:
     return sentences
 
 
-def _limits(outcome: Outcome, network: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def _limits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the reasons why numbers are less certain or missing."""
-    less_certain: dict[str, list[str]] = {}
-    missing: dict[str, list[str]] = {}
+    less_certain: dict[str, list[Place]] = {}
+    missing: dict[str, list[Place]] = {}
     for row in rows:
+        place = Place("", row["algorithm"], row["network"], row["workers"])
         for caveat in row["caveats"]:
-            less_certain.setdefault(caveat, []).append(str(row["workers"]))
+            less_certain.setdefault(caveat, []).append(place)
         if row["error"]:
-            place = f"{row['algorithm']} with {plural(row['workers'], 'worker')}"
             missing.setdefault(row["error"], []).append(place)
     sentences = []
-    for caveat, numbers in less_certain.items():
-        places = listed(dict.fromkeys(numbers))
-        sentences.append(f"Less certain: {network} with {places} workers: {caveat}.")
-    for error, names in missing.items():
-        sentences.append(f"No seconds: {listed(names)} on {network}: {error}.")
-    crowded: dict[str, None] = {}
-    for cell in outcome.cells:
-        if outcome.modelled is None and any(share_of_core(r) < 1 for r in cell.group.records):
-            crowded[str(cell.workers)] = None
-    if crowded:
-        sentences.append(
-            f"Measured on {network} with {listed(crowded)} workers on fewer cores: these times "
-            "compare methods, but are too long beside those of fewer workers."
-        )
+    for caveat, places in less_certain.items():
+        sentences.append(f"Less certain: {places_text(places)}: {caveat}.")
+    for error, places in missing.items():
+        names = listed(dict.fromkeys(map(attrgetter("algorithm"), places)))
+        sentences.append(f"No seconds: {names} on {places_text(places)}: {error}.")
     return sentences

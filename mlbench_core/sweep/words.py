@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
-from mlbench_core.sweep.modelled import ModelledRecord
+from mlbench_core.sweep.modelled import ModelledRecord, Place
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.tuning import Tuning
 from mlbench_core.sweep.winners import Map
@@ -26,6 +26,7 @@ __all__ = [
     "listed",
     "map_sentence",
     "per_network",
+    "places_text",
     "seconds",
     "summary",
     "tuning_rule",
@@ -243,10 +244,10 @@ def _modelled(outcome: Outcome) -> list[str]:
             "seeds."
         )
     for caveat, cells in caveats.items():
-        sentences.append(f"Less certain: {_places(cells)}: {caveat}.")
+        sentences.append(f"Less certain: {places_text(cells)}: {caveat}.")
     for reason, cells in reasons.items():
         names = listed(dict.fromkeys(cell.algorithm for cell in cells))
-        sentences.append(f"Not modelled: {names} on {_places(cells)}: {reason}.")
+        sentences.append(f"Not modelled: {names} on {places_text(cells)}: {reason}.")
     return sentences
 
 
@@ -272,7 +273,7 @@ def _leaders(outcome: Outcome) -> list[str]:
             clear[first.algorithm] += 1
     sentences = []
     for name, cells in sorted(leads.items(), key=lambda item: -len(item[1])):
-        text = f"{name} had the least median time on {_places(cells)}"
+        text = f"{name} had the least median time on {places_text(cells)}"
         sentences.append(
             f"{text}. The difference from the second is significant in {clear[name]} of "
             f"{len(cells)} cases."
@@ -280,8 +281,8 @@ def _leaders(outcome: Outcome) -> list[str]:
     return sentences
 
 
-def _places(cells: Sequence[Cell]) -> str:
-    """Return networks, each with its numbers of workers."""
+def places_text(cells: Iterable[Cell | Place]) -> str:
+    """Return networks, each with its numbers of workers, such as "home-fibre (2 and 4 workers)"."""
     workers: dict[str | None, list[str]] = {}
     for cell in cells:
         numbers = workers.setdefault(cell.network, [])
