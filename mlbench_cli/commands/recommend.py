@@ -78,7 +78,9 @@ def recommend(
             "'mlbench predict'"
         )
     if not folder.is_dir():
-        raise click.BadParameter(f"FOLDER must be a folder, not the file {folder}")
+        raise click.BadParameter(
+            f"FOLDER must be a folder, not the file {folder}: give the folder of a sweep"
+        )
     runs = read_runs(folder)
     advice = advise(runs, networks, workers, pricing)
     if as_json:

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,15 @@ from mlbench_core.sweep.modelled import (
 )
 from mlbench_core.sweep.outcome import Cell, Outcome, differ, gather, order
 from mlbench_core.sweep.tables import cell_row, known_median
-from mlbench_core.sweep.words import NOT_TUNED, TESTS, leads, listed, places_text, seconds
+from mlbench_core.sweep.words import (
+    NOT_TUNED,
+    TESTS,
+    leads,
+    listed,
+    places_text,
+    seconds,
+    unfinished,
+)
 
 __all__ = ["Advice", "Runs", "read_runs", "recommend"]
 
@@ -187,6 +195,8 @@ def recommend(
         check_int("workers", count)
     rows: list[dict[str, Any]] = []
     sentences = [] if runs.is_tuned else [NOT_TUNED]
+    names = {place.name for place in runs.places}
+    sentences += unfinished(len(names & {*runs.records, *runs.failed}), len(names))
     for network in networks:
         name = _name(network, runs)
         outcome = _outcome(runs, name, network)
@@ -471,7 +481,7 @@ def _limits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the reasons why numbers are less certain or missing."""
     less_certain: dict[str, list[Place]] = {}
     missing: dict[str, list[Place]] = {}
-    for row in rows:
+    for row in sorted(rows, key=itemgetter("workers")):
         place = Place("", row["algorithm"], row["network"], row["workers"])
         for caveat in row["caveats"]:
             less_certain.setdefault(caveat, []).append(place)

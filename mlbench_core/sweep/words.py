@@ -30,6 +30,7 @@ __all__ = [
     "seconds",
     "summary",
     "tuning_rule",
+    "unfinished",
 ]
 
 NOT_TUNED = (
@@ -51,7 +52,7 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
     """
     return [
         *_first_lines(outcome),
-        *_unfinished(outcome),
+        *unfinished(outcome.ended, outcome.planned),
         *_leaders(outcome),
         *_against_one_worker(outcome),
         *map(map_sentence, maps),
@@ -251,11 +252,12 @@ def _modelled(outcome: Outcome) -> list[str]:
     return sentences
 
 
-def _unfinished(outcome: Outcome) -> list[str]:
+def unfinished(ended: int, planned: int) -> list[str]:
+    """Return a sentence on a sweep that goes on; an empty list if all of its runs have ended."""
     # A page can be made at any time, and a comparison of fewer seeds must say so.
-    if outcome.ended >= outcome.planned:
+    if ended >= planned:
         return []
-    text = f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended."
+    text = f"{ended} of {plural(planned, 'planned run')} have ended."
     return [f"{text} Some configurations have fewer seeds, or no run yet."]
 
 

@@ -162,7 +162,7 @@ def test_a_number_of_workers_without_runs_has_no_time_to_the_goal(is_modelled: b
     assert (
         "The folder has runs of 1 and 2 workers. The time to the goal with 16 is not known" in text
     )
-    assert "with 16 workers has" not in text
+    assert "with 16 workers has" not in text and "have ended" not in text
     assert "Less certain: mobile-lte (16 workers): not within the range of calibration" in text
     only = " ".join(advice(runs(), 16).sentences)
     assert "no time to the goal is known with 16 workers, so no advice. One machine needs" in only
@@ -221,6 +221,13 @@ def test_measured_runs_without_processor_time_are_modelled_from_their_seconds() 
     assert "No seconds: centralized_sgd and power_sgd on mobile-lte (2 workers)" in " ".join(
         lost.sentences
     )
+
+
+def test_a_sweep_that_goes_on_says_so() -> None:
+    found = runs()
+    records = dict(list(found.records.items())[:-2])
+    text = advice(dataclasses.replace(found, records=records), 2).sentences[1]
+    assert text.startswith("10 of 12 planned runs have ended.")
 
 
 def test_bad_numbers_and_different_goals_are_refused() -> None:
