@@ -45,6 +45,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "predict",
         "Predict the time of measured runs on other networks with other numbers of workers.",
     ),
+    "recommend": (
+        "recommend",
+        "Recommend a method and a number of workers for a network, from the runs of a folder.",
+    ),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "set-cluster": ("clusters", "Choose the cluster that run, status and the other commands use."),

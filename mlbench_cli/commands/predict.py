@@ -192,25 +192,9 @@ def _predicted(
     records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
 ) -> dict[str, Any]:
     """Return the predicted figures and the assumption behind them."""
-    from mlbench_core.prediction.model import predict as predict_run
+    from mlbench_core.prediction.repeats import predict_repeats
 
-    by_distance: dict[int, list[RunRecord]] = {}
-    for record in records:
-        count = record.workers or 0
-        if count > 1 and record.collectives is not None:
-            by_distance.setdefault(abs(count - workers), []).append(record)
-    bases = by_distance[min(by_distance)] if by_distance else records[:1]
-    alone = next((record for record in records if record.workers == 1 and record.batches), None)
-    # Without a run of several workers, the prediction from any run raises the error to show.
-    predictions, problems = [], []
-    for base in bases:
-        try:
-            predictions.append(predict_run(base, network, workers, alone, critical_workers))
-        # Another repeat may have the measurement that this one lacks.
-        except ConfigurationError as error:
-            problems.append(error)
-    if not predictions:
-        raise problems[0]
+    predictions = predict_repeats(records, network, workers, critical_workers)
     figures: dict[str, Any] = {**_medians(list(map(dataclasses.asdict, predictions)))}
     for name in _RANGES:
         ranges = list(map(operator.attrgetter(name), predictions))

@@ -4,5 +4,13 @@ from __future__ import annotations
 
 from mlbench_core.prediction.costs import Collective, collective_s
 from mlbench_core.prediction.model import Prediction, predict, predict_time_to_goal
+from mlbench_core.prediction.repeats import predict_repeats
 
-__all__ = ["Collective", "Prediction", "collective_s", "predict", "predict_time_to_goal"]
+__all__ = [
+    "Collective",
+    "Prediction",
+    "collective_s",
+    "predict",
+    "predict_repeats",
+    "predict_time_to_goal",
+]

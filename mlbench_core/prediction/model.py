@@ -12,7 +12,7 @@ from mlbench_core.network.description import Link, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.prediction.costs import Collective, collective_s
 
-__all__ = ["Prediction", "predict", "predict_time_to_goal"]
+__all__ = ["Prediction", "predict", "predict_time_to_goal", "share_of_core"]
 
 # Without a described network, the workers talked inside of one machine.
 _ONE_MACHINE = Network(Link(None))
@@ -266,7 +266,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
     explained_s, _ = _communication_s(measured, there, workers, backward_there_s)
     unexplained_s = max(0.0, waited_s - explained_s)
     if record.communication_cpu_s is None:
-        local_s = unexplained_s * _share_of_core(record)
+        local_s = unexplained_s * share_of_core(record)
         return dataclasses.replace(measured, local_s=local_s)
     # Processor time has no part in which a thread waited for a core.
     local_s = min(unexplained_s, record.communication_cpu_s / _steps_of(record))
@@ -308,11 +308,11 @@ def _compute_s(record: RunRecord) -> tuple[float, float]:
         share = record.compute_cpu_s / seconds if seconds else 1.0
         return record.compute_cpu_s / _steps_of(record), share
     # The measured time of a host that had a part of its processor time only contains that already.
-    share = _share_of_core(record) * _slowest_cpu(_network_of(record), record.workers or 1)
+    share = share_of_core(record) * _slowest_cpu(_network_of(record), record.workers or 1)
     return seconds / _steps_of(record) * share, share
 
 
-def _share_of_core(record: RunRecord) -> float:
+def share_of_core(record: RunRecord) -> float:
     """Return the share of a core that each thread had, below 1 with more threads than cores."""
     cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
     threads = (record.workers or 1) * (record.configuration.get("threads") or 1)

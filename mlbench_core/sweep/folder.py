@@ -34,15 +34,17 @@ from mlbench_core.files import lock, move_into_place, replacing
 from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
 from mlbench_core.sweep.search import Score, Search, score, search_all, tuned_arguments
 
-__all__ = ["RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
+__all__ = ["COPY", "RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 
 RUNS = "runs"
 TUNING = "tuning"
 RECORD = "run.json"
 """The file in the folder of a run with its request and its outcome."""
 
+COPY = "sweep.toml"
+"""The copy of the file of the sweep."""
+
 _CURRENT = "current.json"
-_COPY = "sweep.toml"
 _SCHEMA_VERSION = 1
 # A failed run is tried once more at the next start.
 _MOST_TRIES = 2
@@ -119,10 +121,10 @@ class SweepFolder:
             # Two processes would start the same runs.
             with lock(self.path / ".lock", wait=False):
                 # A sweep can be continued from its copy.
-                if source.resolve() != (self.path / _COPY).resolve():
+                if source.resolve() != (self.path / COPY).resolve():
                     for name, path in files.items():
                         _copy(path, self.path / FILES / copied_name(name))
-                    _copy(source, self.path / _COPY)
+                    _copy(source, self.path / COPY)
                 yield
         except TimeoutError:
             raise ConfigurationError(
@@ -149,6 +151,25 @@ class SweepFolder:
         # A run that was stopped before its workers wrote a line.
         workers = {"workers": point.workers}
         return RunRecord(point.name, state="unfinished", configuration=workers, reached=False)
+
+    def results(self, sweep: Sweep) -> tuple[list[Point], dict[str, RunRecord], set[str]]:
+        """Return the planned runs without trials, and their outcomes.
+
+        Returns:
+            The planned runs, the results of those that ended, by name, and the names of those that
+            ended with an error.
+
+        Raises:
+            ConfigurationError: A result folder is damaged.
+        """
+        points = [point for point in self.planned(sweep) if point.trial is None]
+        records = {}
+        for point in points:
+            record = self.record(point)
+            if record is not None:
+                records[point.name] = record
+        # A run that succeeded at its second try may still have the file of its failure.
+        return points, records, set(self.failures(points)).difference(records)
 
     def searches(self, sweep: Sweep) -> list[Search]:
         """Return the tuning of a sweep as far as its trials have ended, see :func:`search_all`.

@@ -24,6 +24,7 @@ __all__ = [
     "SweepPlace",
     "model_run",
     "on_networks",
+    "shared_caveats",
     "step_numbers",
 ]
 
@@ -107,6 +108,8 @@ def on_networks(
     records: Mapping[str, RunRecord],
     networks: Mapping[str, Network],
     failed: Collection[str],
+    *,
+    needs_cpu_time: bool = True,
 ) -> Places:
     """Model each run on each network. One worker has no network.
 
@@ -115,6 +118,7 @@ def on_networks(
         records: The results of those that ended, by name.
         networks: The networks by name.
         failed: Names of the runs that ended with an error.
+        needs_cpu_time: See :func:`model_run`.
     """
     found = Places([], {}, set(), {})
     for place in places:
@@ -130,26 +134,30 @@ def on_networks(
                 continue
             try:
                 described = None if network is None else networks[network]
-                found.records[name] = model_run(records[place.name], described)
+                found.records[name] = model_run(
+                    records[place.name], described, needs_cpu_time=needs_cpu_time
+                )
             except (ConfigurationError, ValueError) as error:
                 found.reasons[name] = str(error)
     return found
 
 
-def model_run(record: RunRecord, network: Network | None) -> ModelledRecord:
+def model_run(
+    record: RunRecord, network: Network | None, *, needs_cpu_time: bool = True
+) -> ModelledRecord:
     """Return a run with the seconds that it would need on a network.
 
     Args:
         record: The measured run. Its workers may have shared cores.
         network: The network; None for one worker.
+        needs_cpu_time: False to accept a run without processor time. Its measured seconds then
+            count, as in :func:`~mlbench_core.prediction.predict`.
 
     Raises:
         ConfigurationError: The run lacks a number that the model needs.
     """
-    _check(record)
+    _check(record, needs_cpu_time)
     prediction = predict(record, network or Network(Link(None)), record.workers or 1)
-    # The waiting for a core, of which the prediction warns, is the reason to model the time.
-    caveats = [text for text in prediction.caveats if "this is not added" not in text]
     until = record.steps_to_goal if record.reached else record.batches
     steps, batches = until or 0, record.batches or 0
     configuration = dict(record.configuration)
@@ -171,13 +179,32 @@ def model_run(record: RunRecord, network: Network | None) -> ModelledRecord:
         steps_s={},
     )
     return ModelledRecord(
-        **fields, run=record, step_range_s=prediction.step_range_s, caveats=tuple(caveats)
+        **fields,
+        run=record,
+        step_range_s=prediction.step_range_s,
+        caveats=tuple(shared_caveats(prediction.caveats)),
     )
 
 
-def _check(record: RunRecord) -> None:
+def shared_caveats(caveats: Iterable[str]) -> list[str]:
+    """Return the caveats of a prediction in words that all runs share."""
+    texts = []
+    for text in caveats:
+        if "not explained by its network" in text:
+            # The text of the prediction has the name and the seconds of a single run.
+            texts.append(
+                "the processor time was not measured, so all waiting that the measured network "
+                "does not explain counts as local work"
+            )
+        # The waiting for a core, of which the prediction warns, is the reason to model the time.
+        elif "this is not added" not in text:
+            texts.append(text)
+    return texts
+
+
+def _check(record: RunRecord, needs_cpu_time: bool) -> None:
     """Raise a ConfigurationError if a run lacks a number that the model needs."""
-    reason = ""
+    reason = no_cpu_time = ""
     ops = {entry["op"] for entry in record.collectives or ()}
     exposed_s = record.communication_exposed_s
     # One worker has nobody to wait for, but it may compress.
@@ -186,15 +213,17 @@ def _check(record: RunRecord) -> None:
         reason = "its goal is the value after a fixed training time, which depends on the machine"
     elif record.reached and not record.steps_to_goal:
         reason = "it did not record the number of its steps to the goal"
-    elif record.compute_cpu_s is None:
-        reason = (
+    elif "shared_memory_sum" in ops:
+        reason = "its workers share memory, which hosts do not: remove --shared-memory"
+    if record.compute_cpu_s is None:
+        no_cpu_time = (
             "the processor time of its computation was not measured, which needs CPUs, one thread "
             "in each worker, and this version"
         )
     elif has_waited and record.communication_cpu_s is None:
-        reason = "the processor time of its communication was not measured"
-    elif "shared_memory_sum" in ops:
-        reason = "its workers share memory, which hosts do not: remove --shared-memory"
+        no_cpu_time = "the processor time of its communication was not measured"
+    if needs_cpu_time:
+        reason = reason or no_cpu_time
     if reason:
         raise ConfigurationError(reason)
 

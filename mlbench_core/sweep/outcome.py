@@ -354,6 +354,7 @@ def gather(
     limit_s: float | None = None,
     is_modelled: bool = False,
     is_tuned: bool = False,
+    needs_cpu_time: bool = True,
 ) -> Outcome:
     """Gather the runs of a sweep.
 
@@ -372,6 +373,8 @@ def gather(
         limit_s: Seconds after which a run was stopped; None without a limit.
         is_modelled: True to model the seconds of each run on each network.
         is_tuned: True if the sweep tunes its algorithms.
+        needs_cpu_time: False to model runs without processor time, too, see
+            :func:`~mlbench_core.sweep.modelled.model_run`.
 
     Raises:
         ConfigurationError: Runs had different goals.
@@ -380,15 +383,18 @@ def gather(
     planned, modelled, reasons = len(places), None, {}
     if is_modelled:
         modelled = len({*records, *failed})
-        found = on_networks(places, records, networks, failed)
+        found = on_networks(places, records, networks, failed, needs_cpu_time=needs_cpu_time)
         places, records, failed, reasons = (
             list(found.places),
             found.records,
             found.failed,
             found.reasons,
         )
-    # One training time for all runs of a setting, so that no method is stopped before another.
-    judged_s = _least_stopped_s(places, records)
+    # One training time for all runs of a setting, so that no method is stopped before another. A
+    # limit on the measured seconds says nothing about modelled ones.
+    judged_s: dict[tuple[str | None, int], float] = {}
+    if not is_modelled:
+        judged_s = _least_stopped_s(places, records)
     judged: dict[str, RunRecord] = {}
     names_of_cells: dict[tuple[str, str | None, int], list[str]] = {}
     for run in places:

@@ -22,7 +22,7 @@ from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
 from mlbench_core.sweep.file import Sweep, load_sweep
-from mlbench_core.sweep.folder import RECORD, RUNS, TUNING, SweepFolder
+from mlbench_core.sweep.folder import COPY, RECORD, RUNS, TUNING, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
 from mlbench_core.sweep.modelled import ModelledRecord, step_numbers
 from mlbench_core.sweep.outcome import Outcome, duration, gather, sent_per_worker
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
 
 __all__ = ["read_outcome", "write_page"]
-
-_COPY = "sweep.toml"
 
 
 def write_page(
@@ -71,7 +69,7 @@ def write_page(
     Raises:
         ConfigurationError: The sweep cannot be read, no run has ended, or runs had different goals.
     """
-    sweep = sweep or load_sweep(folder / _COPY)
+    sweep = sweep or load_sweep(folder / COPY)
     if pricing is None:
         pricing = sweep.price
     outcome = read_outcome(folder, sweep, title)
@@ -91,7 +89,7 @@ def write_page(
         tuning = tuning_rule(sweep.tuning), tuning_rows(searches)
         facts["Tuning"] = _trials_text(searches, folder)
     columns = known_columns(rows)
-    copy = folder / _COPY
+    copy = folder / COPY
     # A text file of the user may begin with a byte order mark.
     source = ""
     if copy.exists():
@@ -131,19 +129,12 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
     Raises:
         ConfigurationError: A result folder is damaged, or runs had different goals.
     """
-    state = SweepFolder(folder)
-    points = [point for point in state.planned(sweep) if point.trial is None]
-    records = {}
-    for point in points:
-        record = state.record(point)
-        if record is not None:
-            records[point.name] = record
+    points, records, failed = SweepFolder(folder).results(sweep)
     return gather(
         points,
         records,
         sweep.networks,
-        # A run that succeeded at its second try may still have the file of its failure.
-        failed=set(state.failures(points)).difference(records),
+        failed=failed,
         title=title or sweep.title,
         limit_s=sweep.limit_s,
         is_modelled=sweep.is_modelled,

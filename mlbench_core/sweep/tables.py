@@ -14,7 +14,16 @@ from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 from mlbench_core.sweep.search import Search
 
-__all__ = ["COLUMNS", "TUNING_COLUMNS", "as_csv", "known_columns", "table_rows", "tuning_rows"]
+__all__ = [
+    "COLUMNS",
+    "TUNING_COLUMNS",
+    "as_csv",
+    "cell_row",
+    "known_columns",
+    "known_median",
+    "table_rows",
+    "tuning_rows",
+]
 
 COLUMNS = (
     Column("network", "Network"),
@@ -95,10 +104,11 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
         for cell in outcome.cells:
             if not cell.runs and (cell.network, cell.workers) == (network, workers):
                 cells.append(cell)
-    return [_row(outcome, cell, pricing) for cell in cells]
+    return [cell_row(outcome, cell, pricing) for cell in cells]
 
 
-def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
+def cell_row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
+    """Return the row of a cell, see :func:`table_rows`."""
     low, high = cell.interval_s or (None, None)
     model_low, model_high = cell.model_range_s or (None, None)
     modelled: str | None = None
@@ -123,7 +133,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     price: float | None = None
     if cost_s is not None:
         price = pricing.price(cost_s, cell.workers)
-    sent = _median(map(sent_per_worker, whole))
+    sent = known_median(map(sent_per_worker, whole))
     in_steps = [record for record in whole if record.unit == "steps"]
     return {
         "network": cell.network,
@@ -145,11 +155,11 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "times_low": ratio_low,
         "times_high": ratio_high,
         "sent_mb": None if sent is None else sent / _MEGA,
-        "exchanges": _median(map(attrgetter("exchanges_to_goal"), whole)),
-        "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
-        "steps_to_goal": _median(map(attrgetter("steps_to_goal"), in_steps)),
-        "tokens_to_goal": _median(map(attrgetter("tokens_to_goal"), in_steps)),
-        "best": _median(map(attrgetter("best"), whole)),
+        "exchanges": known_median(map(attrgetter("exchanges_to_goal"), whole)),
+        "epochs_to_goal": known_median(map(attrgetter("epochs_to_goal"), whole)),
+        "steps_to_goal": known_median(map(attrgetter("steps_to_goal"), in_steps)),
+        "tokens_to_goal": known_median(map(attrgetter("tokens_to_goal"), in_steps)),
+        "best": known_median(map(attrgetter("best"), whole)),
         "price": price,
     }
 
@@ -189,7 +199,8 @@ def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
     return rows
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is."""
     numbers = known_values(values)
     return statistics.median(numbers) if numbers else None
 

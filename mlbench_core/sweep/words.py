@@ -14,14 +14,33 @@ from collections.abc import Iterable, Sequence
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
-from mlbench_core.sweep.modelled import ModelledRecord
+from mlbench_core.sweep.modelled import ModelledRecord, Place
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.tuning import Tuning
 from mlbench_core.sweep.winners import Map
 
-__all__ = ["listed", "map_sentence", "per_network", "seconds", "summary", "tuning_rule"]
+__all__ = [
+    "NOT_TUNED",
+    "TESTS",
+    "leads",
+    "listed",
+    "map_sentence",
+    "per_network",
+    "places_text",
+    "seconds",
+    "summary",
+    "tuning_rule",
+    "unfinished",
+]
 
-_TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
+NOT_TUNED = (
+    "The methods are not tuned: each ran with one choice of its settings, and another choice can "
+    "change their order."
+)
+"""The sentence that stands before all results of a sweep without tuning."""
+
+TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
+"""The texts for the results of :func:`~mlbench_core.sweep.outcome.differ`."""
 
 
 def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
@@ -33,7 +52,7 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
     """
     return [
         *_first_lines(outcome),
-        *_unfinished(outcome),
+        *unfinished(outcome.ended, outcome.planned),
         *_leaders(outcome),
         *_against_one_worker(outcome),
         *map(map_sentence, maps),
@@ -132,17 +151,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         text += f", {first.missed} {outcome.not_within(first.network, first.workers)}"
     if first.failed:
         text += f", {first.failed} ended with an error"
-    # A method that missed the goal may have the least median, but it is not called the fastest.
-    verb = "had the least median"
-    if first.complete:
-        verb = "was fastest" if outcome.is_tuned else "had the least time"
-    if outcome.modelled is not None:
-        verb = {
-            "was fastest": "is modelled as fastest",
-            "had the least time": "has the least modelled time",
-            "had the least median": "has the least modelled median",
-        }[verb]
-    parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
+    parts = [f"{first.algorithm} {leads(outcome, first)}, {seconds(first.median_s)} ({text})"]
     baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
@@ -153,10 +162,25 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     second = others[0]
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    test = _TESTS[differ(first, second, row)]
+    test = TESTS[differ(first, second, row)]
     if second is baseline:
         return f"{text} {second.algorithm} is also the second; {test}."
     return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {test}."
+
+
+def leads(outcome: Outcome, first: Cell) -> str:
+    """Return the verb of the sentence on the cell with the least median, such as "was fastest"."""
+    # A method that missed the goal may have the least median, but it is not called the fastest.
+    verb = "had the least median"
+    if first.complete:
+        verb = "was fastest" if outcome.is_tuned else "had the least time"
+    if outcome.modelled is None:
+        return verb
+    return {
+        "was fastest": "is modelled as fastest",
+        "had the least time": "has the least modelled time",
+        "had the least median": "has the least modelled median",
+    }[verb]
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
@@ -188,12 +212,8 @@ def _first_lines(outcome: Outcome) -> list[str]:
     sentences = _modelled(outcome)
     if outcome.is_tuned:
         return sentences
-    not_tuned = (
-        "The methods are not tuned: each ran with one choice of its settings, "
-        "and another choice can change their order."
-    )
     # The first line says both.
-    return [" ".join([*sentences[:1], not_tuned]), *sentences[1:]]
+    return [" ".join([*sentences[:1], NOT_TUNED]), *sentences[1:]]
 
 
 def _modelled(outcome: Outcome) -> list[str]:
@@ -225,18 +245,19 @@ def _modelled(outcome: Outcome) -> list[str]:
             "seeds."
         )
     for caveat, cells in caveats.items():
-        sentences.append(f"Less certain: {_places(cells)}: {caveat}.")
+        sentences.append(f"Less certain: {places_text(cells)}: {caveat}.")
     for reason, cells in reasons.items():
         names = listed(dict.fromkeys(cell.algorithm for cell in cells))
-        sentences.append(f"Not modelled: {names} on {_places(cells)}: {reason}.")
+        sentences.append(f"Not modelled: {names} on {places_text(cells)}: {reason}.")
     return sentences
 
 
-def _unfinished(outcome: Outcome) -> list[str]:
+def unfinished(ended: int, planned: int) -> list[str]:
+    """Return a sentence on a sweep that goes on; an empty list if all of its runs have ended."""
     # A page can be made at any time, and a comparison of fewer seeds must say so.
-    if outcome.ended >= outcome.planned:
+    if ended >= planned:
         return []
-    text = f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended."
+    text = f"{ended} of {plural(planned, 'planned run')} have ended."
     return [f"{text} Some configurations have fewer seeds, or no run yet."]
 
 
@@ -254,7 +275,7 @@ def _leaders(outcome: Outcome) -> list[str]:
             clear[first.algorithm] += 1
     sentences = []
     for name, cells in sorted(leads.items(), key=lambda item: -len(item[1])):
-        text = f"{name} had the least median time on {_places(cells)}"
+        text = f"{name} had the least median time on {places_text(cells)}"
         sentences.append(
             f"{text}. The difference from the second is significant in {clear[name]} of "
             f"{len(cells)} cases."
@@ -262,8 +283,8 @@ def _leaders(outcome: Outcome) -> list[str]:
     return sentences
 
 
-def _places(cells: Sequence[Cell]) -> str:
-    """Return networks, each with its numbers of workers."""
+def places_text(cells: Iterable[Cell | Place]) -> str:
+    """Return networks, each with its numbers of workers, such as "home-fibre (2 and 4 workers)"."""
     workers: dict[str | None, list[str]] = {}
     for cell in cells:
         numbers = workers.setdefault(cell.network, [])

@@ -56,7 +56,8 @@ def test_commands_and_their_static_help() -> None:
             "import",
             "logs",
         ),
-        *("master", "network", "predict", "results", "run", "status", "stop", "sweep", "tasks"),
+        *("master", "network", "predict", "recommend", "results", "run"),
+        *("status", "stop", "sweep", "tasks"),
         *("create-cluster", "data", "delete-cluster", "list-clusters", "set-cluster"),
     }
     for name in COMMANDS:

@@ -1,0 +1,55 @@
+"""Predict a configuration from all of its measured runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import Network
+from mlbench_core.prediction.model import Prediction, predict
+
+__all__ = ["predict_repeats"]
+
+
+def predict_repeats(
+    records: Sequence[RunRecord],
+    network: Network,
+    workers: int,
+    critical_workers: int | None = None,
+) -> list[Prediction]:
+    """Predict each of the runs whose number of workers is nearest, at least 2.
+
+    A run of one worker gives the compute time. Without a run of several workers, only one worker
+    can be predicted.
+
+    Args:
+        records: Runs that differ only in network, number of workers and seed; at least one.
+        network: See :func:`~mlbench_core.prediction.predict`, as for the other arguments.
+        workers: Number of workers.
+        critical_workers: Number of workers from which on more workers do not save steps.
+
+    Returns:
+        The predictions of the runs that have the figures for one.
+
+    Raises:
+        ConfigurationError: None of the runs has them.
+    """
+    by_distance: dict[int, list[RunRecord]] = {}
+    for record in records:
+        count = record.workers or 0
+        if count > 1 and record.collectives is not None:
+            by_distance.setdefault(abs(count - workers), []).append(record)
+    bases = by_distance[min(by_distance)] if by_distance else records[:1]
+    alone = next((record for record in records if record.workers == 1 and record.batches), None)
+    # Without a run of several workers, the prediction from any run raises the error to show.
+    predictions, problems = [], []
+    for base in bases:
+        try:
+            predictions.append(predict(base, network, workers, alone, critical_workers))
+        # Another repeat may have the measurement that this one lacks.
+        except ConfigurationError as error:
+            problems.append(error)
+    if not predictions:
+        raise problems[0]
+    return predictions
