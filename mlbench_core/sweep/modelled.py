@@ -22,6 +22,7 @@ __all__ = [
     "Place",
     "Places",
     "SweepPlace",
+    "measured_run",
     "model_run",
     "on_networks",
     "step_numbers",
@@ -173,6 +174,17 @@ def model_run(record: RunRecord, network: Network | None) -> ModelledRecord:
     return ModelledRecord(
         **fields, run=record, step_range_s=prediction.step_range_s, caveats=tuple(caveats)
     )
+
+
+def measured_run(record: RunRecord) -> RunRecord:
+    """Return the measured run behind a modelled one, or the record itself.
+
+    The numbers of a modelled run are those of one network, so predictions start from this run.
+
+    Args:
+        record: A measured or a modelled run.
+    """
+    return record.run if isinstance(record, ModelledRecord) else record
 
 
 def _check(record: RunRecord) -> None:
