@@ -45,8 +45,10 @@ _PANEL_IN = 2.3
 _MISSES_IN_ROW = 4
 _MISS_PT = 6.0
 _MISS_SHARE = 0.06
-# With more algorithms, bands would hide the lines.
+# With more algorithms or fewer runs, bands would hide the lines: the interval of two runs is 12.7
+# standard errors wide on each side.
 _MOST_BANDS = 6
+_LEAST_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -204,10 +206,12 @@ def _lines(axes: Axes, outcome: Outcome, curve: Curve, cells: dict[tuple[str, in
         for workers in outcome.workers:
             cell = cells.get((name, workers))
             value = None if cell is None else curve.value(cell)
-            interval = None if cell is None else cell.interval_s
+            interval = None
+            if cell is not None and has_bands and cell.runs >= _LEAST_RUNS:
+                interval = cell.interval_s
             # A line has a gap at a number that is missing.
             values.append(math.nan if value is None else value)
-            low, high = interval if interval and has_bands else (math.nan, math.nan)
+            low, high = interval or (math.nan, math.nan)
             lows.append(low)
             highs.append(high)
             if cell is None:
@@ -282,9 +286,11 @@ def _limits(axes: Axes, outcome: Outcome, curve: Curve, shown: Sequence[Cell]) -
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     values = list(filter(None, map(curve.value, shown)))
     low, high = min(values) / 1.2, max(values) * 1.2
-    if curve.name == "steps_by_workers":
-        # The line of perfect scaling leaves the panel below the others.
-        low /= 2
+    alone = outcome.cell(outcome.baseline, None, 1)
+    perfect = None if alone is None else curve.value(alone)
+    if curve.name == "steps_by_workers" and perfect is not None:
+        # With many workers, the line of perfect scaling leaves the panel.
+        low = max(min(low, perfect / last / 1.2), low / 4)
     late: Counter[tuple[str | None, int]] = Counter()
     for cell in shown:
         late[cell.network, cell.workers] += _has_no_value(curve, cell)
@@ -296,10 +302,14 @@ def _limits(axes: Axes, outcome: Outcome, curve: Curve, shown: Sequence[Cell]) -
 def _curve_caption(outcome: Outcome, curve: Curve, cells: Sequence[Cell]) -> str:
     sentences = [runs_caption(cells), curve.sentence]
     if curve.has_band and any(map(attrgetter("interval_s"), cells)):
-        text = "Band: 95 % confidence interval of the geometric mean, if all runs reached the goal."
-        if len(outcome.algorithms) > _MOST_BANDS:
-            text = "The intervals are in the table."
-        sentences.append(text)
+        has_runs = max(map(attrgetter("runs"), cells)) >= _LEAST_RUNS
+        if has_runs and len(outcome.algorithms) <= _MOST_BANDS:
+            sentences.append(
+                "Band, cut at the edge of the panel: 95 % confidence interval of the geometric "
+                f"mean, with {_LEAST_RUNS} runs or more that all reached the goal."
+            )
+        else:
+            sentences.append("The intervals are in the table.")
     cores = shared_cores(outcome.groups)
     if cores and curve.has_networks and outcome.modelled is None:
         sentences.append(

@@ -61,7 +61,8 @@ def test_a_line_has_a_gap_at_a_miss_and_one_worker_is_in_every_panel(found: Outc
     with figures.style():
         color = algorithm_looks(found)["a"]["color"]
     (hollow,) = [line for line in slow.lines if line.get_fillstyle() == "none"]
-    assert (list(hollow.get_xydata()[:, 0]), hollow.get_color()) == ([4], color)
+    workers: Any = hollow.get_xdata()
+    assert (list(workers), hollow.get_color()) == ([4], color)
     assert "Open mark on a line: a run missed the goal." in drawing.caption
     header, *rows = drawing.rows
     late = [row for row in rows if row[:3] == ["slow", "a", 4]]
