@@ -247,7 +247,8 @@ def _misses(axes: Axes, late: dict[int, list[canvas.Look]]) -> None:
             shift = ScaledTranslation(right_in, 0, axes.figure.dpi_scale_trans)
             place: canvas.Look = {"transform": axes.get_xaxis_transform() + shift}
             y = 1 - (row + 0.5) * _MISS_SHARE
-            axes.plot([workers], [y], fillstyle="none", linestyle="none", **mark, **place)
+            place |= {"fillstyle": "none", "linestyle": "none", "clip_on": False}
+            axes.plot([workers], [y], **mark, **place)
     strip = _strip(max(map(len, late.values()), default=0))
     if strip:
         border: canvas.Look = {"color": "#DDDDDD", "linewidth": 0.8, "zorder": 0}
@@ -297,6 +298,9 @@ def _limits(axes: Axes, outcome: Outcome, curve: Curve, shown: Sequence[Cell]) -
     strip = _strip(max(late.values()))
     axes.set_ylim(low, high * (high / low) ** (strip / (1 - strip)))
     log_ticks(axes.yaxis)
+    # A number beside the strip would look like the time of a miss.
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
 
 
 def _curve_caption(outcome: Outcome, curve: Curve, cells: Sequence[Cell]) -> str:
