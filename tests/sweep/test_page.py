@@ -386,6 +386,7 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
     assert all(page_style.count(f"{name}:") == 2 for name in used), (
         "each color is defined for light and for dark"
     )
+    assert re.search(r"\nsvg \{[^}]*fill: var\(--ink\)", page_style), "marks in black, the default"
     assert "Mark and number: median" in whole.getvalue() and "Mark and number" not in svg
     _, height = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0]
     assert float(height) < 72 * drawing.figure.get_size_inches()[1] - 10, (
