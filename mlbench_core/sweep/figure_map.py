@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption
-from mlbench_core.comparison.figures.looks import method_look
-from mlbench_core.comparison.pool import Group, plural
+from mlbench_core.comparison.pool import plural
+from mlbench_core.sweep.figures import algorithm_looks
 from mlbench_core.sweep.outcome import CLOSE, Outcome
-from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map, MapPoint
+from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map, MapPoint, shared_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     """
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.6)
     axes = figure.subplots()
-    colors = _looks(found)
+    colors = _looks(outcome, found)
     _draw_cells(axes, found, colors)
     _draw_points(axes, found, colors)
     _draw_axes(axes, found)
@@ -59,13 +59,14 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     ]
     if any(map(operator.attrgetter("second"), found.points)):
         sentences.append("Two colors: the second is within 10 %, or no difference is shown.")
+    cores = shared_cores(groups)
+    if cores:
+        sentences.append(f"The measured workers shared {cores} cores; predicted ones do not share.")
     sentences += [
-        _shared_cores(groups[0]),
         "A network beyond the range is drawn at its edge.",
         *found.left_out,
     ]
-    # A sentence can be empty.
-    text = " ".join(" ".join(sentences).split())
+    text = " ".join(sentences)
     canvas.finish(figure, text, handles, labels)
     return canvas.Drawing(f"map_{found.workers}", figure, text, _table(found))
 
@@ -75,22 +76,13 @@ def _kind(found: Map) -> str:
     return "modelled" if found.is_modelled else "measured"
 
 
-def _shared_cores(group: Group) -> str:
-    """Return a sentence if the measured workers shared cores, unlike those of the prediction."""
-    cores = (group.machine.get("cores") or 0) * (group.machine.get("hosts") or 1)
-    threads = group.workers * (group.configuration.get("threads") or 1)
-    if 0 < cores < threads:
-        return f"The measured workers shared {cores} cores; predicted ones do not share."
-    return ""
-
-
-def _looks(prediction: Map) -> dict[str, canvas.Look]:
+def _looks(outcome: Outcome, prediction: Map) -> dict[str, canvas.Look]:
     """Return the look of each method on the map, largest area first, and of the measured ones."""
-    looks = {name: method_look(name) for name in prediction.shares}
+    names = list(prediction.shares)
     for point in prediction.points:
-        for name in filter(None, (point.measured, point.second)):
-            looks.setdefault(name, method_look(name))
-    return looks
+        names += filter(None, (point.measured, point.second))
+    looks = algorithm_looks(outcome)
+    return {name: looks[name] for name in dict.fromkeys(names)}
 
 
 def _shade(ratio: float | None) -> str:

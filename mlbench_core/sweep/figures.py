@@ -1,4 +1,4 @@
-"""Draw time to goal, bytes, accuracy and price of each algorithm, one panel for each network.
+"""Draw time to goal, accuracy and price of each algorithm, one panel for each network.
 
 A figure with one network has the width of a column, for a page; the figure with all networks has
 that of two columns.
@@ -16,26 +16,40 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, not_among
-from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.figures.looks import method_look, method_looks
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.modelled import ModelledRecord
-from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
+from mlbench_core.sweep.outcome import Cell, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["Quantity", "draw_bytes", "draw_rows", "figure_name", "quantities"]
+__all__ = [
+    "SMALL_PT",
+    "Quantity",
+    "algorithm_looks",
+    "draw_rows",
+    "figure_name",
+    "legend",
+    "log_ticks",
+    "networks_of",
+    "new_panels",
+    "panel_title",
+    "quantities",
+    "runs_caption",
+]
+
+SMALL_PT = 5.5
+"""Size of the texts in a panel."""
 
 _LABEL_IN = 1.0
 _ROW_IN = 0.155
-_SMALL_PT = 5.5
-_MEGA = 1e6
 # The room to the right of the largest mark, as a factor on a logarithmic axis: for the number or
 # the text of a row.
 _ROOM = 2.2
@@ -115,6 +129,20 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     )
 
 
+def algorithm_looks(outcome: Outcome) -> dict[str, canvas.Look]:
+    """Return the look of each algorithm in all figures of a sweep.
+
+    It has ``color``, ``marker``, ``linestyle`` and ``hatch``. No two algorithms have the same.
+
+    Args:
+        outcome: The runs.
+    """
+    looks = method_looks(outcome.algorithms)
+    for name, look in looks.items():
+        look["hatch"] = method_look(name)["hatch"]
+    return looks
+
+
 def figure_name(quantity: str, network: str | None) -> str:
     """Return the name of a figure's files."""
     if network is None:
@@ -134,7 +162,7 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     Raises:
         ConfigurationError: No run on the network has the quantity.
     """
-    networks = _networks(outcome, network)
+    networks = networks_of(outcome, network)
     cells = []
     has_value = False
     for cell in outcome.cells:
@@ -147,28 +175,40 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     different = set(map(attrgetter("algorithm"), cells))
     names = sorted(different, key=outcome.algorithms.index)
     height = 0.62 + _ROW_IN * len(names) * max(len(outcome.several), 1.4)
-    figure, panels = _new_panels(network, len(networks), height)
+    figure, panels = new_panels(network, len(networks), height)
     # All figures of a quantity have the same range, so that networks can be compared.
     span = _range(outcome, quantity)
     for axes, name in zip(panels, networks, strict=True):
         _panel(axes, outcome, quantity, name, names, span)
     text = _rows_caption(quantity, cells)
-    canvas.finish(figure, text, *_legend(panels))
+    canvas.finish(figure, text, *legend(panels))
     table = _rows_table(quantity, cells)
     return canvas.Drawing(figure_name(quantity.name, network), figure, text, table)
 
 
-def _networks(outcome: Outcome, network: str | None) -> list[str]:
-    """Return the networks of a figure, which has a panel for each."""
+def networks_of(outcome: Outcome, network: str | None) -> list[str]:
+    """Return the networks of a figure, which has a panel for each.
+
+    Args:
+        outcome: The runs.
+        network: The network; None for all.
+    """
     if network is None:
         return list(outcome.networks)
     return [network]
 
 
-def _new_panels(
+def new_panels(
     network: str | None, count: int, height: float, share: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of one column for a network, or of a page with two panels in a row."""
+    """Return a figure of one column for a network, or of a page with two panels in a row.
+
+    Args:
+        network: The network; None for a figure of the width of a page.
+        count: Number of panels.
+        height: Height of a panel in inches.
+        share: True if the panels have the same axes.
+    """
     rows = math.ceil(count / 2)
     width = canvas.PAGE_IN if network is None else canvas.COLUMN_IN
     figure = canvas.new_figure(width, height * rows)
@@ -179,7 +219,12 @@ def _new_panels(
     return figure, panels[:count]
 
 
-def _legend(panels: Iterable[Axes]) -> tuple[list[Any], list[str]]:
+def legend(panels: Iterable[Axes]) -> tuple[list[Any], list[str]]:
+    """Return the handles and the labels of several panels, each once.
+
+    Args:
+        panels: The panels.
+    """
     handles: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -201,7 +246,12 @@ def _panel(
     if quantity.log:
         axes.set_xscale("log")
     axes.set_xlim(span)
-    looks = dict(zip(outcome.several, canvas.series_looks(len(outcome.several)), strict=True))
+    looks = algorithm_looks(outcome)
+    marks: dict[int, str] = {}
+    for workers, look in zip(
+        outcome.several, canvas.series_looks(len(outcome.several)), strict=True
+    ):
+        marks[workers] = look["marker"]
     sign = -1 if quantity.largest_first else 1
 
     def rank(name: str) -> float:
@@ -216,10 +266,17 @@ def _panel(
             cell = outcome.cell(name, network, workers)
             y = row + (index - (len(outcome.several) - 1) / 2) * step
             if cell is not None:
-                _row(axes, outcome, quantity, cell, y, looks[workers])
+                mark: canvas.Look = {"color": looks[name]["color"], "marker": marks[workers]}
+                _row(axes, outcome, quantity, cell, y, mark)
         _alone(axes, outcome, quantity, name, row)
     if quantity.name == "time_to_goal":
         _reference(axes, outcome)
+    # The color is that of the algorithm, so the legend of the numbers of workers has none.
+    for workers, marker in marks.items():
+        row_of_workers = outcome.row(network, workers)
+        if any(_median(quantity, cell) is not None for cell in row_of_workers):
+            gray: canvas.Look = {"color": canvas.GRAY, "marker": marker, "linestyle": "none"}
+            axes.plot([], [], label=f"{workers} workers", **gray)
     labels = [canvas.wrap(name, _LABEL_IN, 6) for name in ordered]
     axes.set_yticks(range(len(ordered)), labels, linespacing=0.95)
     # Downward, so that the best algorithm is at the top.
@@ -230,15 +287,22 @@ def _panel(
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(quantity.label)
     if quantity.log:
-        _log_ticks(axes.xaxis)
+        log_ticks(axes.xaxis)
     else:
         axes.locator_params(axis="x", nbins=5)
-    # The file can name a network by its description.
+    axes.set_title(panel_title(outcome, network))
+
+
+def panel_title(outcome: Outcome, network: str) -> str:
+    """Return the name of a network with its description.
+
+    Args:
+        outcome: The runs.
+        network: Name of the network.
+    """
     described = str(outcome.networks[network])
-    title = network
-    if described != network:
-        title += f" ({described})"
-    axes.set_title(title)
+    # The file can name a network by its description.
+    return network if described == network else f"{network} ({described})"
 
 
 def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> float | None:
@@ -294,7 +358,7 @@ def _row(
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
     mark: canvas.Look = {"color": color, "marker": marker, "linestyle": "none"}
     if middle is not None:
-        axes.plot([middle], [y], label=f"{cell.workers} workers", zorder=4, **mark)
+        axes.plot([middle], [y], zorder=4, **mark)
     text = "" if middle is None else canvas.number(middle)
     if cell.missed:
         late_text = outcome.not_within(cell.network, cell.workers)
@@ -303,7 +367,7 @@ def _row(
     if ends or text:
         low, high = axes.get_xlim()
         x = min(max(ends, default=low), high)
-        near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": _SMALL_PT}
+        near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": SMALL_PT}
         axes.annotate(text, (x, y), (3, 0), color="#222222", annotation_clip=False, **near)
 
 
@@ -341,7 +405,12 @@ def _range(outcome: Outcome, quantity: Quantity) -> tuple[float, float]:
     return low - 0.05 * width, high + 0.45 * width
 
 
-def _log_ticks(axis: Axis) -> None:
+def log_ticks(axis: Axis) -> None:
+    """Put ticks at 1, 2 and 5 times the powers of 10.
+
+    Args:
+        axis: A logarithmic axis.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -349,8 +418,12 @@ def _log_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _runs_caption(cells: Iterable[Cell]) -> str:
-    """Describe the runs without those that missed the goal, which the figure has itself."""
+def runs_caption(cells: Iterable[Cell]) -> str:
+    """Describe the runs without those that missed the goal, which the figure has itself.
+
+    Args:
+        cells: The cells in the figure.
+    """
     groups = list(map(attrgetter("group"), cells))
     text = caption(groups).partition(" Missed the goal:")[0]
     if any(isinstance(group.records[0], ModelledRecord) for group in groups):
@@ -360,7 +433,7 @@ def _runs_caption(cells: Iterable[Cell]) -> str:
 
 def _rows_caption(quantity: Quantity, cells: Sequence[Cell]) -> str:
     missed = any(map(attrgetter("missed"), cells))
-    sentences = [_runs_caption(cells), "Mark and number: median; dots: single runs."]
+    sentences = [runs_caption(cells), "Mark and number: median; dots: single runs."]
     if any(map(attrgetter("interval_s"), cells)):
         sentences.append(
             "Line: 95 % confidence interval of the mean, "
@@ -383,72 +456,3 @@ def _rows_table(quantity: Quantity, cells: Sequence[Cell]) -> list[list[Any]]:
             row = [cell.network, cell.algorithm, cell.workers, run.name, bool(run.reached)]
             rows.append([*row, quantity.value(run)])
     return rows
-
-
-def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
-    """Draw the time to the goal against the bytes that a worker sends until then.
-
-    Each cell is one point.
-
-    Args:
-        outcome: The runs.
-        network: The network; None for a panel for each network.
-
-    Raises:
-        ConfigurationError: No run on the network reached its goal and counted its bytes.
-    """
-    networks = _networks(outcome, network)
-    points = {name: _points(outcome, name) for name in networks}
-    if not any(points.values()):
-        raise ConfigurationError(
-            "no run with more than one worker reached its goal and counted its bytes"
-        )
-    figure, panels = _new_panels(network, len(networks), 2.4, share=True)
-    looks = method_looks(outcome.algorithms)
-    table: list[list[Any]] = [
-        ["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]
-    ]
-    cells = []
-    for axes, name in zip(panels, networks, strict=True):
-        _bytes_panel(axes, name, points[name], looks)
-        for cell, sent, seconds in points[name]:
-            cells.append(cell)
-            table.append([cell.network, cell.algorithm, cell.workers, sent, seconds])
-    text = (
-        f"{_runs_caption(cells)} Numbers at the points: workers. Median of the time, and of the "
-        "bytes. Not drawn: algorithms of which a run missed the goal."
-    )
-    canvas.finish(figure, text, *_legend(panels))
-    return canvas.Drawing(figure_name("bytes_to_goal", network), figure, text, table)
-
-
-def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
-    """Return the cells of a network with their bytes of a worker and their seconds."""
-    points = []
-    for workers in outcome.several:
-        for cell in outcome.row(network, workers):
-            # Over the runs that reached the goal alone, a method would look better for its misses.
-            if not cell.complete or cell.median_s is None:
-                continue
-            sent = list(filter(None, map(sent_per_worker, cell.reached)))
-            if sent:
-                points.append((cell, statistics.median(sent), cell.median_s))
-    return points
-
-
-def _bytes_panel(axes: Axes, network: str, points: Any, looks: Any) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for cell, sent, seconds in points:
-        look = looks[cell.algorithm]
-        mark: canvas.Look = {"color": look["color"], "marker": look["marker"]}
-        axes.plot([sent / _MEGA], [seconds], linestyle="none", label=cell.algorithm, **mark)
-        offset: canvas.Look = {"textcoords": "offset points", "size": _SMALL_PT, "va": "center"}
-        axes.annotate(str(cell.workers), (sent / _MEGA, seconds), (4, 2), **offset)
-    _log_ticks(axes.xaxis)
-    _log_ticks(axes.yaxis)
-    axes.margins(0.1)
-    axes.set_xlabel("put on the wire by a worker until the goal in MB")
-    axes.set_ylabel("time to goal in seconds")
-    axes.tick_params(labelbottom=True, labelleft=True)
-    axes.set_title(network)

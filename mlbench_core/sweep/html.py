@@ -37,12 +37,14 @@ class Section:
         title: Its title.
         figures: Inline figures.
         notes: Captions; equal ones are shown once.
+        table: Columns and rows of a table below the figures; None without one.
     """
 
     name: str
     title: str
     figures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    table: tuple[Sequence[Column], Sequence[Mapping[str, Any]]] | None = None
 
 
 def inline_svg(drawing: Drawing, label: str) -> str:
@@ -166,6 +168,8 @@ def _section(section: Section) -> str:
     # The figures of a section can have the same caption.
     for note in dict.fromkeys(section.notes):
         notes += f'<p class="note">{escape(note)}</p>'
+    if section.table is not None:
+        notes += _grid(*section.table)
     return (
         f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>'
         f'<div class="figures">{figures}</div>{notes}</section>'
@@ -179,6 +183,12 @@ def _table(
     rows: Sequence[Mapping[str, Any]],
     note: str = "",
 ) -> str:
+    if note:
+        note = f"<p>{escape(note)}</p>"
+    return f'<section id="{name}"><h2>{title}</h2>{note}{_grid(columns, rows)}</section>'
+
+
+def _grid(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
     def tag(column: Column, name: str, text: str) -> str:
         attribute = "" if column.digits is None else ' class="number"'
         return f"<{name}{attribute}>{escape(text)}</{name}>"
@@ -192,9 +202,7 @@ def _table(
         for column in columns:
             body += tag(column, "td", cell(column, row))
         body += "</tr>"
-    if note:
-        note = f"<p>{escape(note)}</p>"
     return (
-        f'<section id="{name}"><h2>{title}</h2>{note}<div class="scroll" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )

@@ -22,6 +22,7 @@ __all__ = [
     "Place",
     "Places",
     "SweepPlace",
+    "measured_run",
     "model_run",
     "on_networks",
     "shared_caveats",
@@ -200,6 +201,17 @@ def shared_caveats(caveats: Iterable[str]) -> list[str]:
         elif "this is not added" not in text:
             texts.append(text)
     return texts
+
+
+def measured_run(record: RunRecord) -> RunRecord:
+    """Return the measured run behind a modelled one, or the record itself.
+
+    The numbers of a modelled run are those of one network, so predictions start from this run.
+
+    Args:
+        record: A measured or a modelled run.
+    """
+    return record.run if isinstance(record, ModelledRecord) else record
 
 
 def _check(record: RunRecord, needs_cpu_time: bool) -> None:

@@ -29,12 +29,15 @@ from mlbench_core.sweep.outcome import Outcome, duration, gather, sent_per_worke
 from mlbench_core.sweep.search import Search
 from mlbench_core.sweep.tables import (
     TUNING_COLUMNS,
+    UTILIZATION_COLUMNS,
     as_csv,
     known_columns,
     table_rows,
     tuning_rows,
+    utilization_rows,
 )
-from mlbench_core.sweep.winners import Map, Predict, predict_map
+from mlbench_core.sweep.utilization import Utilization, predict_utilization
+from mlbench_core.sweep.winners import Map, Predict, predict_map, some_workers
 from mlbench_core.sweep.words import per_network, summary, tuning_rule
 
 if TYPE_CHECKING:
@@ -76,7 +79,8 @@ def write_page(
     if not outcome.has_results:
         raise ConfigurationError(f"{folder} has no runs that have ended: run the sweep first")
     maps = _maps(outcome, predict_time_to_goal, report)
-    sections, captions, written = _figures(outcome, maps, pricing, folder, report)
+    shares = list(filter(None, map(partial(predict_utilization, outcome), _shown(outcome))))
+    sections, captions, written = _figures(outcome, maps, shares, pricing, folder, report)
     rows = table_rows(outcome, pricing)
     words = {"": summary(outcome, maps)}
     for name in outcome.networks:
@@ -100,13 +104,18 @@ def write_page(
         "words": words,
         "rows": rows,
         "maps": list(map(_map_json, maps)),
+        "utilization": utilization_rows(shares),
         "records": list(_records_json(outcome)),
         "tuning": tuning and dict(zip(("rule", "rows"), tuning, strict=True)),
     }
     table = (columns, rows)
+    below: dict[str, list[str]] = {}
+    for section in sections:
+        if section.table is not None:
+            below[section.name] = markdown_lines(*section.table)
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, table, source, tuning),
-        "index.md": _markdown(outcome.title, facts, words, captions, rows, tuning),
+        "index.md": _markdown(outcome.title, facts, words, captions, below, rows, tuning),
         "table.csv": as_csv(rows),
         "results.json": _json(content),
     }
@@ -142,10 +151,15 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
     )
 
 
+def _shown(outcome: Outcome) -> Sequence[int]:
+    """Return the numbers of workers with a map and a panel of compute utilization."""
+    # One worker has no network.
+    return some_workers(outcome.several)
+
+
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
     maps = []
-    # One worker has no network, so there is no map for it.
-    for workers in outcome.several:
+    for workers in _shown(outcome):
         prediction = predict_map(outcome, workers, predict)
         if prediction is None:
             report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
@@ -157,6 +171,7 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
 def _figures(
     outcome: Outcome,
     maps: Sequence[Map],
+    shares: Sequence[Utilization],
     pricing: Pricing,
     folder: Path,
     report: Callable[[str], None],
@@ -169,7 +184,7 @@ def _figures(
     written: list[Path] = []
     try:
         with style():
-            for section, makers in _makers(outcome, maps, pricing):
+            for section, makers in _makers(outcome, maps, shares, pricing):
                 whole, *single = makers
                 # The tables do not depend on a figure.
                 try:
@@ -198,14 +213,15 @@ def _figures(
 
 
 def _makers(
-    outcome: Outcome, maps: Sequence[Map], pricing: Pricing
+    outcome: Outcome, maps: Sequence[Map], shares: Sequence[Utilization], pricing: Pricing
 ) -> Iterator[tuple[Section, list[Callable[[], Drawing]]]]:
     """Yield each section with the functions that draw its figures.
 
     The first figure is that of all networks, and the others are those of the single networks.
     """
+    from mlbench_core.sweep.figure_lines import curves, draw_bytes, draw_curve, draw_utilization
     from mlbench_core.sweep.figure_map import draw_map
-    from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
+    from mlbench_core.sweep.figures import draw_rows, quantities
 
     time, *others = quantities(outcome, pricing)
     networks: tuple[str | None, ...] = (None, *outcome.networks)
@@ -213,11 +229,24 @@ def _makers(
     def makers(draw: Callable[..., Drawing], *arguments: Any) -> list[Callable[[], Drawing]]:
         return [partial(draw, outcome, *arguments, name) for name in networks]
 
+    # A line over a single number of workers would be a point.
+    several = list(curves(outcome, pricing)) if len(outcome.workers) > 1 else []
+    for curve in several[:1]:
+        yield Section(curve.name, curve.title), makers(draw_curve, curve)
     yield Section(time.name, time.title), makers(draw_rows, time)
     # A map has all networks in one figure.
     map_section = Section("map", "Map: the method with the least time")
     for prediction in maps:
         yield map_section, [partial(draw_map, outcome, prediction)]
+    if shares:
+        table = (UTILIZATION_COLUMNS, utilization_rows(shares))
+        section = Section("compute_utilization", "Compute utilization", table=table)
+        single = [partial(draw_utilization, outcome, [one]) for one in shares]
+        yield section, [partial(draw_utilization, outcome, shares), *single]
+    for curve in several[1:]:
+        # The number of steps does not depend on the network.
+        drawn = makers(draw_curve, curve)
+        yield Section(curve.name, curve.title), drawn if curve.has_networks else drawn[:1]
     bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
     yield bytes_section, makers(draw_bytes)
     for quantity in others:
@@ -350,6 +379,7 @@ def _markdown(
     facts: Mapping[str, str],
     words: Mapping[str, Sequence[str]],
     captions: Mapping[str, str],
+    below: Mapping[str, Sequence[str]],
     rows: Sequence[dict[str, Any]],
     tuning: tuple[str, Sequence[dict[str, Any]]] | None,
 ) -> str:
@@ -375,6 +405,8 @@ def _markdown(
     for name, caption in captions.items():
         lines += [f"![{name.replace('_', ' ')}]({name}.png)", ""]
         lines += [f"{escape(caption)} ([SVG]({name}.svg))", ""]
+        if name in below:
+            lines += [*below[name], ""]
     lines += ["", "## Table", "", *markdown_lines(known_columns(rows), rows)]
     lines += [
         "",

@@ -13,16 +13,19 @@ from mlbench_core.comparison.stats import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 from mlbench_core.sweep.search import Search
+from mlbench_core.sweep.utilization import SHARES, Utilization, bandwidth_text
 
 __all__ = [
     "COLUMNS",
     "TUNING_COLUMNS",
+    "UTILIZATION_COLUMNS",
     "as_csv",
     "cell_row",
     "known_columns",
     "known_median",
     "table_rows",
     "tuning_rows",
+    "utilization_rows",
 ]
 
 COLUMNS = (
@@ -74,6 +77,13 @@ TUNING_COLUMNS = (
     Column("place", "In the grid"),
 )
 """The columns of the table of the tuning."""
+
+UTILIZATION_COLUMNS = (
+    Column("workers", "Workers", 0),
+    Column("algorithm", "Algorithm"),
+    *(Column(f"{share:.0%}", f"Bandwidth for {100 * share:.0f} %") for share in SHARES),
+)
+"""The columns of the table of the bandwidths that are needed for a compute utilization."""
 
 _MEGA = 1e6
 _ONLY_MODELLED = ("modelled", "model_low_s", "model_high_s")
@@ -196,6 +206,24 @@ def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
                 "tried": tried,
             }
         )
+    return rows
+
+
+def utilization_rows(found: Iterable[Utilization]) -> list[dict[str, Any]]:
+    """Return one row for each number of workers and algorithm.
+
+    It has an entry for each of :data:`UTILIZATION_COLUMNS`.
+
+    Args:
+        found: The predicted compute utilization, one for each number of workers.
+    """
+    rows = []
+    for one in found:
+        for name, bandwidths in one.needed.items():
+            row: dict[str, Any] = {"workers": one.workers, "algorithm": name}
+            for share, bandwidth in zip(SHARES, bandwidths, strict=True):
+                row[f"{share:.0%}"] = bandwidth_text(bandwidth)
+            rows.append(row)
     return rows
 
 

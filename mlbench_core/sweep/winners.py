@@ -6,17 +6,30 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from mlbench_core.comparison.pool import Group
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.sweep.modelled import ModelledRecord
+from mlbench_core.sweep.modelled import measured_run
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
-__all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
+__all__ = [
+    "BANDWIDTHS",
+    "ROUND_TRIPS_S",
+    "Map",
+    "MapCell",
+    "MapPoint",
+    "Predict",
+    "predict_map",
+    "shared_cores",
+    "some_workers",
+    "steps_between",
+    "widest_cell",
+]
 
 Predict = Callable[[RunRecord, Network, int], float]
 """Function that predicts the time to the goal of a run, in seconds, on another network."""
@@ -28,6 +41,8 @@ ROUND_TRIPS_S = (1e-4, 0.3)
 """Range of the round trips; that of emulated hosts on one machine is the lowest."""
 
 _PER_DECADE = 6
+# The numbers of workers with a map in a sweep of many.
+_USUAL_WORKERS = (4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,38 @@ class Map:
         return "1 Mbit/s to 10 Gbit/s and 0.1 to 300 ms"
 
 
+def shared_cores(groups: Iterable[Group]) -> int:
+    """Return the number of cores that the workers of a group shared; 0 if each had its own.
+
+    Args:
+        groups: The groups; the largest number counts.
+    """
+    shared = 0
+    for group in groups:
+        cores = (group.machine.get("cores") or 0) * (group.machine.get("hosts") or 1)
+        threads = group.workers * (group.configuration.get("threads") or 1)
+        if cores < threads:
+            shared = max(shared, cores)
+    return shared
+
+
+def some_workers(several: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of workers of which each has a figure: at most three.
+
+    Args:
+        several: The numbers of workers above 1, ascending.
+
+    Example:
+        >>> some_workers((2, 4, 8, 16, 32)), some_workers((2, 4, 8, 16, 32, 64))
+        ((2, 8, 32), (4, 16, 64))
+    """
+    if len(several) <= len(_USUAL_WORKERS):
+        return several
+    if set(_USUAL_WORKERS) <= set(several):
+        return _USUAL_WORKERS
+    return (several[0], several[len(several) // 2], several[-1])
+
+
 def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     """Predict the time to the goal of every algorithm over the map.
 
@@ -133,7 +180,7 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     sources: dict[str, Cell] = {}
     left_out = []
     for name in outcome.algorithms:
-        source = _source(outcome, name, workers)
+        source = widest_cell(outcome, name, workers)
         if source is None:
             continue
         # From its runs on another network, the prediction could be a shorter time.
@@ -152,7 +199,7 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
             sources[name] = source
     if not sources:
         return None
-    bandwidths, round_trips = _steps(*BANDWIDTHS), _steps(*ROUND_TRIPS_S)
+    bandwidths, round_trips = steps_between(*BANDWIDTHS), steps_between(*ROUND_TRIPS_S)
     cells = []
     for round_trip_s, bandwidth in itertools.product(round_trips, bandwidths):
         network = Network(Link(round(bandwidth), round_trip_s))
@@ -187,14 +234,28 @@ def _predicted_s(
     return {name: _median(source, network, predict) for name, source in sources.items()}
 
 
-def _steps(low: float, high: float) -> tuple[float, ...]:
-    """Return numbers from low to high, each the same factor above the one before it."""
+def steps_between(low: float, high: float) -> tuple[float, ...]:
+    """Return numbers from low to high, each the same factor above the one before it.
+
+    Args:
+        low: The first number, above 0.
+        high: The last one.
+    """
     count = round(math.log10(high / low) * _PER_DECADE)
     return tuple(low * (high / low) ** (step / count) for step in range(count + 1))
 
 
-def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
-    """Return the cell from which the prediction starts, or None if the algorithm has none."""
+def widest_cell(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
+    """Return the cell of the network with the highest bandwidth, from which predictions start.
+
+    Args:
+        outcome: The runs.
+        algorithm: Name of the algorithm.
+        workers: Number of workers.
+
+    Returns:
+        The cell, also if every run of it failed; None if the algorithm has none.
+    """
 
     def bandwidth(name: str) -> float:
         return outcome.networks[name].path(0, workers - 1).bandwidth or math.inf
@@ -212,9 +273,7 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
     times = []
     for record in cell.reached:
-        # The numbers of a modelled run are those of one network.
-        source = record.run if isinstance(record, ModelledRecord) else record
-        times.append(predict(source, network, cell.workers))
+        times.append(predict(measured_run(record), network, cell.workers))
     # As in the measured median, a missed run is longer than all others.
     return statistics.median([*times, *[math.inf] * (cell.missed + cell.failed)])
 

@@ -17,7 +17,7 @@ from mlbench_core.comparison.pool import plural
 from mlbench_core.sweep.modelled import ModelledRecord, Place
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.tuning import Tuning
-from mlbench_core.sweep.winners import Map
+from mlbench_core.sweep.winners import Map, shared_cores
 
 __all__ = [
     "NOT_TUNED",
@@ -61,9 +61,9 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
 
 
 def per_network(outcome: Outcome, network: str) -> list[str]:
-    """Return one sentence for each number of workers.
+    """Return one sentence for each number of workers, and one on the second machine.
 
-    It has the algorithm with the least time, its factor, and the second.
+    The first have the algorithm with the least time, its factor, and the second.
 
     Args:
         outcome: The runs.
@@ -74,7 +74,7 @@ def per_network(outcome: Outcome, network: str) -> list[str]:
         row = outcome.row(network, workers)
         if row:
             sentences.append(f"With {plural(workers, 'worker')}: {_case(outcome, row)}")
-    return sentences
+    return [*sentences, *_second_machine(outcome, network)]
 
 
 def listed(words: Iterable[str]) -> str:
@@ -181,6 +181,25 @@ def leads(outcome: Outcome, first: Cell) -> str:
         "had the least time": "has the least modelled time",
         "had the least median": "has the least modelled median",
     }[verb]
+
+
+def _second_machine(outcome: Outcome, network: str) -> list[str]:
+    """Compare the least medians of one and of two workers."""
+    alone, pair = outcome.row(None, 1), outcome.row(network, 2)
+    # A row starts with its least median.
+    if not alone or not pair or alone[0].median_s is None:
+        return []
+    one, two = alone[0], pair[0]
+    text = f"The second machine: one worker needs {seconds(alone[0].median_s)} ({one.algorithm})"
+    ratio = speed_ratio(one, two)
+    if ratio is None or two.median_s is None:
+        return [f"{text}, and no algorithm with 2 workers has a median."]
+    # The faster one was selected from its row, and is compared with all of the other.
+    test = differ(two, one, [two, *alone]) if ratio.value >= 1 else differ(one, two, [one, *pair])
+    return [
+        f"{text}, 2 workers {seconds(two.median_s)} ({two.algorithm}): "
+        f"{ratio.value:.2f} times as fast; {TESTS[test]}."
+    ]
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
@@ -305,27 +324,28 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     least = alone[0].median_s if alone else None
     if least is None or not outcome.several:
         return []
-    gain: list[str] = []
-    loss: list[str] = []
-    for network in outcome.networks:
-        orders: list[tuple[float, int]] = []
-        for workers in outcome.several:
-            # A row starts with its least median, and the order of a cell with its own.
-            orders += map(order, outcome.row(network, workers)[:1])
-        if not orders:
-            continue
-        if min(orders)[0] < least:
-            gain.append(network)
-        else:
-            loss.append(network)
+    gain: list[Cell] = []
+    loss: list[Cell] = []
+    for network, workers in itertools.product(outcome.networks, outcome.several):
+        # A row starts with its least median, and the order of a cell with its own.
+        for first in outcome.row(network, workers)[:1]:
+            if order(first)[0] < least:
+                gain.append(first)
+            else:
+                loss.append(first)
     rank = "the least median"
     if alone[0].complete:
         rank = "the fastest" if outcome.is_tuned else "the least time"
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
     if gain:
-        text += f" More workers had a lower median on {listed(gain)}."
+        text += f" More workers had a lower median on {places_text(gain)}."
     if loss:
-        text += f" No algorithm with more workers had a lower median on {listed(loss)}."
+        text += (
+            f" One machine is enough on {places_text(loss)}: no algorithm had a lower median there."
+        )
+    cores = shared_cores(outcome.groups)
+    if cores and outcome.modelled is None:
+        text += f" More than {plural(cores, 'worker')} shared {plural(cores, 'core')}."
     return [text]
 
 

@@ -19,7 +19,8 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
+from mlbench_core.sweep.figure_lines import curves, draw_bytes, draw_curve
+from mlbench_core.sweep.figures import draw_rows, quantities
 from mlbench_core.sweep.file import Point
 from mlbench_core.sweep.outcome import Outcome, gather
 from mlbench_core.sweep.tables import as_csv, table_rows
@@ -277,7 +278,12 @@ def drawn(outcome: Outcome, algorithm: str) -> dict[tuple[Any, ...], float]:
         each.name: functools.partial(draw_rows, outcome, each)
         for each in quantities(outcome, PRICING)
     }
-    for name, make in {**makers, "bytes_to_goal": functools.partial(draw_bytes, outcome)}.items():
+    others = {"bytes_to_goal": functools.partial(draw_bytes, outcome)}
+    for curve in curves(outcome, PRICING):
+        # The steps are those of the network with the fewest misses, so a miss can change it.
+        if curve.has_networks:
+            others[curve.name] = functools.partial(draw_curve, outcome, curve)
+    for name, make in {**makers, **others}.items():
         try:
             with figures.style():
                 drawing = make()

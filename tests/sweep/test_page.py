@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.comparison import figures
+from mlbench_core.comparison.figures.looks import METHODS
 from mlbench_core.comparison.pool import Group
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.record import RunRecord
@@ -118,8 +119,8 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     )
     text = " ".join(summary(found))
     assert (
-        "More workers had a lower median on fast. No algorithm "
-        "with more workers had a lower median on slow."
+        "More workers had a lower median on fast (2 workers). One machine is enough on slow "
+        "(2 workers): no algorithm had a lower median there."
     ) in text
     late = outcome(
         lone,
@@ -166,10 +167,9 @@ def test_a_missed_run_is_an_open_mark_with_a_text() -> None:
         "the fastest is at the top"
     )
     assert [text.get_text() for text in axes.texts] == ["6", "12.0  not within 2 min: 1 of 3"]
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"] == [
-        [6.0],
-        [12.0],
-    ]
+    marks = [line for line in axes.lines if line.get_linestyle() == "None"]
+    assert [list(line.get_xdata()) for line in marks] == [[6.0], [12.0], []], "the last: legend"
+    assert len({line.get_color() for line in marks}) == 3, "the color is that of the method"
     intervals = [
         line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 0.9
     ]
@@ -229,7 +229,9 @@ def test_the_page_is_one_file_that_loads_nothing(written: Path) -> None:
     assert "<title>Methods &amp; &lt;networks&gt;</title>" in text and "<networks>" not in text
     assert not re.search(r"<script|<img|<link|@import|url\((?!#)", text)
     assert not re.search(r'(?:src|href)="(?!#)', text)
-    assert text.count("<svg") == 4 + 1, "time, bytes, accuracy, price and the map"
+    assert text.count("<svg") == 4 + 1 + 3, (
+        "time, bytes, accuracy, price, the map, and three over the number of workers"
+    )
     identifiers = re.findall(r'\bid="([^"]+)"', text)
     assert len(identifiers) == len(set(identifiers))
     assert {"time_to_goal.png", "map_2.svg", "bytes_to_goal.csv", "best.png", "price.png"} <= {
@@ -365,8 +367,9 @@ def test_a_sweep_without_runs_has_no_page(tmp_path: Path) -> None:
 
 
 def test_an_inline_figure_has_the_colors_of_the_page() -> None:
-    cells = [cell("a", "fast", workers, 10.0, 12.0, None) for workers in range(2, 9)]
-    found = outcome(cell("a", None, 1, 20.0), *cells)
+    names = METHODS[:7]
+    cells = [cell(name, "fast", 2, 10.0, 12.0, None) for name in names]
+    found = outcome(cell(names[0], None, 1, 20.0), *cells)
     (time, *_) = rows_figures.quantities(found, Pricing())
     with figures.style():
         drawing = rows_figures.draw_rows(found, time, "fast")
@@ -383,6 +386,7 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
     assert all(page_style.count(f"{name}:") == 2 for name in used), (
         "each color is defined for light and for dark"
     )
+    assert re.search(r"\nsvg \{[^}]*fill: var\(--ink\)", page_style), "marks in black, the default"
     assert "Mark and number: median" in whole.getvalue() and "Mark and number" not in svg
     _, height = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0]
     assert float(height) < 72 * drawing.figure.get_size_inches()[1] - 10, (
