@@ -47,7 +47,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     _draw_cells(axes, found, colors)
     _draw_points(axes, found, colors)
     _draw_axes(axes, found)
-    title = "Fastest method" if outcome.is_tuned else "Method with the least time"
+    title = "Fastest method" if outcome.is_tuned else "Least time"
     axes.set_title(f"{title} with {plural(found.workers, 'worker')}: predicted")
     handles, labels = _legend(colors, found)
     groups = [group for group in outcome.groups if group.workers == found.workers]

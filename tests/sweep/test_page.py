@@ -248,7 +248,7 @@ def test_a_sweep_that_is_not_tuned_calls_no_method_the_fastest(written: Path) ->
             text = path.read_text(encoding="utf-8")
             assert not re.search("fastest|winner|wins|runner-up", text, re.IGNORECASE), path
     assert kinds == {".html", ".md", ".json", ".csv", ".svg"}
-    assert "Method with the least time" in (written / "map_2.svg").read_text(encoding="utf-8")
+    assert "Least time with 2 workers" in (written / "map_2.svg").read_text(encoding="utf-8")
     words = json.loads((written / "results.json").read_text(encoding="utf-8"))["words"]
     assert words[""][0].startswith("The methods are not tuned: ")
 
