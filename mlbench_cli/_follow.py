@@ -66,11 +66,13 @@ def follow(
         answer["chart"] = None if chart is None else str(chart.absolute())
         print_json(answer)
     else:
-        if pooled and usable(records)[0]:
+        repeats = usable(records)[0] if pooled else []
+        if is_script:
+            # A column for each repeat would be too wide: the first one of each configuration.
+            print_steps([group.records[0] for group in pool(repeats)] or records)
+        if repeats:
             print_comparison(compare_records(records)[1], "table")
         else:
-            if is_script:
-                print_steps(records)
             print_records(records)
         for record in records if is_script else ():
             show_unmeasured(record)

@@ -238,7 +238,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
             local_s = (source.communication_exposed_s or 0.0) * share
         return _Measured(1, compute_s, 0.0, local_s / _steps_of(source), 0.0, ())
     if entries is None or workers is None or workers < 2 or not batches:
-        remedy = "average with an optimizer or a communication hook of this library"
+        remedy = "observe the script, or average with an optimizer or a hook of this library"
         if workers is None or workers < 2:
             remedy = "measure a run of 2 workers or more, too"
         elif not batches:

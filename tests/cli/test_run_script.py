@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_cli import _follow
 from mlbench_core.caller import OBSERVER
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
@@ -123,3 +124,12 @@ def test_wrong_words_start_nothing(
 ) -> None:
     assert message in " ".join(call("run", *words, code=2).stderr.split())
     assert fake.requests == []
+
+
+def test_repeats_of_a_script_show_a_step_of_each_number_of_workers(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    patch.setattr(_follow, "print_steps", lambda records: shown.extend(r.name for r in records))
+    call("run", "mine", "1", "2", "--repeats", "2", "train.py")
+    assert shown == ["mine-1-r1", "mine-2-r1"]
