@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from mlbench_core.sweep.folder import SweepFolder, stopped_at_limit
 from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import as_csv, table_rows
 from mlbench_core.sweep.words import per_network
+from tests.helpers.archives import unpack
 from tests.helpers.thorough import some
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -30,7 +30,7 @@ COLLECTIONS = [path for path in PAGES if path not in SWEEPS]
 def test_the_runs_are_verified_and_the_tables_follow_from_them(
     collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.unpack_archive(collection / "runs.tar.xz", tmp_path, filter="data")
+    unpack(collection / "runs.tar.xz", tmp_path)
     monkeypatch.chdir(tmp_path)
     folders = list(find_folders(Path("runs")))
     assert len(folders) >= 4
@@ -50,7 +50,7 @@ def test_the_runs_are_verified_and_the_tables_follow_from_them(
 
 @pytest.mark.parametrize("page", some(SWEEPS), ids=lambda path: path.name)
 def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_path: Path) -> None:
-    shutil.unpack_archive(page / "runs.tar.xz", tmp_path, filter="data")
+    unpack(page / "runs.tar.xz", tmp_path)
     sweep = load_sweep(page / "sweep.toml")
     state = SweepFolder(tmp_path)
     failures = state.failures(state.planned(sweep))

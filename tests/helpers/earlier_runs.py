@@ -11,6 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.helpers.archives import unpack
+
 ARCHIVE = Path(__file__).parents[1] / "results" / "earlier_runs.tar.xz"
 
 
@@ -22,5 +24,5 @@ def earlier_runs() -> Path:
     """
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    shutil.unpack_archive(ARCHIVE, folder, filter="data")
+    unpack(ARCHIVE, folder)
     return folder / "runs"
