@@ -1,4 +1,4 @@
-"""The value of an option or argument that names a network."""
+"""Options and arguments that name networks, and numbers of workers on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mlbench_core.network.description import Network
 
-__all__ = ["NetworkType"]
+__all__ = ["NetworkType", "networks_option", "workers_option"]
 
 
 class NetworkType(click.ParamType):
@@ -44,3 +44,20 @@ class NetworkType(click.ParamType):
             for name, network in NETWORKS.items()
             if name.startswith(incomplete)
         ]
+
+
+networks_option = click.option(
+    "--network",
+    "networks",
+    multiple=True,
+    required=True,
+    type=NetworkType(),
+    help="Network; repeatable.",
+)
+workers_option = click.option(
+    "--workers",
+    multiple=True,
+    required=True,
+    type=click.IntRange(1, 1024),
+    help="Number of workers; repeatable.",
+)

@@ -3,8 +3,8 @@
 MEASURED and MODELLED are the folders of two sweeps that differ in ``time`` only. Each line has the
 median time to the goal of a method, a network and a number of workers, measured and modelled, and
 the difference as a share of the measured one. The last line has the mean of these shares without
-their signs. Workers that share cores in the measured sweep are no fair comparison: the model gives
-each a core.
+their signs. The model gives each worker a core, so leave out numbers of workers that share cores in
+the measured sweep.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_cli._networks import NetworkType
+from mlbench_cli._networks import networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
 from mlbench_core.comparison.pool import usable
@@ -43,21 +43,8 @@ _HEADERS = (
 
 @click.command()
 @click.argument("places", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option(
-    "--network",
-    "networks",
-    multiple=True,
-    required=True,
-    type=NetworkType(),
-    help="Network; repeatable.",
-)
-@click.option(
-    "--workers",
-    multiple=True,
-    required=True,
-    type=click.IntRange(1, 1024),
-    help="Number of workers; repeatable.",
-)
+@networks_option
+@workers_option
 @click.option(
     "--critical-workers",
     type=click.IntRange(min=1),

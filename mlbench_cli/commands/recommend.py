@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_cli._networks import NetworkType
+from mlbench_cli._networks import networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
 from mlbench_core.comparison.prices import Pricing
@@ -32,21 +32,8 @@ _HEADERS = (
 
 @click.command()
 @click.argument("folder", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--network",
-    "networks",
-    multiple=True,
-    required=True,
-    type=NetworkType(),
-    help="Network; repeatable.",
-)
-@click.option(
-    "--workers",
-    multiple=True,
-    required=True,
-    type=click.IntRange(1, 1024),
-    help="Number of workers to choose from; repeatable.",
-)
+@networks_option
+@workers_option
 @price_options
 @json_option
 def recommend(
