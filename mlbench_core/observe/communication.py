@@ -320,7 +320,7 @@ def _before_forward(model: DistributedDataParallel, args: Any, kwargs: Any) -> N
         _clock.forward_begins((args, kwargs))
         times = _clock.traffic.timed.get(model)
         if times is not None:
-            times.forward_begins()
+            times.forward_begins(model)
 
 
 def _has_dense_cpu_gradients(model: DistributedDataParallel) -> bool:

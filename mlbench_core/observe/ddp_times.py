@@ -6,8 +6,8 @@ how DDP divides gradients. DDP's own clock runs in C++ and changes nothing::
     first bucket ready        last gradient computed        last bucket arrived
     |------------ hidden ------------|----------- exposed -----------|
 
-Reading it costs 0.15 ms, so short backward passes are not all read. Those in between get the times
-of the last one that was read.
+Taking the times and reading them costs 0.15 ms, so DDP does so for some of the short backward
+passes only. Those in between get the times of the last one that was read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class DDPTimes:
         self._next_read_s = 0.0
         self._start_ns = 0
         self._sees_forwards = self._is_pending = self._reads_all = False
+        self._is_timed = True
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, model: DistributedDataParallel) -> None:
         """Note a forward pass with gradients."""
         self._sees_forwards = self._is_pending = True
+        is_due = self._passes < _FIRST_PASSES or time.perf_counter() >= self._next_read_s
+        if self._is_timed != (is_due or self._reads_all):
+            self._is_timed = not self._is_timed
+            torch_private.time_ddp(model, self._is_timed)
 
     def took_part(self, model: DistributedDataParallel) -> bool:
         """Return True if the model has communicated in the backward pass that ends now."""
@@ -61,15 +66,13 @@ class DDPTimes:
         # A compiled forward pass is not seen.
         if self._sees_forwards and not self._is_pending:
             return False
-        now_s = time.perf_counter()
-        is_due = self._passes < _FIRST_PASSES or now_s >= self._next_read_s
-        if is_due or self._reads_all or not self._sees_forwards:
+        if self._is_timed:
             if not self._read(model):
                 # The script computes the gradients of other models only in some passes, for example
                 # those of a critic, so only DDP knows.
                 self._reads_all = True
                 return False
-            self._next_read_s = now_s + _EVERY_S
+            self._next_read_s = time.perf_counter() + _EVERY_S
         self._is_pending = False
         self._passes += 1
         return True

@@ -85,7 +85,7 @@ class LossObserver:
         if type(loss) is not Tensor or loss.numel() != 1:
             return
         divisor = torch_private.divisor(loss)
-        if loss.device.type == "cpu":
+        if loss.is_cpu:
             self._micro.append((loss.item(), divisor))
         else:
             # A copy, because a CUDA graph may write the next loss to the same memory.

@@ -25,20 +25,24 @@ def count_data(batch: Any) -> tuple[int, int]:
         (4, 64)
     """
     first = _first_tensor(batch)
-    if first is None or first.dim() == 0:
+    if first is None:
         return 0, 0
-    is_text = first.dim() == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return first.shape[0], first.numel() if is_text else 0
+    dimensions = first.dim()
+    if dimensions == 0:
+        return 0, 0
+    is_text = dimensions == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
+    return len(first), first.numel() if is_text else 0
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Tensor):
         return batch
     parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, (tuple, list)):
+    # The test for a mapping takes longer.
+    if isinstance(batch, (tuple, list)):
         parts = batch
+    elif isinstance(batch, Mapping):
+        parts = batch.values()
     for part in parts:
         tensor = _first_tensor(part)
         if tensor is not None:

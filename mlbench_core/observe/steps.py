@@ -92,6 +92,7 @@ class StepClock:
         self.optimizer_depth = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waited_for: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waits = False
         self._last: weakref.ref[Any] | None = None
         self._since_last = 0
         self._fetched_in_evaluation = False
@@ -210,6 +211,7 @@ class StepClock:
             return
         self._known.add(optimizer)
         self._waited_for.add(optimizer)
+        self._waits = True
 
     def trains(self, module: nn.Module) -> bool:
         """Return True if an optimizer of the script has parameters of a module."""
@@ -232,8 +234,10 @@ class StepClock:
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
         self.optimizer_depth -= 1
-        if self._waited_for:
+        # A set that is empty once stays empty until the script makes an optimizer.
+        if self._waits:
             self._waited_for.discard(optimizer)
+            self._waits = bool(self._waited_for)
         # An optimizer that steps inside another one is a part of it.
         if self.optimizer_depth or not self.is_open:
             return
@@ -250,11 +254,12 @@ class StepClock:
             self._since_last = 0
             return True
         self._since_last += 1
-        if self._waited_for and self._since_last < _LONGEST_CYCLE:
+        if self._waits and self._since_last < _LONGEST_CYCLE:
             return False
         # All have stepped, or the last one so far is not used any more.
-        if last is None or self._waited_for or self._since_last >= _LONGEST_CYCLE:
+        if last is None or self._waits or self._since_last >= _LONGEST_CYCLE:
             self._waited_for.clear()
+            self._waits = False
             self._last = weakref.ref(optimizer)
             self._since_last = 0
             return True

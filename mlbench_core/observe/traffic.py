@@ -80,11 +80,8 @@ class Traffic:
 
     def end_backward(self) -> None:
         """Book the buckets of a backward pass, which DDP has waited for."""
-        for model, times in self.timed.items():
-            if times.took_part(model):
-                self._exposed_s += times.exposed_s
-                self._hidden_s += times.hidden_s
-                self._add_buckets(times)
+        if self.timed:
+            self._add_timed()
         if not self._begins:
             return
         if isinstance(self._begins[0], float):
@@ -92,6 +89,13 @@ class Traffic:
         else:
             self._on_device.append((self._begins, self._ends))
         self._begins, self._ends = [], []
+
+    def _add_timed(self) -> None:
+        for model, times in self.timed.items():
+            if times.took_part(model):
+                self._exposed_s += times.exposed_s
+                self._hidden_s += times.hidden_s
+                self._add_buckets(times)
 
     def _add_buckets(self, times: DDPTimes) -> None:
         # A hook in C++ sends other bytes than those of the buckets.

@@ -650,10 +650,13 @@ class Tracker(PhaseTimes):
         Raises:
             ValueError: An argument is negative.
         """
-        check_at_least("samples", samples, 0)
-        check_at_least("tokens", tokens, 0)
-        self._counters.samples += int(samples)
-        self._counters.tokens += int(tokens)
+        counters = self._counters
+        if samples:
+            check_at_least("samples", samples, 0)
+            counters.samples += int(samples)
+        if tokens:
+            check_at_least("tokens", tokens, 0)
+            counters.tokens += int(tokens)
 
     # ------------------------------------------------------------------ statistics
 
