@@ -20,7 +20,7 @@ from mlbench_core import torch_private
 
 __all__ = ["DDPTimes"]
 
-_EVERY_S = 0.05
+_EVERY_S = 0.2
 # DDP forms its buckets again after the first pass, and the first passes take longer than others.
 _FIRST_PASSES = 3
 
