@@ -99,9 +99,8 @@ setup(
     package_data={
         "mlbench_cli": ["py.typed"],
         "mlbench_core": ["py.typed"],
-        "mlbench_core.comparison": ["*.mplstyle", "*.toml", "references/*.json"],
+        "mlbench_core.comparison": ["*.css", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_core.results": ["*.json"],
-        "mlbench_core.sweep": ["*.css"],
         "mlbench_csrc": ["*/*.cu", "*/*.cuh"],
         "mlbench_helm": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
         "mlbench_master": ["py.typed"],

@@ -172,3 +172,47 @@ def collect(
         return
     for path in paths:
         click.echo(path)
+
+
+@results.command()
+@click.argument(
+    "folder", metavar="FOLDER", type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@click.option(
+    "--output",
+    "-o",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the board: index.html and index.md.",
+)
+@click.option("--title", default="Board of results", show_default=True, help="Title of the board.")
+@price_options
+@json_option
+def board(folder: Path, output: Path, title: str, pricing: Pricing, as_json: bool) -> None:
+    """Verify all results below FOLDER, and rank them by task on one page.
+
+    FOLDER has result folders or archives runs.tar.xz of them, for example those that people add to
+    a git repository. A result that cannot be verified is refused, and the page says why. Exit
+    status 1 if one is refused.
+    """
+    from mlbench_core.comparison.board import board_html, board_markdown, read_board
+    from mlbench_core.sweep.folder import TUNING, stopped_at_limit
+
+    found = read_board(
+        folder, pricing, is_stopped=stopped_at_limit, is_trial=lambda path: TUNING in path.parts
+    )
+    texts = {
+        "index.html": board_html(title, found, folder, output),
+        "index.md": board_markdown(title, found, folder, output),
+    }
+    paths = write_texts(output, texts)
+    if as_json:
+        print_json({"files": list(map(str, paths)), "refused": found.refused})
+    else:
+        for path in paths:
+            click.echo(path)
+        for source, problems in found.refused.items():
+            click.echo(f"refused: {clean(source)}: {clean('; '.join(problems))}")
+    if found.refused:
+        raise MLBenchError(f"{len(found.refused)} results were refused, see the page")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.comparison.table import Column, cell
+from mlbench_core.comparison.html import bullets, document, elements, grid
+from mlbench_core.comparison.table import Column
 from mlbench_core.sweep.tables import TUNING_COLUMNS
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Section", "html_page", "inline_svg"]
 
-_STYLE = Path(__file__).with_name("page.css")
 # Colors of the figures' style, and the names of the page's colors, which are others in the dark.
 _COLORS = {
     "#ffffff": "card", "#eeeeee": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid",
@@ -128,48 +127,28 @@ def html_page(
         '<section id="file"><h2>The file of the sweep</h2>'
         f'<pre tabindex="0">{escape(source)}</pre></section>',
     ]
-    style = _STYLE.read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # The page loads nothing and runs nothing, whatever the names in the runs are.
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
-        + "\n".join(parts)
-        + "\n</main></body></html>\n"
-    )
+    return document(title, parts)
 
 
 def _words(words: Mapping[str, Sequence[str]]) -> str:
     networks = ""
     for name, sentences in words.items():
         if name and sentences:
-            networks += f"<div><h3>{escape(name)}</h3>{_list(sentences)}</div>"
+            networks += f"<div><h3>{escape(name)}</h3>{bullets(sentences)}</div>"
     if networks:
         networks = f'<div class="words">{networks}</div>'
-    whole = _list(words.get("", ()))
+    whole = bullets(words.get("", ()))
     return f'<section id="words"><h2>Which method when</h2>{whole}{networks}</section>'
 
 
-def _list(sentences: Sequence[str]) -> str:
-    if not sentences:
-        return ""
-    return f"<ul>{_elements('li', map(escape, sentences))}</ul>"
-
-
-def _elements(tag: str, contents: Iterable[str]) -> str:
-    return "".join(f"<{tag}>{content}</{tag}>" for content in contents)
-
-
 def _section(section: Section) -> str:
-    figures = _elements("figure", section.figures)
+    figures = elements("figure", section.figures)
     notes = ""
     # The figures of a section can have the same caption.
     for note in dict.fromkeys(section.notes):
         notes += f'<p class="note">{escape(note)}</p>'
     if section.table is not None:
-        notes += _grid(*section.table)
+        notes += grid(*section.table)
     return (
         f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>'
         f'<div class="figures">{figures}</div>{notes}</section>'
@@ -185,24 +164,4 @@ def _table(
 ) -> str:
     if note:
         note = f"<p>{escape(note)}</p>"
-    return f'<section id="{name}"><h2>{title}</h2>{note}{_grid(columns, rows)}</section>'
-
-
-def _grid(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    def tag(column: Column, name: str, text: str) -> str:
-        attribute = "" if column.digits is None else ' class="number"'
-        return f"<{name}{attribute}>{escape(text)}</{name}>"
-
-    head = ""
-    for column in columns:
-        head += tag(column, "th", column.header)
-    body = ""
-    for row in rows:
-        body += "<tr>"
-        for column in columns:
-            body += tag(column, "td", cell(column, row))
-        body += "</tr>"
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return f'<section id="{name}"><h2>{title}</h2>{note}{grid(columns, rows)}</section>'

@@ -21,7 +21,7 @@ from tests.helpers.archives import unpack
 from tests.helpers.thorough import some
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-PAGES = sorted(path.parent for path in RESULTS.glob("*/index.md"))
+PAGES = sorted(path.parent for path in RESULTS.glob("*/runs.tar.xz"))
 SWEEPS = [path for path in PAGES if (path / "sweep.toml").exists()]
 COLLECTIONS = [path for path in PAGES if path not in SWEEPS]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison import figures
+from mlbench_core.comparison import figures, html
 from mlbench_core.comparison.figures.looks import METHODS
 from mlbench_core.comparison.pool import Group
 from mlbench_core.comparison.prices import Pricing, load_prices
@@ -382,7 +382,7 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
     )
     used = set(re.findall(r"var\((--[\w-]+)\)", svg))
     assert used >= {"--ink", "--grid", "--faint", *(f"--c{number}" for number in range(1, 7))}
-    page_style = (Path(page.__file__).with_name("page.css")).read_text(encoding="utf-8")
+    page_style = Path(html.__file__).with_name("page.css").read_text(encoding="utf-8")
     assert all(page_style.count(f"{name}:") == 2 for name in used), (
         "each color is defined for light and for dark"
     )
