@@ -32,3 +32,4 @@ sed -i -e 's|the folder `runs` has the result folder of each run|[runs.tar.xz](r
 # The old page stays until the new one is complete.
 rm -rf "$page"
 mv "$new" "$page"
+benchmarks/experiments/board.sh

@@ -33,3 +33,4 @@ fi
 chmod 755 "$new"
 rm -rf "docs/results/$name"
 mv "$new" "docs/results/$name"
+benchmarks/experiments/board.sh
