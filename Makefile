@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-thorough test-tensorflow cuda lint types docs wheel release gpu micro clean help
+.PHONY: demo test test-paired test-single test-thorough test-tensorflow cuda lint types docs wheel release gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -47,11 +47,15 @@ types: $(VENV)/.installed-dev
 
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only:
 # threads of two tests that wait for each other's cores would double the time.
-# The workers of the remaining tests need all cores, and ports of their own.
+# The remaining tests start workers of their own one after the other, and wait three quarters of their time, so they run beside
+# the others.
 PAIRED = $(addprefix tests/,aggregation browser cli client comparison compat30 contracts controlflow faults master optim references results security \
 	dataset evaluation lr_scheduler models network observe ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
 test: lint types
+	$(MAKE) --no-print-directory --jobs 2 test-paired test-single
+test-paired: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
+test-single: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
 
 # Before a release, and after a change of what all optimizers share.
