@@ -66,14 +66,24 @@ def test_newton_schulz_has_the_bits_of_torchs_muon(shape: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dion2_of_all_rows_is_muon(shape: tuple[int, int]) -> None:
-    """Torch's, without Nesterov's momentum and to the precision of bfloat16."""
+    """Torch's, without Nesterov's momentum.
+
+    Torch's momentum is an average. With 0.5 it is half of the sum in bfloat16, too."""
     x = random(shape, seed=9, dtype=torch.float32)
     gradients = [random(shape, seed, torch.float32) for seed in range(6)]
     # torch's factor is that of Dion2 for matrices with no more columns than rows.
     lr = 0.1 * min(1, math.sqrt(shape[0] / shape[1]))
-    muon = train(lambda x: torch.optim.Muon(x, lr=lr, weight_decay=0, nesterov=False), x, gradients)
-    ours = train(lambda x: Dion2(x, lr=0.1, weight_decay=0, fraction=1.0), x, gradients)
-    assert (ours - muon).norm() < 0.01 * (muon - x).norm()
+    muon = train(
+        lambda x: torch.optim.Muon(x, lr=lr, weight_decay=0.2, momentum=0.5, nesterov=False),
+        x,
+        gradients,
+    )
+    # The rate decays the weights, too.
+    decay = 0.2 * lr / 0.1
+    ours = train(
+        lambda x: Dion2(x, lr=0.1, weight_decay=decay, fraction=1.0, momentum=0.5), x, gradients
+    )
+    torch.testing.assert_close(ours, muon, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,8 +107,6 @@ def test_the_step_of_dion2_is_orthonormal(shape: tuple[int, int]) -> None:
     values = torch.linalg.svdvals(u)
     assert u.shape == (3, max(shape))
     assert ((values - 1).abs() < 0.142).all()
-    # For equal singular values of the gradient, the rows of the step are exactly orthogonal.
-    assert (values - 1).abs().max() < 0.142
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(Dion2, (8, 9)), (Dion2, (9, 8)), (Dion3, (9, 8))])
@@ -164,8 +172,8 @@ def test_a_kernel_steps_as_a_matrix(
     kind: type[NorMuon], memory_format: torch.memory_format
 ) -> None:
     x = random((4, 3, 2, 2))
-    kernel, matrix = x.to(memory_format=memory_format).requires_grad_(), x.flatten(1)
-    matrix = matrix.clone().requires_grad_()
+    kernel = x.clone(memory_format=memory_format).requires_grad_()
+    matrix = x.flatten(1).clone().requires_grad_()
     optimizers = kind([kernel], lr=0.1, kernels=True), kind([matrix], lr=0.1)
     for seed in range(3):
         gradient = random((4, 3, 2, 2), seed)

@@ -122,7 +122,7 @@ class Dion3(Dion2):
     :class:`~mlbench_core.optim.pytorch.updates.normuon.NorMuon`. The running squares of a row
     change when it is chosen. The state of a matrix is the momentum and one number per row.
 
-    According to the specification of the paper, the rate is divided by :math:`\sqrt{f}`. The
+    According to secondary sources, the paper divides the rate by :math:`\sqrt{f}`. The
     authors' code does not divide, and neither does this class.
 
     Args:
