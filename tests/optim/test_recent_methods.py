@@ -53,7 +53,7 @@ from tests.references.dion import dion
 from tests.references.dion2 import dion2
 from tests.references.lars import lars
 from tests.references.local_sgd import local_sgd
-from tests.references.muon import muon
+from tests.references.muon import muon, newton_schulz
 from tests.references.normuon import normuon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
@@ -962,10 +962,9 @@ class TestMuon:
         self, name: str, reference: Callable[..., Tensor], ranks: Ranks
     ) -> None:
         """Float64 matrices are not iterated in bfloat16."""
-        wide = reference(start(), gradient, len(ranks), workers.STEPS, 0.05)
-        tall = reference(
-            start().T, lambda i, y, t: gradient(i, y.T, t).T, len(ranks), workers.STEPS, 0.05
-        )
+        options = (len(ranks), workers.STEPS, 0.05, newton_schulz)
+        wide = reference(start(), gradient, *options)
+        tall = reference(start().T, lambda i, y, t: gradient(i, y.T, t).T, *options)
         for result in ranks:
             x, y, size_bytes = result["relatives_of_muon"][name]
             torch.testing.assert_close(x, wide, rtol=0, atol=1e-6)

@@ -5,12 +5,10 @@ import math
 
 import torch
 
-from tests.references.muon import newton_schulz
 
-
-def dion2(x, gradient, k, T, lr, fraction, weight_decay=0.01, mu=0.95, beta2=None):
+def dion2(x, gradient, k, T, lr, orthonormal, fraction, weight_decay=0.01, mu=0.95, beta2=None):
     """Run T steps on a matrix; gradient(i, x, t) is worker i's stochastic gradient.
-
+    orthonormal is for example newton_schulz of the reference of Muon.
     With beta2 these are the steps of Dion3."""
     n, m = x.shape
     momentum = torch.zeros_like(x)
@@ -22,7 +20,7 @@ def dion2(x, gradient, k, T, lr, fraction, weight_decay=0.01, mu=0.95, beta2=Non
         best = sorted(range(len(norms)), key=lambda i: (-norms[i], i))
         chosen = sorted(best[: math.ceil(fraction * len(norms))])
         part = (slice(None), chosen) if columns else (chosen,)
-        update = newton_schulz(momentum[part])
+        update = orthonormal(momentum[part])
         if beta2 is not None:
             v[chosen] = beta2 * v[chosen] + (1 - beta2) * (update**2).mean(1)
             rows = update / (v[chosen].sqrt()[:, None] + 1e-8)
