@@ -89,10 +89,11 @@ def make_muon(
 ) -> Optimizer:
     """Return Muon or a relative of it, and AdamW, for the parameters of a model.
 
-    ``matrix_factor`` is the factor between the rate of AdamW and that of the matrices.
+    ``matrix_factor`` is the factor between the rate of AdamW and that of the matrices. Each
+    step decays all weights alike.
     """
     matrices, embedding = muon_groups(parameters, model.embedding.weight)
-    matrices["lr"] = lr * matrix_factor
+    matrices |= {"lr": lr * matrix_factor, "weight_decay": WEIGHT_DECAY / matrix_factor}
     return kind([matrices, embedding], lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
