@@ -276,15 +276,17 @@ def local4(context: Context, delay: int = 0) -> Trainee:
     return ours("LocalSGD", context, momentum=MOMENTUM, period=4, delay=delay)
 
 
-def muon(context: Context) -> Trainee:
-    """Average gradients for Muon, whose matrices include the kernels."""
-    optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=make_muon)
+def muon(context: Context, name: str = "MuonAdamW") -> Trainee:
+    """Average gradients for Muon or a relative, whose matrices include the kernels."""
+    optimizer = find("GenericCentralizedOptimizer")(
+        None, context.model, optimizer=partial(make_muon, name=name)
+    )
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
-def make_muon(parameters: Any) -> Any:
-    """Make Muon for matrices and kernels."""
-    return find("MuonAdamW")(parameters, lr=LR, kernels=True)
+def make_muon(parameters: Any, name: str = "MuonAdamW") -> Any:
+    """Make Muon or a relative for matrices and kernels."""
+    return find(name)(parameters, lr=LR, kernels=True)
 
 
 def muloco(context: Context) -> Trainee:
@@ -387,6 +389,9 @@ VARIANTS = {
     "one_bit_adam": Variant("OneBitAdam", partial(compressed, name="OneBitAdam", warmup_steps=1)),
     "dion": Variant("Dion, rank 8", partial(compressed, name="Dion", rank=8)),
     "muon": Variant("MuonAdamW, kernels too", muon),
+    "normuon": Variant("NorMuon, kernels too", partial(muon, name="NorMuon")),
+    "dion2": Variant("Dion2, a quarter, kernels too", partial(muon, name="Dion2")),
+    "dion3": Variant("Dion3, a quarter, kernels too", partial(muon, name="Dion3")),
     "scaffold": Variant("SCAFFOLD, every {steps} steps", periodic("SCAFFOLD")),
     "muloco": Variant("MuLoCo, every {steps} steps", muloco),
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),

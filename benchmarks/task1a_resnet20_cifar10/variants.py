@@ -37,9 +37,12 @@ from mlbench_core.models.pytorch.autocast import Float32Output
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.models.pytorch.group_norm import convert_to_group_norm
 from mlbench_core.optim.pytorch import (
+    Dion2,
+    Dion3,
     FP16Optimizer,
     GenericCentralizedOptimizer,
     MuonAdamW,
+    NorMuon,
     get_optimizer,
 )
 from mlbench_core.optim.pytorch.makers import Maker, of_model, of_parameters, on_ring
@@ -68,10 +71,11 @@ class Variant:
     scales: bool = True
 
 
-def muon(model: nn.Module, lr: float) -> Optimizer:
-    """Make Muon for the kernels and the matrix, with averaged gradients."""
-    return GenericCentralizedOptimizer(
-        None, model, optimizer=partial(MuonAdamW, lr=lr, kernels=True)
+def for_matrices(kind: type[MuonAdamW]) -> Maker:
+    """Return a function that makes an optimizer for the kernels and the matrix, with averaged
+    gradients."""
+    return lambda model, lr: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(kind, lr=lr, kernels=True)
     )
 
 
@@ -157,7 +161,13 @@ VARIANTS = {
     # first updates of Adam are larger, and so 0.003 needs fewer epochs on the digits than Adam's
     # 0.001. Kernels are matrices as in the first experiments, on CIFAR-10. Jordan et al.,
     # kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
-    "muon": Variant(muon, lr_factor=0.15, scales=False),
+    "muon": Variant(for_matrices(MuonAdamW), lr_factor=0.15, scales=False),
+    # Its steps are as long as Muon's. Li et al., arXiv:2510.05491.
+    "normuon": Variant(for_matrices(NorMuon), lr_factor=0.15, scales=False),
+    # The rate is Dion's, whose steps have the same factor. Ahn, Amsel and Langford,
+    # arXiv:2512.16928; Amsel et al., arXiv:2608.11612.
+    "dion2": Variant(for_matrices(Dion2), lr_factor=0.75, scales=False),
+    "dion3": Variant(for_matrices(Dion3), lr_factor=0.75, scales=False),
     # DiLoCo's period and outer step with Muon inside. Thérien et al., arXiv:2505.23725.
     "muloco": Variant(muloco, lr_factor=0.15, scales=False),
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was

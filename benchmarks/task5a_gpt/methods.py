@@ -26,7 +26,14 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.models.pytorch.gpt import GPT
-from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, MuonAdamW, get_optimizer
+from mlbench_core.optim.pytorch import (
+    CustomCentralizedOptimizer,
+    Dion2,
+    Dion3,
+    MuonAdamW,
+    NorMuon,
+    get_optimizer,
+)
 from mlbench_core.optim.pytorch.makers import Maker, of_model, of_parameters
 
 __all__ = ["DDP", "METHODS", "make_optimizer", "parallel"]
@@ -73,15 +80,27 @@ def muon_groups(parameters: Any, embedding: nn.Parameter) -> list[dict[str, Any]
     return [{"params": matrices}, {"params": [embedding], "use_muon": False}]
 
 
-def make_muon(model: GPT, lr: float, parameters: Any) -> Optimizer:
-    """Return Muon and AdamW for the parameters of a model."""
-    groups = muon_groups(parameters, model.embedding.weight)
-    return MuonAdamW(groups, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+def make_muon(
+    model: GPT,
+    lr: float,
+    parameters: Any,
+    kind: type[MuonAdamW] = MuonAdamW,
+    matrix_factor: float = 1.0,
+) -> Optimizer:
+    """Return Muon or a relative of it, and AdamW, for the parameters of a model.
+
+    ``matrix_factor`` is the factor between the rate of AdamW and that of the matrices. Each
+    step decays all weights alike.
+    """
+    matrices, embedding = muon_groups(parameters, model.embedding.weight)
+    matrices |= {"lr": lr * matrix_factor, "weight_decay": WEIGHT_DECAY / matrix_factor}
+    return kind([matrices, embedding], lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
-def muon(model: Any, lr: float) -> Optimizer:
-    """Make Muon with averaged gradients."""
-    return clipped(model, make_muon(model, lr, model.parameters()), AllReduceAggregation())
+def muon(model: Any, lr: float, **options: Any) -> Optimizer:
+    """Make Muon or a relative of it with averaged gradients."""
+    optimizer = make_muon(model, lr, model.parameters(), **options)
+    return clipped(model, optimizer, AllReduceAggregation())
 
 
 def muloco(model: Any, lr: float) -> Optimizer:
@@ -100,6 +119,12 @@ METHODS = {
     "adamw": Method(averaged(lambda model: AllReduceAggregation())),
     # Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
     "muon": Method(muon),
+    # Li et al., arXiv:2510.05491.
+    "normuon": Method(partial(muon, kind=NorMuon)),
+    # The matrices have the rate of Dion. Ahn, Amsel and Langford, arXiv:2512.16928.
+    "dion2": Method(partial(muon, kind=Dion2, matrix_factor=4.0)),
+    # Amsel et al., arXiv:2608.11612.
+    "dion3": Method(partial(muon, kind=Dion3, matrix_factor=4.0)),
     # Vogels et al., arXiv:1905.13727.
     "power_sgd": Method(
         averaged(lambda model: PowerAggregation(model, reuse_query=True, world_size=None, rank=4)),

@@ -170,6 +170,21 @@ METHODS: dict[str, MethodSpec] = {
         "optimizer", "Muon for matrices, AdamW for all other parameters", "muon",
         {**_FROM_SCRIPT, "momentum": _number(0.95)},
     ),
+    "normuon": MethodSpec(
+        "optimizer", "Muon with rows of equal length", "normuon",
+        {**_FROM_SCRIPT, "momentum": _number(0.95), "beta2": _number(0.95, most=1),
+         "polar_express": _switch(False)},
+    ),
+    "dion2": MethodSpec(
+        "optimizer", "Muon on the rows or columns with the largest momentum", "dion2",
+        {**_FROM_SCRIPT, "fraction": _number(0.25, most=1), "momentum": _number(0.95),
+         "polar_express": _switch(False)},
+    ),
+    "dion3": MethodSpec(
+        "optimizer", "Muon on the rows with the largest momentum, of equal length", "dion2",
+        {**_FROM_SCRIPT, "fraction": _number(0.25, most=1), "momentum": _number(0.95),
+         "beta2": _number(0.95, most=1), "polar_express": _switch(False)},
+    ),
     "dion": MethodSpec(
         "optimizer", "Orthonormal updates of low rank", "dion",
         {**_FROM_SCRIPT, "rank": _integer(8), "momentum": _number(0.9, most=1)},

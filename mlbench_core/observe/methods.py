@@ -18,6 +18,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -50,7 +51,7 @@ from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
-from mlbench_core.optim.pytorch import Dion, MuonAdamW, OneBitAdam
+from mlbench_core.optim.pytorch import Dion, Dion2, Dion3, MuonAdamW, NorMuon, OneBitAdam
 from mlbench_core.optim.pytorch.distributed import is_called_by_checkpoint_functions
 from mlbench_core.optim.pytorch.local_steps.periodic import make_outer_optimizer
 
@@ -359,12 +360,11 @@ def _dion(params: Any, rank: int, momentum: float, **options: Any) -> Optimizer:
     return Dion(params, aggregation=DionAggregation(rank=rank, momentum=momentum), **options)
 
 
-def _muon(params: Any, **options: Any) -> Optimizer:
-    return MuonAdamW(params, kernels=True, **options)
-
-
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "muon": _muon,
+    "muon": partial(MuonAdamW, kernels=True),
+    "normuon": partial(NorMuon, kernels=True),
+    "dion2": partial(Dion2, kernels=True),
+    "dion3": partial(Dion3, kernels=True),
     "dion": _dion,
     "one_bit_adam": OneBitAdam,
 }

@@ -153,9 +153,14 @@ def test_the_list_of_optimizers_is_that_of_the_task(script: ModuleType) -> None:
     assert sorted(get_task("5a").optimizers) == sorted(names)
 
 
-def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_embedding(script: ModuleType) -> None:
+@pytest.mark.parametrize("method", ["muon", "normuon", "dion2", "dion3"])
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_embedding(
+    script: ModuleType, method: str
+) -> None:
     model = GPT(SMALL)
-    optimizer = script.methods.make_optimizer(model, 0.01, "muon")
+    optimizer = script.methods.make_optimizer(model, 0.01, method)
+    rates = {group["use_muon"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == {False: 0.01, True: 0.04 if method.startswith("dion") else 0.01}
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     optimizer.step()
     for name, parameter in model.named_parameters():
@@ -163,7 +168,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_embedding(script: M
         assert is_adam == (name == "embedding.weight"), name
 
 
-@pytest.mark.parametrize("name", ["adamw", "ddp", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "ddp", "muon", "dion2"])
 def test_the_gradient_is_clipped_to_the_norm_1(
     script: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

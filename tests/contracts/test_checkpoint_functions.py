@@ -25,7 +25,9 @@ STEPS, HALF = 7, 4
 EXACT = {
     name
     for name, member in MEMBERS.items()
-    if name.startswith(("sgd", "adam", "lars", "muon", "custom", "ring"))
+    if name.startswith(
+        ("sgd", "adam", "lars", "muon", "normuon", "dion2", "dion3", "custom", "ring")
+    )
 }
 """The members whose communication keeps no state; muloco does."""
 

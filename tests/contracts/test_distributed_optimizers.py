@@ -49,11 +49,14 @@ from mlbench_core.optim.pytorch import (
     DeMo,
     DiLoCo,
     Dion,
+    Dion2,
+    Dion3,
     EFSignSGD,
     FP16Optimizer,
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NorMuon,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -245,6 +248,15 @@ MEMBERS: dict[str, Member] = {
     ),
     "muon": Member(
         lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))
+    ),
+    "normuon": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(NorMuon, lr=0.01))
+    ),
+    "dion2": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(Dion2, lr=0.01))
+    ),
+    "dion3": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(Dion3, lr=0.01))
     ),
     "muloco": Member(
         lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3),

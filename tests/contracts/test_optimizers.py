@@ -42,10 +42,13 @@ from mlbench_core.optim.pytorch import (
     DeMo,
     DiLoCo,
     Dion,
+    Dion2,
+    Dion3,
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NorMuon,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -147,6 +150,15 @@ MEMBERS: dict[str, Make] = {
     ),
     "muon": lambda model: GenericCentralizedOptimizer(
         None, model, optimizer=partial(MuonAdamW, lr=0.05)
+    ),
+    "normuon": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(NorMuon, lr=0.05)
+    ),
+    "dion2": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(Dion2, lr=0.05)
+    ),
+    "dion3": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(Dion3, lr=0.05)
     ),
     "muloco": lambda model: DiLoCo(1, model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),

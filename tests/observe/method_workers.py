@@ -31,9 +31,12 @@ from mlbench_core.optim.pytorch import (
     DecentralizedSGD,
     DiLoCo,
     Dion,
+    Dion2,
+    Dion3,
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NorMuon,
     OneBitAdam,
     SparseLoCo,
     StreamingDiLoCo,
@@ -173,11 +176,26 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
     ),
 }
 
-# By the text of --optimizer, for a script with AdamW. Muon's library optimizer averages gradients
-# as DDP does.
+# By the text of --optimizer, for a script with AdamW. The library optimizer of Muon and its
+# relatives averages gradients as DDP does.
 OPTIMIZERS: dict[str, Make] = {
     "muon:lr=0.02": lambda model: GenericCentralizedOptimizer(
         None, model, optimizer=partial(MuonAdamW, lr=0.02, weight_decay=0.1, kernels=True)
+    ),
+    "normuon:lr=0.02,beta2=0.8": lambda model: GenericCentralizedOptimizer(
+        None,
+        model,
+        optimizer=partial(NorMuon, lr=0.02, weight_decay=0.1, beta2=0.8, kernels=True),
+    ),
+    "dion2:lr=0.1,fraction=0.5": lambda model: GenericCentralizedOptimizer(
+        None,
+        model,
+        optimizer=partial(Dion2, lr=0.1, weight_decay=0.1, fraction=0.5, kernels=True),
+    ),
+    "dion3:lr=0.1,polar_express=true": lambda model: GenericCentralizedOptimizer(
+        None,
+        model,
+        optimizer=partial(Dion3, lr=0.1, weight_decay=0.1, polar_express=True, kernels=True),
     ),
     "dion:rank=2": lambda model: Dion(
         model.parameters(),

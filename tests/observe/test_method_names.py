@@ -130,7 +130,7 @@ def test_a_wrong_method_is_refused(text: str, message: str) -> None:
     ("text", "part"),
     [
         ("diloco:period=4", "keeps it: write --method diloco:period=4"),
-        ("adam", "the names are muon, dion, one_bit_adam"),
+        ("adam", "the names are muon, normuon, dion2, dion3, dion, one_bit_adam"),
         ("muon:lr=fast", "write for example --optimizer muon:lr=0.01"),
     ],
 )

@@ -40,9 +40,12 @@ from mlbench_core.optim.pytorch import (
     DeMo,
     DiLoCo,
     Dion,
+    Dion2,
+    Dion3,
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NorMuon,
     OneBitAdam,
     SparseLoCo,
     StreamingDiLoCo,
@@ -54,6 +57,11 @@ STEPS = 15  # of descend
 DIGITS_STEPS = 160
 SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
 DION_RANK = 2
+RELATIVES: dict[str, Callable[[Any], Optimizer]] = {
+    "normuon": partial(NorMuon, lr=0.05),
+    "dion2": partial(Dion2, lr=0.05, fraction=0.3),
+    "dion3": partial(Dion3, lr=0.05, fraction=0.3),
+}
 LARS_OPTIONS: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.01, "trust_coefficient": 0.1}
 STREAMING: dict[str, Any] = {"period": 5, "fragments": 2, "delay": 2, "mixing": 0.3}
 DELAYED = ((4, 0), (4, 1), (4, 3), (5, 2), (2, 1))  # H and tau
@@ -420,6 +428,21 @@ def muon(rank: int, world_size: int) -> dict[str, Any]:
     return {**result, "muloco": descend(rank, model, optimizer)}
 
 
+def relatives_of_muon(rank: int, world_size: int) -> dict[str, Any]:
+    """A wide and a tall matrix, with averaged gradients, and the bytes of a step."""
+    result = {}
+    for name, make in RELATIVES.items():
+        model = Weights(x=start(), y=start().T.clone())
+        exchange = AllReduceAggregation()
+        optimizer = GenericCentralizedOptimizer(None, model, optimizer=make, aggregation=exchange)
+        for step in range(STEPS):
+            model.x.grad = gradient(rank, model.x.detach(), step)
+            model.y.grad = gradient(rank, model.y.detach().T, step).T.clone()
+            optimizer.step()
+        result[name] = (model.x.detach(), model.y.detach(), exchange.last_bytes)
+    return result
+
+
 def lars(rank: int, world_size: int) -> dict[str, Any]:
     """A matrix, and a vector that starts at zero, with averaged gradients."""
     model = Weights(x=start(), y=torch.zeros_like(start()[0]))
@@ -451,6 +474,9 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
     "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
     "muon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(MuonAdamW, lr=0.08)),
+    "normuon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(NorMuon, lr=0.08)),
+    "dion2": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(Dion2, lr=0.2)),
+    "dion3": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(Dion3, lr=0.2)),
     "muloco": lambda m: DiLoCo(2, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=8),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "streaming": lambda m: StreamingDiLoCo(
@@ -499,6 +525,7 @@ SCENARIOS = (
     one_bit_adam,
     dion,
     muon,
+    relatives_of_muon,
     lars,
     digits,
 )

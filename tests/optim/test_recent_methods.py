@@ -50,9 +50,11 @@ from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
 from tests.references.dion import dion
+from tests.references.dion2 import dion2
 from tests.references.lars import lars
 from tests.references.local_sgd import local_sgd
-from tests.references.muon import muon
+from tests.references.muon import muon, newton_schulz
+from tests.references.normuon import normuon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
@@ -948,6 +950,29 @@ class TestMuon:
         for result in ranks:
             assert_close(result["muon"]["y"], y.detach())
 
+    @pytest.mark.parametrize(
+        ("name", "reference"),
+        [
+            ("normuon", normuon),
+            ("dion2", partial(dion2, fraction=0.3)),
+            ("dion3", partial(dion2, fraction=0.3, beta2=0.95)),
+        ],
+    )
+    def test_relatives_are_their_references_on_average_gradients(
+        self, name: str, reference: Callable[..., Tensor], ranks: Ranks
+    ) -> None:
+        """Float64 matrices are not iterated in bfloat16."""
+        options = (len(ranks), workers.STEPS, 0.05, newton_schulz)
+        wide = reference(start(), gradient, *options)
+        tall = reference(start().T, lambda i, y, t: gradient(i, y.T, t).T, *options)
+        for result in ranks:
+            x, y, size_bytes = result["relatives_of_muon"][name]
+            torch.testing.assert_close(x, wide, rtol=0, atol=1e-6)
+            torch.testing.assert_close(y, tall, rtol=0, atol=1e-6)
+            assert torch.equal(x, ranks[0]["relatives_of_muon"][name][0])
+            # The two gradients in float64, and a number for each, which says that it exists.
+            assert size_bytes == 8 * (2 * x.numel() + 2)
+
     def test_muloco_is_dilocos_outer_step_on_muons_changes(self, ranks: Ranks) -> None:
         """Of the first period, whose outer momentum is the change itself: 0.7 times 1.9 of it."""
         ends = []
@@ -1039,6 +1064,8 @@ class TestMuon:
     def test_digits_are_learned_as_well_as_with_adam(self, ranks: Ranks) -> None:
         assert_learns_as_well_as(ranks, "adam", "muon", fewer_bytes=0.9)
         assert_learns_as_well_as(ranks, "diloco", "muloco", fewer_bytes=0.9)
+        for relative in workers.RELATIVES:
+            assert_learns_as_well_as(ranks, "adam", relative, fewer_bytes=0.9)
 
     def test_wrong_arguments_are_named(self) -> None:
         x = [torch.ones(2, 2, requires_grad=True)]

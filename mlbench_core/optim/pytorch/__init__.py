@@ -29,8 +29,10 @@ from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
 from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
+from mlbench_core.optim.pytorch.updates.dion2 import Dion2, Dion3
 from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.optim.pytorch.updates.muon import MuonAdamW
+from mlbench_core.optim.pytorch.updates.normuon import NorMuon
 from mlbench_core.optim.pytorch.updates.ntasgd import NTASGD, AveragedSGD, scaled_rate
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ __all__ = [
     "DecentralizedSGD",
     "DiLoCo",
     "Dion",
+    "Dion2",
+    "Dion3",
     "DistributedGradScaler",
     "DynamicLossScaler",
     "EFSignSGD",
@@ -58,6 +62,7 @@ __all__ = [
     "GenericCentralizedOptimizer",
     "LocalSGD",
     "MuonAdamW",
+    "NorMuon",
     "OneBitAdam",
     "PowerSGD",
     "SignSGD",

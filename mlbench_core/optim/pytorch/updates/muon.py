@@ -92,6 +92,13 @@ class MuonAdamW(Optimizer):
             {"lr": check_lr(lr, "MuonAdamW"), **defaults, "use_muon": use_muon, "kernels": kernels},
         )
 
+    def _add_options(self, **options: Any) -> None:
+        """Add options of a subclass to all groups that do not have them."""
+        self.defaults.update(options)
+        for group in self.param_groups:
+            for name, value in options.items():
+                group.setdefault(name, value)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
@@ -102,10 +109,12 @@ class MuonAdamW(Optimizer):
 
         Returns:
             The closure's result; None without a closure.
+
+        Raises:
+            ValueError: The gradient of a matrix is sparse.
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
             matrices: list[Tensor] = []
             others: list[Tensor] = []
             for parameter in group["params"]:
@@ -118,29 +127,40 @@ class MuonAdamW(Optimizer):
                 else:
                     others.append(parameter)
             if matrices:
-                self._take_muon_step(
-                    matrices, momentum=group["momentum"], adjust_lr_fn="match_rms_adamw", **common
-                )
+                self._take_matrix_step(matrices, group)
             if others:
-                optimizer = AdamW(others, **common, betas=group["betas"], eps=group["eps"])
+                options = {name: group[name] for name in ("lr", "weight_decay", "betas", "eps")}
+                optimizer = AdamW(others, **options)
                 # A new optimizer at each step takes microseconds, and always has the current groups
                 # and options.
                 optimizer.state = self.state
                 optimizer.step()
         return loss
 
-    def _take_muon_step(self, parameters: list[Tensor], **options: Any) -> None:
-        """Let Muon take a step on parameters with at least two dimensions, as matrices."""
+    def _take_matrix_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Take a step on parameters with at least two dimensions, as matrices."""
+        for parameter in parameters:
+            if parameter.grad.is_sparse:  # type: ignore[union-attr]
+                raise ValueError(
+                    "gradients must be dense, not sparse: make nn.Embedding with sparse=False"
+                )
         # Copies of kernels in channels-last order, because their memory has no view as such a
         # matrix.
         matrices = [parameter.detach().flatten(1) for parameter in parameters]
         for matrix, parameter in zip(matrices, parameters, strict=True):
             matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]
-        optimizer = Muon(matrices, **options)
         # The same dictionaries, so that this optimizer keeps the values that the step writes.
-        for matrix, parameter in zip(matrices, parameters, strict=True):
-            optimizer.state[matrix] = self.state[parameter]
-        optimizer.step()
+        self._update_matrices(matrices, [self.state[parameter] for parameter in parameters], group)
         for matrix, parameter in zip(matrices, parameters, strict=True):
             if matrix.data_ptr() != parameter.data_ptr():
                 parameter.copy_(matrix.view_as(parameter))
+
+    def _update_matrices(
+        self, matrices: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> None:
+        """Take Muon's step on matrices with gradients; subclasses take theirs."""
+        options = {name: group[name] for name in ("lr", "weight_decay", "momentum")}
+        optimizer = Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+        for matrix, state in zip(matrices, states, strict=True):
+            optimizer.state[matrix] = state
+        optimizer.step()
