@@ -437,6 +437,7 @@ _TASKS = (
             "muloco",
             "streaming_diloco",
             "sparse_loco",
+            "no_loco",
         ),
     ),
     Task(

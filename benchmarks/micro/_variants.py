@@ -396,6 +396,7 @@ VARIANTS = {
     "muloco": Variant("MuLoCo, every {steps} steps", muloco),
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
     "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
+    "no_loco": Variant("NoLoCo, every {steps} steps", periodic("NoLoCo")),
     "half_fp16": Variant(
         "FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False
     ),

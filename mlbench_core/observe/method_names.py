@@ -158,6 +158,11 @@ METHODS: dict[str, MethodSpec] = {
         {"period": _integer(8), "density": _number(0.03, most=1), "bits": _integer(2, most=8),
          "decay": _number(0.95, most=1), "outer_lr": _number(1.0)},
     ),
+    "no_loco": MethodSpec(
+        "weights", "Outer step along the average of a random pair every period steps", "no_loco",
+        {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.5),
+         "gamma": _number(0.7), "seed": _integer(0, least=0)},
+    ),
     "decentralized_sgd": MethodSpec(
         "weights", "Average of weights with two neighbors on a ring", "decentralized_sgd"
     ),

@@ -38,6 +38,7 @@ from mlbench_core.aggregation.pytorch import (
     DiLoCoAggregation,
     DionAggregation,
     EFSignAggregation,
+    NoLoCoAggregation,
     PeriodicAggregation,
     PowerAggregation,
     QSGDAggregation,
@@ -336,6 +337,10 @@ def _sparse_loco(period: int, outer_lr: float, **compression: Any) -> Aggregatio
     return PeriodicAggregation(SparseLoCoAggregation(compressed, outer_lr=outer_lr), period)
 
 
+def _no_loco(period: int, **options: Any) -> Aggregation:
+    return PeriodicAggregation(NoLoCoAggregation(**options), period)
+
+
 def _decentralized_sgd(process_group: Any) -> Aggregation:
     topology = ring(dist.get_world_size(process_group))
     return DecentralizedAggregation(topology=topology, process_group=process_group)
@@ -351,6 +356,7 @@ _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "diloco": _diloco,
     "streaming_diloco": StreamingDiLoCoAggregation,
     "sparse_loco": _sparse_loco,
+    "no_loco": _no_loco,
     "decentralized_sgd": _decentralized_sgd,
     "choco_sgd": _choco_sgd,
 }

@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
+    NoLoCoAggregation,
     OneBitAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
@@ -54,6 +55,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
+    NoLoCoAggregation: {"outer_lr": 0.7, "outer_momentum": 0.5, "gamma": 0.7, "seed": 0},
     ScaffoldAggregation: {"world_size": None},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
@@ -134,6 +136,7 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "sparse loco": lambda: Weights(
         SparseLoCoAggregation(ChunkedTopKAggregation(density=3, chunk_size=16))
     ),
+    "no loco": lambda: Weights(NoLoCoAggregation()),
     "streaming": lambda: Weights(StreamingDiLoCoAggregation(period=4, fragments=2, delay=2)),
     "streaming in 4 bits": lambda: Weights(
         StreamingDiLoCoAggregation(period=3, fragments=2, delay=1, quantize=True)
@@ -185,11 +188,13 @@ def test_half_precision_is_remembered_in_float32_and_results_keep_their_dtype(na
 
 
 OWN = {
-    "DeMo": "momentum",
-    "Dion": "momentum",
-    "one bit": "errors",
-    "chunked top-k": "memory",
-    "scaffold": "own",
+    "DeMo": ["momentum"],
+    "Dion": ["momentum"],
+    "one bit": ["errors"],
+    "chunked top-k": ["memory"],
+    "scaffold": ["own"],
+    "sparse loco": ["compressed"],
+    "no loco": ["shared", "outer_state"],
 }
 
 
@@ -201,7 +206,7 @@ def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: s
     state = run.aggregation.state_dict()
     shared = run.aggregation.shared_state(state)
     own = [key for key in state if str(shared[key]) != str(state[key])]
-    assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
+    assert own == OWN.get(name, [])
 
 
 @pytest.mark.parametrize(

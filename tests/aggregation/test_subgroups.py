@@ -26,6 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     DiLoCoAggregation,
     DionAggregation,
     EFSignAggregation,
+    NoLoCoAggregation,
     OneBitAggregation,
     PowerAggregation,
     QSGDAggregation,
@@ -53,6 +54,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    NoLoCo,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -133,6 +135,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         lr=0.1,
         period=2,
         aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group)),
+    ),
+    "no loco": lambda m, **group: NoLoCo(
+        2, m, lr=0.1, period=2, aggregation=NoLoCoAggregation(**group)
     ),
     "demo": lambda m, **group: DeMo(
         m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)

@@ -48,6 +48,7 @@ REFUSING = {
         "diloco",
         "muloco",
         "sparse loco",
+        "no loco",
         "streaming",
         "ring",
         "choco",

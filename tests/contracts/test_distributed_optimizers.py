@@ -56,6 +56,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NoLoCo,
     NorMuon,
     OneBitAdam,
     PowerSGD,
@@ -263,6 +264,11 @@ MEMBERS: dict[str, Member] = {
         period=3,
     ),
     "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
+    "no loco": Member(
+        lambda m, r, k: NoLoCo(k, m, lr=0.01, period=3),
+        period=3,
+        without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    ),
     "streaming": Member(
         lambda m, r, k: StreamingDiLoCo(
             k,

@@ -198,8 +198,9 @@ def test_the_distance_and_the_average_cover_all_parameters(case: str, name: str)
     )
 
 
+# One of three workers is alone in each of NoLoCo's exchanges, and there are only three of them.
 @pytest.mark.parametrize(
-    "name", [name for name, member in MEMBERS.items() if member.without is not None]
+    "name", [name for name, member in MEMBERS.items() if member.without and name != "no loco"]
 )
 def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str) -> None:
     found = results(name, UNTIL_THE_END)

@@ -48,6 +48,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NoLoCo,
     NorMuon,
     OneBitAdam,
     PowerSGD,
@@ -133,6 +134,7 @@ MEMBERS: dict[str, Make] = {
     "local sgd delayed": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4, delay=2),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
+    "no loco": lambda model: NoLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "one-bit adam": lambda model: OneBitAdam(
         model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4

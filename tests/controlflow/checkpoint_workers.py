@@ -42,6 +42,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    NoLoCo,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -118,6 +119,7 @@ OPTIMIZERS: dict[str, Make] = {
     "local delayed": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4, delay=3),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
+    "no loco": lambda m, lr: NoLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
         model=m,
         lr=lr,
@@ -143,6 +145,7 @@ REMEMBERING = {
     "local delayed",
     "scaffold",
     "diloco sparse",
+    "no loco",
 }
 """Those of which a worker has a memory for itself."""
 

@@ -36,6 +36,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NoLoCo,
     NorMuon,
     OneBitAdam,
     SparseLoCo,
@@ -153,6 +154,15 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             aggregation=aggregations.SparseLoCoAggregation(
                 aggregations.ChunkedTopKAggregation(density=0.1)
             ),
+            **ADAMW_OPTIONS,
+        ),
+    ),
+    "no_loco:period=3,outer_momentum=0.3,gamma=0.6,seed=1": (
+        MAKE_ADAMW,
+        lambda model: NoLoCo(
+            model=model,
+            period=3,
+            aggregation=aggregations.NoLoCoAggregation(outer_momentum=0.3, gamma=0.6, seed=1),
             **ADAMW_OPTIONS,
         ),
     ),

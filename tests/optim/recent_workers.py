@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
+    NoLoCoAggregation,
     PeriodicAggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
@@ -45,6 +46,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
     MuonAdamW,
+    NoLoCo,
     NorMuon,
     OneBitAdam,
     SparseLoCo,
@@ -128,6 +130,45 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     model = Weights(x=start())
     result["local"] = descend(rank, model, LocalSGD(model=model, lr=0.1, period=5))
     return result
+
+
+def no_loco(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference, resumed, and without an inner optimizer: moved at random, or two
+    workers that nothing moves."""
+    model = Weights(x=start(rank))
+    optimizer = NoLoCo(model=model, lr=0.05, period=5)
+    history, sent = [], []
+    for step in range(STEPS):
+        if step == 7:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        history += descend(rank, model, optimizer, range(step, step + 1))
+        sent.append(optimizer.aggregation.last_bytes)
+    resumed = Weights(x=start())
+    optimizer = NoLoCo(model=resumed, lr=0.05, period=5)
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    descend(rank, resumed, optimizer, range(7, STEPS))
+    result: dict[str, Any] = {"history": history, "sent": sent, "resumed": resumed.x.detach()}
+    two = dist.new_group([0, 1])
+    for name, group in {"moved": None, "not moved": two}.items():
+        if group is two and rank > 1:
+            continue
+        x, aggregation = start(rank), NoLoCoAggregation(seed=3, process_group=group)
+        aggregation.start({"x": nn.Parameter(x)})
+        result[name] = [(x.clone(), torch.zeros_like(x))]
+        for call in range(8):
+            if name == "moved":
+                x += no_loco_move(rank, call)
+            aggregation.aggregate({"x": x}, "avg_world")
+            momentum = -aggregation.state_dict()["outer_state"]["x"]["momentum_buffer"]
+            result[name].append((x.clone(), momentum))
+    return result
+
+
+def no_loco_move(rank: int, call: int) -> Tensor:
+    """The way of a worker between two calls."""
+    generator = _generator(100 * rank + call)
+    return torch.randn(start().shape, generator=generator, dtype=torch.float64)
 
 
 def streaming(rank: int, world_size: int) -> dict[Any, Any]:
@@ -519,6 +560,7 @@ SCENARIOS = (
     qsgd,
     scaffold,
     sparse_loco,
+    no_loco,
     streaming,
     delayed,
     demo,

@@ -26,6 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    NoLoCoAggregation,
     OneBitAggregation,
     PeriodicAggregation,
     QSGDAggregation,
@@ -36,6 +37,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
+from mlbench_core.aggregation.pytorch.local_steps.no_loco import draw_peer
 from mlbench_core.aggregation.pytorch.local_steps.streaming import from_float4, to_float4
 from mlbench_core.aggregation.pytorch.transport import messages
 from mlbench_core.aggregation.pytorch.transport.packing import (
@@ -54,6 +56,7 @@ from tests.references.dion2 import dion2
 from tests.references.lars import lars
 from tests.references.local_sgd import local_sgd
 from tests.references.muon import muon, newton_schulz
+from tests.references.no_loco import no_loco
 from tests.references.normuon import normuon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
@@ -571,6 +574,83 @@ class TestDion:
             ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"
         ):
             aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")
+
+
+class TestNoLoCo:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        k, groups = len(ranks), []
+        for round_ in range(workers.STEPS // 5):
+            peers = [draw_peer(rank, k, 0, round_) for rank in range(k)]
+            groups.append({frozenset({i, i if j is None else j}) for i, j in enumerate(peers)})
+        expected = no_loco([start(rank) for rank in range(k)], gradient, groups, H=5, lr=0.05)
+        for rank, result in enumerate(ranks):
+            found = result["no_loco"]
+            for phi, x in zip(expected, found["history"][4::5], strict=True):
+                assert_close(x, phi[0][rank])
+            assert torch.equal(found["resumed"], found["history"][-1])
+
+    def test_a_call_sends_weights_and_changes_to_one_worker(self, ranks: Ranks) -> None:
+        k = len(ranks)
+        for rank, result in enumerate(ranks):
+            expected = [0] * workers.STEPS
+            for round_ in range(3):
+                if draw_peer(rank, k, 0, round_) is not None:
+                    expected[5 * round_ + 4] = 2 * 8 * 35  # float64
+            assert result["no_loco"]["sent"] == expected
+
+    def test_the_average_is_heavy_ball_diloco_for_any_pairs(self, ranks: Ranks) -> None:
+        k = len(ranks)
+        phi, m = sum(map(start, range(k))) / k, torch.zeros_like(start())
+        for call in range(8):
+            m = 0.5 * m + 0.7 * sum(workers.no_loco_move(rank, call) for rank in range(k)) / k
+            phi = phi + m
+            found = [result["no_loco"]["moved"][call + 1] for result in ranks]
+            assert_close(sum(x for x, _ in found) / k, phi)
+            assert_close(sum(momentum for _, momentum in found) / k, m)
+
+    def test_without_gradients_two_workers_approach_as_a_damped_oscillation(
+        self, ranks: Ranks
+    ) -> None:
+        """The roots of z^2 - 0.8 z + 0.5, the recurrence of the difference, are below 1."""
+        first, other = (result["no_loco"]["not moved"] for result in ranks[:2])
+        gaps = [a - b for (a, _), (b, _) in zip(first, other, strict=True)]
+        assert_close(gaps[1], 0.3 * gaps[0])
+        for before, now, after in zip(gaps, gaps[1:], gaps[2:], strict=False):
+            assert_close(after, 0.8 * now - 0.5 * before)
+        assert gaps[-1].norm() < 0.1 * gaps[0].norm()
+
+    @pytest.mark.parametrize("world_size", range(1, 8))
+    def test_pairs_are_mutual_and_change(self, world_size: int) -> None:
+        drawn = set()
+        for round_ in range(40):
+            peers = [draw_peer(rank, world_size, 1, round_) for rank in range(world_size)]
+            assert peers.count(None) == world_size % 2
+            for rank, peer in enumerate(peers):
+                assert peer is None or (peer != rank and peers[peer] == rank)
+            drawn.update(enumerate(peers))
+        alone = world_size if world_size % 2 else 0
+        assert len(drawn) == world_size * (world_size - 1) + alone  # each with each
+
+    def test_a_worker_without_a_state_of_its_own_starts_from_its_weights(self) -> None:
+        x, aggregation = start(), NoLoCoAggregation()
+        aggregation.start({"x": torch.nn.Parameter(x)})
+        for _ in range(2):
+            aggregation.aggregate({"x": x.add_(1)}, "avg_world")
+        joined = NoLoCoAggregation()
+        joined.load_state_dict(aggregation.shared_state(aggregation.state_dict()))
+        assert joined.rounds == 2  # or it would wait for another peer
+        joined.start({"x": torch.nn.Parameter(start(5))})
+        y = start(5) + 1
+        joined.aggregate({"x": y}, "avg_world")
+        assert_close(y, start(5) + 0.7)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="outer_lr must be finite and at least 0, not -1"):
+            NoLoCoAggregation(outer_lr=-1)
+        with pytest.raises(ValueError, match="gamma must be finite and at least 0, not nan"):
+            NoLoCoAggregation(gamma=math.nan)
+        with pytest.raises(ValueError, match="seed must be"):
+            NoLoCoAggregation(seed=-1)
 
 
 class TestStreamingDiLoCo:

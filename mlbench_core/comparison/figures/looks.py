@@ -17,7 +17,8 @@ METHODS = (
     *("centralized_sgd", "local_sgd", "muloco", "diloco", "power_sgd", "one_bit_adam"),
     *("streaming_diloco", "ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion"),
     *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
-    *("decentralized_sgd", "sparsified_sgd", "normuon", "dion2", "dion3"),
+    *("decentralized_sgd", "sparsified_sgd", "normuon", "dion2", "dion3", "no_loco"),
+    *("quantized_sgd", "loco", "ef21", "ef21_muon", "acp_sgd"),
 )
 """Methods with a fixed look, those that are most often on one page first.
 

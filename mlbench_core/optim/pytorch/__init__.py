@@ -20,6 +20,7 @@ from mlbench_core.optim.pytorch.fp_optimizers import (
     DynamicLossScaler,
     FP16Optimizer,
 )
+from mlbench_core.optim.pytorch.local_steps.no_loco import NoLoCo
 from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.local_steps.sparse_loco import SparseLoCo
@@ -62,6 +63,7 @@ __all__ = [
     "GenericCentralizedOptimizer",
     "LocalSGD",
     "MuonAdamW",
+    "NoLoCo",
     "NorMuon",
     "OneBitAdam",
     "PowerSGD",
@@ -86,6 +88,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "dion": Dion,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
+    "no_loco": NoLoCo,
     "one_bit_adam": OneBitAdam,
     "power_sgd": PowerSGD,
     "qsgd": QSGD,
