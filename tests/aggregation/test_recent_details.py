@@ -24,6 +24,7 @@ from mlbench_core.aggregation.pytorch import (
     DionAggregation,
     OneBitAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
@@ -54,6 +55,9 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
+    QuantizedAllReduceAggregation: {
+        "bits": 8, "block": 256, "rounding": "nearest", "error_decay": None, "seed": 0,
+    },
     ScaffoldAggregation: {"world_size": None},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
@@ -126,6 +130,9 @@ class Weights:
 
 MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "QSGD": lambda: Gradients(QSGDAggregation(levels=2, bucket_size=8)),
+    "LoCo": lambda: Gradients(
+        QuantizedAllReduceAggregation(bits=4, error_decay=0.8, rounding="stochastic")
+    ),
     "DeMo": lambda: Gradients(DeMoAggregation(top_k=2, decay=0.9)),
     "Dion": lambda: Gradients(DionAggregation(rank=2)),
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
@@ -201,6 +208,9 @@ def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: s
     state = run.aggregation.state_dict()
     shared = run.aggregation.shared_state(state)
     own = [key for key in state if str(shared[key]) != str(state[key])]
+    if name == "LoCo":
+        assert own == ["memory", "owner_memory"]
+        return
     assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
 
 

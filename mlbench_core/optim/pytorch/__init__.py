@@ -27,6 +27,7 @@ from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
 from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
+from mlbench_core.optim.pytorch.quantized import QuantizedSGD
 from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
 from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.updates.lars import LARS
@@ -60,6 +61,7 @@ __all__ = [
     "MuonAdamW",
     "OneBitAdam",
     "PowerSGD",
+    "QuantizedSGD",
     "SignSGD",
     "SparseLoCo",
     "SparsifiedSGD",
@@ -84,6 +86,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "one_bit_adam": OneBitAdam,
     "power_sgd": PowerSGD,
     "qsgd": QSGD,
+    "quantized_sgd": QuantizedSGD,
     "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
