@@ -426,6 +426,8 @@ _TASKS = (
             "local_sgd",
             "diloco",
             "qsgd",
+            "quantized_sgd",
+            "loco",
             "scaffold",
             "demo",
             "one_bit_adam",

@@ -384,6 +384,11 @@ VARIANTS = {
     ),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
+    "quantized": Variant("QuantizedSGD, 8 bits", partial(ours, "QuantizedSGD", momentum=MOMENTUM)),
+    "loco": Variant(
+        "QuantizedSGD, 4 bits and feedback (LoCo)",
+        partial(ours, "QuantizedSGD", momentum=MOMENTUM, bits=4, error_decay=0.8),
+    ),
     "demo": Variant("DeMo", partial(compressed, name="DeMo")),
     # One step of warm-up, because the steps that follow are those with one bit.
     "one_bit_adam": Variant("OneBitAdam", partial(compressed, name="OneBitAdam", warmup_steps=1)),

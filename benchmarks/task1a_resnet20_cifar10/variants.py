@@ -137,6 +137,12 @@ VARIANTS = {
             "qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV
         )
     ),
+    # SGD's rate, since 8 bits change the average little. Blocks as in the library. Wang et al.,
+    # arXiv:2306.10209.
+    "quantized_sgd": Variant(of_model("quantized_sgd", **NESTEROV)),
+    # SGD's rate, since the error feedback makes it SGD in the long run. 4 bits and the decay are
+    # those of the paper's code. Xie et al., arXiv:2407.04480.
+    "loco": Variant(of_model("quantized_sgd", bits=4, error_decay=0.8, **NESTEROV)),
     # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of
     # that was chosen on the digits: with ten times the rate, four workers diverge at first. The
     # period is that of local SGD. Karimireddy et al., arXiv:1910.06378.

@@ -109,6 +109,11 @@ def _switch(default: bool) -> Option:
 
 
 _FROM_SCRIPT = {"lr": _number(None), "weight_decay": _number(None)}
+_QUANTIZATION = {
+    "block": _integer(256),
+    "rounding": Option("nearest", str, choices=("nearest", "stochastic")),
+    "seed": _integer(0, least=0),
+}
 
 # The defaults are those of task 1a, benchmarks/task1a_resnet20_cifar10/variants.py, which names the
 # source of each.
@@ -135,6 +140,15 @@ METHODS: dict[str, MethodSpec] = {
         "gradients", "Random rounding to a few levels", "qsgd",
         {"levels": _integer(7, most=127), "bucket_size": _integer(512),
          "seed": _integer(0, least=0)},
+    ),
+    "quantized_sgd": MethodSpec(
+        "gradients", "All-reduce in 8 or 4 bits", "quantized_sgd",
+        {"bits": Option("8", str, choices=("8", "4")), **_QUANTIZATION},
+    ),
+    "loco": MethodSpec(
+        "gradients", "All-reduce in 4 or 8 bits with error feedback", "quantized_sgd",
+        {"bits": Option("4", str, choices=("4", "8")), "error_decay": _number(0.8, most=0.999),
+         **_QUANTIZATION},
     ),
     "demo": MethodSpec(
         "gradients", "Largest cosine coefficients of a local momentum", "demo",

@@ -42,6 +42,7 @@ from mlbench_core.aggregation.pytorch import (
     PeriodicAggregation,
     PowerAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
@@ -308,6 +309,10 @@ def _in_dtype(dtype: torch.dtype) -> Callable[..., Aggregation]:
     return lambda model, **group: AllReduceAggregation(overlap=True, comm_dtype=dtype, **group)
 
 
+def _quantized(bits: str, **options: Any) -> Aggregation:
+    return QuantizedAllReduceAggregation(bits=int(bits), **options)
+
+
 _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
     "bf16": _in_dtype(torch.bfloat16),
     "fp16": _in_dtype(torch.float16),
@@ -319,6 +324,8 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
         model, random=True, **options
     ),
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
+    "quantized_sgd": lambda model, **options: _quantized(**options),
+    "loco": lambda model, **options: _quantized(**options),
     "demo": lambda model, **options: DeMoAggregation(**options),
 }
 

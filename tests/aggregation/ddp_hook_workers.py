@@ -46,6 +46,7 @@ KINDS: dict[str, Callable[[nn.Module], Aggregation]] = {
     "random-k": lambda model: aggregations.SparsifiedAggregation(model, size=3, random=True),
     "chunked top-k": lambda model: aggregations.ChunkedTopKAggregation(),
     "QSGD": lambda model: aggregations.QSGDAggregation(),
+    "LoCo": lambda model: aggregations.QuantizedAllReduceAggregation(bits=4, error_decay=0.8),
     "DeMo": lambda model: aggregations.DeMoAggregation(top_k=2),
     "Dion": lambda model: aggregations.DionAggregation(rank=2),
     "one bit": lambda model: aggregations.OneBitAggregation(warmup_steps=2),

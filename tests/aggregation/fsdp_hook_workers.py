@@ -31,6 +31,7 @@ KINDS: dict[str, Callable[[Any], Aggregation]] = {
         None, size=3, random=True, process_group=group
     ),
     "QSGD": lambda group: aggregations.QSGDAggregation(process_group=group),
+    "quantized": lambda group: aggregations.QuantizedAllReduceAggregation(process_group=group),
 }
 
 

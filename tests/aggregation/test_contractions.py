@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch import (
     OneBitAggregation,
     PowerAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
@@ -37,6 +38,8 @@ AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "DeMo in whole blocks": lambda: DeMoAggregation(decay=0.0, top_k=64, block_size=8),
     # A level is at most 1/127 of the norm of 16 coordinates.
     "QSGD": lambda: QSGDAggregation(levels=127, bucket_size=16),
+    "8 bits": lambda: QuantizedAllReduceAggregation(block=16),
+    "4 bits with feedback": lambda: QuantizedAllReduceAggregation(bits=4, error_decay=0),
     "Dion": lambda: DionAggregation(rank=3, momentum=0.0),
     "power": lambda: PowerAggregation(torch.nn.Linear(1, 1)),
     "power of rank 3": lambda: PowerAggregation(torch.nn.Linear(1, 1), rank=3),

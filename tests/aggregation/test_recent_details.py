@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     NoLoCoAggregation,
     OneBitAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
@@ -56,6 +57,9 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
     NoLoCoAggregation: {"outer_lr": 0.7, "outer_momentum": 0.5, "gamma": 0.7, "seed": 0},
+    QuantizedAllReduceAggregation: {
+        "bits": 8, "block": 256, "rounding": "nearest", "error_decay": None, "seed": 0,
+    },
     ScaffoldAggregation: {"world_size": None},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
@@ -128,6 +132,9 @@ class Weights:
 
 MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "QSGD": lambda: Gradients(QSGDAggregation(levels=2, bucket_size=8)),
+    "LoCo": lambda: Gradients(
+        QuantizedAllReduceAggregation(bits=4, error_decay=0.8, rounding="stochastic")
+    ),
     "DeMo": lambda: Gradients(DeMoAggregation(top_k=2, decay=0.9)),
     "Dion": lambda: Gradients(DionAggregation(rank=2)),
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
@@ -195,6 +202,7 @@ OWN = {
     "scaffold": ["own"],
     "sparse loco": ["compressed"],
     "no loco": ["shared", "outer_state"],
+    "LoCo": ["memory", "owner_memory"],
 }
 
 

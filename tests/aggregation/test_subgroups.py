@@ -30,6 +30,7 @@ from mlbench_core.aggregation.pytorch import (
     OneBitAggregation,
     PowerAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SignAggregation,
     SparseLoCoAggregation,
@@ -57,6 +58,7 @@ from mlbench_core.optim.pytorch import (
     NoLoCo,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
@@ -96,6 +98,9 @@ MAKE: dict[str, Callable[..., Any]] = {
     "clipped": custom,
     "power": lambda m, **group: PowerSGD(
         m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)
+    ),
+    "quantized": lambda m, **group: QuantizedSGD(
+        2, m, lr=0.1, aggregation=QuantizedAllReduceAggregation(error_decay=0.8, **group)
     ),
     "rounded": lambda m, **group: QSGD(2, m, lr=0.1, aggregation=QSGDAggregation(**group)),
     "signs": lambda m, **group: SignSGD(

@@ -32,6 +32,7 @@ from torch.optim import SGD, AdamW
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    QuantizedAllReduceAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
@@ -60,6 +61,7 @@ from mlbench_core.optim.pytorch import (
     NorMuon,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
@@ -211,6 +213,18 @@ MEMBERS: dict[str, Member] = {
     ),
     "power by layer": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k, by_layer=True)),
     "qsgd": Member(lambda m, r, k: QSGD(k, m, lr=0.05, momentum=0.9), draws_on_device=True),
+    "quantized": Member(lambda m, r, k: QuantizedSGD(k, m, lr=0.05, momentum=0.9)),
+    "loco": Member(
+        lambda m, r, k: QuantizedSGD(
+            k,
+            m,
+            lr=0.05,
+            aggregation=QuantizedAllReduceAggregation(
+                bits=4, error_decay=0.8, rounding="stochastic"
+            ),
+        ),
+        draws_on_device=True,
+    ),
     "sign": Member(
         lambda m, r, k: SignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)
     ),
@@ -598,7 +612,11 @@ def test_the_record_of_collectives_names_each_kind_with_its_bytes(
     ranks: list[dict[str, Any]], name: str
 ) -> None:
     member = MEMBERS[name]
-    names = {"batch_isend_irecv": "neighbors", "a sum through shared memory": "shared_memory_sum"}
+    names = {
+        "batch_isend_irecv": "neighbors",
+        "a sum through shared memory": "shared_memory_sum",
+        "all_to_all_single": "reduce_scatter",
+    }
     for result in results(ranks, name):
         seen = [Counter[str]() for _ in result["events"]]
         for found, messages in zip(seen, result["events"], strict=True):

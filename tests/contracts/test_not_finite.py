@@ -26,6 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     OneBitAggregation,
     PowerAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
@@ -41,6 +42,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SparseLoCo,
     StreamingDiLoCo,
 )
@@ -126,6 +128,9 @@ MORE: dict[str, Member] = {
     ),
     "qsgd by the largest": Member(
         lambda m, r, k: QSGD(k, m, lr=0.05, aggregation=QSGDAggregation(norm=math.inf, levels=127))
+    ),
+    "quantized with feedback": Member(
+        lambda m, r, k: QuantizedSGD(k, m, lr=0.05, bits=4, error_decay=0.5)
     ),
     "power in half precision": Member(
         lambda m, r, k: PowerSGD(
@@ -285,6 +290,8 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
     },  # type: ignore[misc]
     "QSGD": QSGDAggregation,
     "QSGD by the largest": lambda: QSGDAggregation(norm=math.inf),
+    "quantized": QuantizedAllReduceAggregation,
+    "quantized with feedback": lambda: QuantizedAllReduceAggregation(bits=4, error_decay=0.5),
     "DeMo": aggregations.DeMoAggregation,
     "Dion": aggregations.DionAggregation,
     "power": lambda: PowerAggregation(Net()),

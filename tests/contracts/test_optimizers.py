@@ -52,6 +52,7 @@ from mlbench_core.optim.pytorch import (
     NorMuon,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
@@ -87,6 +88,7 @@ MEMBERS: dict[str, Make] = {
     ),
     "generic": lambda model: GenericCentralizedOptimizer(None, model, optimizer=adamw(model)),
     "qsgd": lambda model: QSGD(1, model, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "loco": lambda model: QuantizedSGD(1, model, lr=0.05, momentum=0.9, bits=4, error_decay=0.8),
     "sign": lambda model: SignSGD(model.parameters(), lr=0.05),
     "signum": lambda model: SignSGD(
         model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, world_size=1

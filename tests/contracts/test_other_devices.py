@@ -22,6 +22,8 @@ READ_VALUES = {
         "power 2 warm",
         "power by layer",
         "qsgd",
+        "quantized",
+        "loco",
         "ef sign",
         "sparsified",
         "top-k",

@@ -45,6 +45,7 @@ from mlbench_core.optim.pytorch import (
     NoLoCo,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
@@ -108,6 +109,7 @@ OPTIMIZERS: dict[str, Make] = {
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
     "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
+    "loco": lambda m, lr: QuantizedSGD(model=m, lr=lr, bits=4, error_decay=0.8),
     "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
     "one-bit adam": lambda m, lr: OneBitAdam(m.named_parameters(), lr, warmup_steps=3),
     "dion": lambda m, lr: Dion(m.named_parameters(), lr, rank=1),

@@ -108,6 +108,18 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
         MAKE_SGD,
         on_gradients(lambda model: aggregations.QSGDAggregation(levels=3, norm=math.inf)),
     ),
+    "quantized_sgd:block=5,rounding=stochastic": (
+        MAKE_SGD,
+        on_gradients(
+            lambda model: aggregations.QuantizedAllReduceAggregation(block=5, rounding="stochastic")
+        ),
+    ),
+    "loco:error_decay=0.5": (
+        MAKE_SGD,
+        on_gradients(
+            lambda model: aggregations.QuantizedAllReduceAggregation(bits=4, error_decay=0.5)
+        ),
+    ),
     "demo:top_k=2": (MAKE_SGD, on_gradients(lambda model: aggregations.DeMoAggregation(top_k=2))),
     "local_sgd:period=3": (
         MAKE_SGD,

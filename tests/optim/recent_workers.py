@@ -49,6 +49,7 @@ from mlbench_core.optim.pytorch import (
     NoLoCo,
     NorMuon,
     OneBitAdam,
+    QuantizedSGD,
     SparseLoCo,
     StreamingDiLoCo,
 )
@@ -510,6 +511,8 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "qsgd": lambda m: QSGD(
         2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)
     ),
+    "quantized": lambda m: QuantizedSGD(2, m, lr=0.2, momentum=0.9),
+    "loco": lambda m: QuantizedSGD(2, m, lr=0.2, momentum=0.9, bits=4, error_decay=0.8),
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),

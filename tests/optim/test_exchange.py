@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch import (
     PeriodicAggregation,
     PowerAggregation,
     QSGDAggregation,
+    QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SignAggregation,
     SparseLoCoAggregation,
@@ -54,6 +55,7 @@ from mlbench_core.optim.pytorch import (
     NoLoCo,
     OneBitAdam,
     PowerSGD,
+    QuantizedSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
@@ -78,6 +80,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "adam": (partial(CentralizedAdam, model=MODEL, lr=0.1), AllReduceAggregation()),
     "power": (partial(PowerSGD, MODEL, lr=0.1), power(reuse_query=True)),
     "qsgd": (partial(QSGD, model=MODEL, lr=0.1), QSGDAggregation()),
+    "quantized": (partial(QuantizedSGD, model=MODEL, lr=0.1), QuantizedAllReduceAggregation()),
     "sign": (partial(SignSGD, MODEL.parameters(), lr=0.1), SignAggregation()),
     "ef sign": (partial(EFSignSGD, MODEL.parameters(), lr=0.1), EFSignAggregation()),
     "sparsified": (

@@ -201,6 +201,12 @@ class TestQSGD:
             QSGDAggregation().load_state_dict({"memory": {}})
 
 
+@pytest.mark.parametrize(("name", "fewer_bytes"), [("quantized", 2.5), ("loco", 5)])
+def test_digits_are_learned_in_few_bits(ranks: Ranks, name: str, fewer_bytes: float) -> None:
+    """In the first message a worker hands over all numbers, and in the second one half."""
+    assert_learns_as_well_as(ranks, "sgd", name, fewer_bytes)
+
+
 class TestScaffold:
     def test_is_the_reference(self, ranks: Ranks) -> None:
         x, c, c_i = scaffold(start(), gradient, len(ranks), eta=0.1, K=5, rounds=workers.STEPS // 5)

@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggregation
 
 __all__ = [
     "AVG_CUSTOM",
@@ -51,6 +52,7 @@ __all__ = [
     "PeriodicAggregation",
     "PowerAggregation",
     "QSGDAggregation",
+    "QuantizedAllReduceAggregation",
     "ScaffoldAggregation",
     "SignAggregation",
     "SparseLoCoAggregation",

@@ -228,11 +228,7 @@ class CompressedAggregation(LossyAggregation):
         if self.world_size == 1:
             return message[None]
         whole = as_bytes(message, *extra) if extra else message
-        # Gloo's all_gather needs tensors in the host's memory, NCCL's on the GPU.
-        if process_groups.backend(self.group) == "gloo":
-            sent = whole.cpu()
-        else:
-            sent = process_groups.get_backend_tensor(whole, self.group)
+        sent = self._sendable(whole)
         # The messages arrive in the rows of one tensor, so they need not
         # be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
@@ -245,6 +241,12 @@ class CompressedAggregation(LossyAggregation):
             tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
             start += tensor.nbytes
         return gathered[:, : len(message)]
+
+    def _sendable(self, message: Tensor) -> Tensor:
+        """Return a message in the host's memory for Gloo's gathers, and on the GPU for NCCL's."""
+        if process_groups.backend(self.group) == "gloo":
+            return message.cpu()
+        return process_groups.get_backend_tensor(message, self.group)
 
 
 def ratio_of(original_bytes: int, sent_bytes: int) -> float:

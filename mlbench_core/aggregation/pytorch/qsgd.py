@@ -24,7 +24,7 @@ from mlbench_core.aggregation.pytorch.transport.packing import bits_for, pack_co
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["QSGDAggregation"]
+__all__ = ["QSGDAggregation", "uniform_source"]
 
 
 class QSGDAggregation(CompressedAggregation):
@@ -198,26 +198,11 @@ class QSGDAggregation(CompressedAggregation):
         """Return a function that draws a uniform number for each element of a tensor.
 
         The numbers depend on the seed, the rank and the number of calls of this method. A count is
-        enough to resume, and it is the same on all workers. CPUs and other devices have different
-        numbers.
+        enough to resume, and it is the same on all workers.
         """
-        entropy = np.random.SeedSequence((self._seed, process_groups.rank(self.group), self._draws))
         self._draws += 1
-        if device.type != "cpu":
-            generator = torch.Generator(device).manual_seed(int(entropy.generate_state(1)[0]))
-            return lambda like: torch.rand(
-                like.shape, generator=generator, dtype=like.dtype, device=device
-            )
-        bits = np.random.Generator(np.random.SFC64(entropy))
-
-        def draw(like: Tensor) -> Tensor:
-            # Middles of 65,536 intervals: their means differ by at most 2**-17 of a level from
-            # those of real numbers, and they take a tenth of the time of torch.rand.
-            words = bits.integers(0, 2**64, -(-like.numel() // 4), dtype=np.uint64)
-            drawn = torch.from_numpy(words.view(np.uint16))[: like.numel()].to(like.dtype)
-            return drawn.add_(0.5).mul_(2**-16).view(like.shape)
-
-        return draw
+        rank = process_groups.rank(self.group)
+        return uniform_source(device, (self._seed, rank, self._draws - 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of draws under ``"draws"``; an empty dictionary before the first."""
@@ -233,3 +218,32 @@ class QSGDAggregation(CompressedAggregation):
         """
         check_keys(self, state_dict, (), ("draws",))
         self._draws = int(state_dict.get("draws", 0))
+
+
+def uniform_source(
+    device: torch.device, entropy: tuple[int, int, int]
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that draws a uniform number from [0, 1) for each element of a tensor.
+
+    CPUs and other devices have different numbers.
+
+    Args:
+        device: The device of the tensors.
+        entropy: The numbers follow from the seed, the rank and the number of earlier sources.
+    """
+    sequence = np.random.SeedSequence(entropy)
+    if device.type != "cpu":
+        generator = torch.Generator(device).manual_seed(int(sequence.generate_state(1)[0]))
+        return lambda like: torch.rand(
+            like.shape, generator=generator, dtype=like.dtype, device=device
+        )
+    bits = np.random.Generator(np.random.SFC64(sequence))
+
+    def draw(like: Tensor) -> Tensor:
+        # Middles of 65,536 intervals: their means differ by at most 2**-17 of a level from those of
+        # real numbers, and they take a tenth of the time of torch.rand.
+        words = bits.integers(0, 2**64, -(-like.numel() // 4), dtype=np.uint64)
+        drawn = torch.from_numpy(words.view(np.uint16))[: like.numel()].to(like.dtype)
+        return drawn.add_(0.5).mul_(2**-16).view(like.shape)
+
+    return draw

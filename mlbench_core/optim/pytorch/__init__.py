@@ -28,6 +28,7 @@ from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
 from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
+from mlbench_core.optim.pytorch.quantized import QuantizedSGD
 from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
 from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.updates.dion2 import Dion2, Dion3
@@ -67,6 +68,7 @@ __all__ = [
     "NorMuon",
     "OneBitAdam",
     "PowerSGD",
+    "QuantizedSGD",
     "SignSGD",
     "SparseLoCo",
     "SparsifiedSGD",
@@ -92,6 +94,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "one_bit_adam": OneBitAdam,
     "power_sgd": PowerSGD,
     "qsgd": QSGD,
+    "quantized_sgd": QuantizedSGD,
     "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
