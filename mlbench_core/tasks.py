@@ -426,6 +426,8 @@ _TASKS = (
             "local_sgd",
             "diloco",
             "qsgd",
+            "ef21",
+            "ef21_muon",
             "scaffold",
             "demo",
             "one_bit_adam",

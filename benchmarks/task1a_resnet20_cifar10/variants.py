@@ -24,6 +24,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DecentralizedAggregation,
     DionAggregation,
+    EF21Aggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
@@ -72,6 +73,14 @@ def muon(model: nn.Module, lr: float) -> Optimizer:
     """Make Muon for the kernels and the matrix, with averaged gradients."""
     return GenericCentralizedOptimizer(
         None, model, optimizer=partial(MuonAdamW, lr=lr, kernels=True)
+    )
+
+
+def ef21_muon(model: nn.Module, lr: float) -> Optimizer:
+    """Make Muon without momentum of its own, for estimates of the average momentum."""
+    inner = partial(MuonAdamW, lr=lr, momentum=0, betas=(0.0, 0.999), kernels=True)
+    return GenericCentralizedOptimizer(
+        None, model, optimizer=inner, aggregation=EF21Aggregation(model)
     )
 
 
@@ -133,6 +142,9 @@ VARIANTS = {
             "qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV
         )
     ),
+    # 10 % of each tensor. Its momentum is an average, so the rate is ten times that of SGD with a
+    # momentum of 0.9; TODO. Fatkhullin, Tyurin and Richtárik, arXiv:2305.15155.
+    "ef21": Variant(of_model("ef21", weight_decay=1e-4), lr_factor=5),
     # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of
     # that was chosen on the digits: with ten times the rate, four workers diverge at first. The
     # period is that of local SGD. Karimireddy et al., arXiv:1910.06378.
@@ -158,6 +170,8 @@ VARIANTS = {
     # 0.001. Kernels are matrices as in the first experiments, on CIFAR-10. Jordan et al.,
     # kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
     "muon": Variant(muon, lr_factor=0.15, scales=False),
+    # Muon's rate, with EF21's momentum in place of Muon's. Gruntkowska et al., arXiv:2510.00643.
+    "ef21_muon": Variant(ef21_muon, lr_factor=0.15, scales=False),
     # DiLoCo's period and outer step with Muon inside. Thérien et al., arXiv:2505.23725.
     "muloco": Variant(muloco, lr_factor=0.15, scales=False),
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was

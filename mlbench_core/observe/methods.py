@@ -36,6 +36,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EF21Aggregation,
     EFSignAggregation,
     PeriodicAggregation,
     PowerAggregation,
@@ -316,6 +317,7 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
     "centralized_sparsified_sgd": lambda model, **options: SparsifiedAggregation(
         model, random=True, **options
     ),
+    "ef21": EF21Aggregation,
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
     "demo": lambda model, **options: DeMoAggregation(**options),
 }

@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
+    EF21Aggregation,
     OneBitAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
@@ -52,6 +53,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     ChunkedTopKAggregation: {"density": 0.02, "bits": 2, "decay": 0.95, "chunk_size": 4096},
     DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
+    EF21Aggregation: {"model": inspect.Parameter.empty, "size": 0.1, "momentum": 0.9},
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
     ScaffoldAggregation: {"world_size": None},
@@ -128,6 +130,7 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "QSGD": lambda: Gradients(QSGDAggregation(levels=2, bucket_size=8)),
     "DeMo": lambda: Gradients(DeMoAggregation(top_k=2, decay=0.9)),
     "Dion": lambda: Gradients(DionAggregation(rank=2)),
+    "EF21": lambda: Gradients(EF21Aggregation(None, size=3)),
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
     "chunked top-k": lambda: Gradients(ChunkedTopKAggregation(density=3, chunk_size=16)),
     "scaffold": lambda: Weights(ScaffoldAggregation()),
@@ -187,6 +190,7 @@ def test_half_precision_is_remembered_in_float32_and_results_keep_their_dtype(na
 OWN = {
     "DeMo": "momentum",
     "Dion": "momentum",
+    "EF21": "memory momentum",
     "one bit": "errors",
     "chunked top-k": "memory",
     "scaffold": "own",
@@ -201,7 +205,7 @@ def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: s
     state = run.aggregation.state_dict()
     shared = run.aggregation.shared_state(state)
     own = [key for key in state if str(shared[key]) != str(state[key])]
-    assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
+    assert own == (["compressed"] if name == "sparse loco" else OWN.get(name, "").split())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
+    EF21,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -106,6 +107,7 @@ OPTIMIZERS: dict[str, Make] = {
     "random-k": lambda m, lr: CentralizedSparsifiedSGD(
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
+    "ef21": lambda m, lr: EF21(model=m, lr=lr, size=3),
     "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
     "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
     "one-bit adam": lambda m, lr: OneBitAdam(m.named_parameters(), lr, warmup_steps=3),
@@ -134,6 +136,7 @@ REMEMBERING = {
     "ef sign",
     "top-k",
     "random-k",
+    "ef21",
     "choco",
     "choco random-k",
     "choco sign",

@@ -17,16 +17,16 @@ METHODS = (
     *("centralized_sgd", "local_sgd", "muloco", "diloco", "power_sgd", "one_bit_adam"),
     *("streaming_diloco", "ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion"),
     *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
-    *("decentralized_sgd", "sparsified_sgd"),
+    *("decentralized_sgd", "sparsified_sgd", "ef21", "ef21_muon"),
 )
 """Methods with a fixed look, those that are most often on one page first.
 
 Append new ones at the end, so that no look changes.
 """
 
-# Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at
+# Seven colors with four hatches distinguish 28 methods on a map; markers and dashes repeat at
 # other lengths.
-_HATCHES = ("", "....", "xxxx")
+_HATCHES = ("", "....", "xxxx", "////")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = (
     "-",
