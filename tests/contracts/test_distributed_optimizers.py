@@ -226,7 +226,7 @@ MEMBERS: dict[str, Member] = {
             m.parameters(), lr=0.05, random_sparse=True, world_size=k
         )
     ),
-    "ef21": Member(lambda m, r, k: EF21(k, m, lr=0.5, size=2)),
+    "ef21": Member(lambda m, r, k: EF21(k, m, lr=0.05, size=2)),
     "ef21 muon": Member(
         lambda m, r, k: GenericCentralizedOptimizer(
             k,
