@@ -1,7 +1,15 @@
 """EF21 (Richtárik et al. 2021, arXiv:2106.05203) and EF21-SGDM (Fatkhullin et al. 2023,
 arXiv:2305.15155) on one tensor, k workers in one process; EF21-Muon with another direction."""
 
-from tests.references.sparsified_sgd import top_k
+import torch
+
+
+def top_k(m, k):
+    """The k largest coordinates of m by absolute value, the others 0."""
+    kept = torch.zeros_like(m).view(-1)
+    largest = m.abs().view(-1).argsort(descending=True)[:k]
+    kept[largest] = m.view(-1)[largest]
+    return kept.view(m.shape)
 
 
 def ef21(x, gradient, k, eta, steps, K, beta=1.0, direction=lambda G: G):
