@@ -428,6 +428,8 @@ _TASKS = (
             "qsgd",
             "quantized_sgd",
             "loco",
+            "ef21",
+            "ef21_muon",
             "scaffold",
             "demo",
             "one_bit_adam",

@@ -374,6 +374,7 @@ VARIANTS = {
     "sign": Variant("SignSGD", partial(sign, name="SignSGD")),
     "ef_sign": Variant("EFSignSGD", partial(sign, name="EFSignSGD")),
     "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),
+    "ef21": Variant("EF21, largest 10 %", partial(ours, "EF21")),
     "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),

@@ -136,6 +136,11 @@ METHODS: dict[str, MethodSpec] = {
         "gradients", "Random coordinates, the same on all workers, with error feedback",
         "sparsified_sgd", {"size": _number(0.1, most=1), "seed": _integer(0, least=0)},
     ),
+    # Without EF21's own momentum, because the script's optimizer may have one.
+    "ef21": MethodSpec(
+        "gradients", "Largest changes of each worker's gradient", "ef21",
+        {"size": _number(0.1, most=1), "momentum": Option(0.0, float, most=0.999)},
+    ),
     "qsgd": MethodSpec(
         "gradients", "Random rounding to a few levels", "qsgd",
         {"levels": _integer(7, most=127), "bucket_size": _integer(512),
@@ -221,6 +226,8 @@ METHODS: dict[str, MethodSpec] = {
 _REFUSED = {
     "scaffold": "it corrects the gradients of plain SGD and reads each step's learning rate, which "
     "an unchanged script does not allow: port the script and use the library's SCAFFOLD",
+    "ef21_muon": "it is EF21 with Muon: write --method ef21:momentum=0.9 "
+    "--optimizer muon:momentum=0",
     "muloco": "it is DiLoCo with Muon inside: write --method diloco --optimizer muon",
 }
 

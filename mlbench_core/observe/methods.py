@@ -37,6 +37,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EF21Aggregation,
     EFSignAggregation,
     NoLoCoAggregation,
     PeriodicAggregation,
@@ -323,6 +324,7 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
     "centralized_sparsified_sgd": lambda model, **options: SparsifiedAggregation(
         model, random=True, **options
     ),
+    "ef21": EF21Aggregation,
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
     "quantized_sgd": lambda model, **options: _quantized(**options),
     "loco": lambda model, **options: _quantized(**options),

@@ -44,6 +44,7 @@ KINDS: dict[str, Callable[[nn.Module], Aggregation]] = {
     "EF-sign": lambda model: aggregations.EFSignAggregation(),
     "top-k": lambda model: aggregations.SparsifiedAggregation(model, size=3),
     "random-k": lambda model: aggregations.SparsifiedAggregation(model, size=3, random=True),
+    "EF21": lambda model: aggregations.EF21Aggregation(model, size=3),
     "chunked top-k": lambda model: aggregations.ChunkedTopKAggregation(),
     "QSGD": lambda model: aggregations.QSGDAggregation(),
     "LoCo": lambda model: aggregations.QuantizedAllReduceAggregation(bits=4, error_decay=0.8),

@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EF21Aggregation,
     EFSignAggregation,
     NoLoCoAggregation,
     OneBitAggregation,
@@ -40,6 +41,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
+    EF21,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -112,6 +114,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "largest": lambda m, **group: SparsifiedSGD(
         m.parameters(), lr=0.1, aggregation=SparsifiedAggregation(None, size=2, **group)
     ),
+    "ef21": lambda m, **group: EF21(2, m, lr=0.1, aggregation=EF21Aggregation(m, size=2, **group)),
     "random": lambda m, **group: CentralizedSparsifiedSGD(
         m.parameters(),
         lr=0.1,

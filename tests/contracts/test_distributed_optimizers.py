@@ -32,12 +32,14 @@ from torch.optim import SGD, AdamW
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    EF21Aggregation,
     QuantizedAllReduceAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    EF21,
     LARS,
     QSGD,
     SCAFFOLD,
@@ -240,6 +242,15 @@ MEMBERS: dict[str, Member] = {
     "random-k": Member(
         lambda m, r, k: CentralizedSparsifiedSGD(
             m.parameters(), lr=0.05, random_sparse=True, world_size=k
+        )
+    ),
+    "ef21": Member(lambda m, r, k: EF21(k, m, lr=0.05, size=2)),
+    "ef21 muon": Member(
+        lambda m, r, k: GenericCentralizedOptimizer(
+            k,
+            m,
+            optimizer=partial(MuonAdamW, lr=0.01, momentum=0),
+            aggregation=EF21Aggregation(m, momentum=0, world_size=k),
         )
     ),
     "demo": Member(

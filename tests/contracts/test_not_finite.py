@@ -281,6 +281,7 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
     "EF-sign": aggregations.EFSignAggregation,
     "top-k": lambda: SparsifiedAggregation(None, size=2),
     "random-k": lambda: SparsifiedAggregation(None, size=2, random=True),
+    "EF21": lambda: aggregations.EF21Aggregation(None, size=2),
     "random-k without memory": lambda: SparsifiedAggregation(
         None, size=2, random=True, error_feedback=False
     ),

@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.optim.pytorch import (
+    EF21,
     LARS,
     QSGD,
     SCAFFOLD,
@@ -106,6 +107,7 @@ MEMBERS: dict[str, Make] = {
     "composed ef sign": lambda model: CentralizedSGD(
         1, model, lr=0.05, aggregation=EFSignAggregation()
     ),
+    "ef21": lambda model: EF21(1, model, lr=0.05, weight_decay=0.01, size=5),
     "composed random-k": lambda model: GenericCentralizedOptimizer(
         None,
         model,

@@ -28,6 +28,8 @@ READ_VALUES = {
         "sparsified",
         "top-k",
         "random-k",
+        "ef21",
+        "ef21 muon",
     ),
     "one-bit adam",
 }

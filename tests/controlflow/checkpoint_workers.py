@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
+    EF21,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -108,6 +109,7 @@ OPTIMIZERS: dict[str, Make] = {
     "random-k": lambda m, lr: CentralizedSparsifiedSGD(
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
+    "ef21": lambda m, lr: EF21(model=m, lr=lr, size=3),
     "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
     "loco": lambda m, lr: QuantizedSGD(model=m, lr=lr, bits=4, error_decay=0.8),
     "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
@@ -138,6 +140,7 @@ REMEMBERING = {
     "ef sign",
     "top-k",
     "random-k",
+    "ef21",
     "choco",
     "choco random-k",
     "choco sign",

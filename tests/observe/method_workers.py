@@ -104,6 +104,10 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
     "ef_sign_sgd": (MAKE_SGD, on_gradients(lambda model: aggregations.EFSignAggregation())),
     "sparsified_sgd:size=0.2": (MAKE_SGD, sparsified(size=0.2)),
     "centralized_sparsified_sgd:seed=3": (MAKE_SGD, sparsified(size=0.1, random=True, seed=3)),
+    "ef21:size=0.2,momentum=0.5": (
+        MAKE_SGD,
+        on_gradients(lambda model: aggregations.EF21Aggregation(model, size=0.2, momentum=0.5)),
+    ),
     "qsgd:levels=3": (
         MAKE_SGD,
         on_gradients(lambda model: aggregations.QSGDAggregation(levels=3, norm=math.inf)),

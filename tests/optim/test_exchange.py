@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EF21Aggregation,
     EFSignAggregation,
     NoLoCoAggregation,
     OneBitAggregation,
@@ -37,6 +38,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.optim.pytorch import (
+    EF21,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -87,6 +89,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
         partial(SparsifiedSGD, MODEL.parameters(), lr=0.1),
         SparsifiedAggregation(None, size=3),
     ),
+    "ef21": (partial(EF21, model=MODEL, lr=0.1), EF21Aggregation(None)),
     "random": (
         partial(CentralizedSparsifiedSGD, MODEL.parameters(), lr=0.1),
         SparsifiedAggregation(None, size=3, random=True),

@@ -16,6 +16,7 @@ from mlbench_core.aggregation.pytorch.consensus import average_weights, consensu
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
@@ -45,6 +46,7 @@ __all__ = [
     "DecentralizedAggregation",
     "DiLoCoAggregation",
     "DionAggregation",
+    "EF21Aggregation",
     "EFSignAggregation",
     "FSDPHookState",
     "NoLoCoAggregation",

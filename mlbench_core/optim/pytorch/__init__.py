@@ -15,6 +15,7 @@ from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch.ef21 import EF21
 from mlbench_core.optim.pytorch.fp_optimizers import (
     DistributedGradScaler,
     DynamicLossScaler,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "EF21",
     "LARS",
     "NTASGD",
     "QSGD",
@@ -88,6 +90,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "demo": DeMo,
     "diloco": DiLoCo,
     "dion": Dion,
+    "ef21": EF21,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
     "no_loco": NoLoCo,
