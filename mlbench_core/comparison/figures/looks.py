@@ -18,15 +18,16 @@ METHODS = (
     *("streaming_diloco", "ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion"),
     *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
     *("decentralized_sgd", "sparsified_sgd"),
+    *("acp_sgd",),
 )
 """Methods with a fixed look, those that are most often on one page first.
 
 Append new ones at the end, so that no look changes.
 """
 
-# Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at
+# Seven colors with four hatches distinguish 28 methods on a map; markers and dashes repeat at
 # other lengths.
-_HATCHES = ("", "....", "xxxx")
+_HATCHES = ("", "....", "xxxx", "////")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = (
     "-",
