@@ -417,6 +417,7 @@ _TASKS = (
             "ddp",
             "centralized_adam",
             "power_sgd",
+            "acp_sgd",
             "sign_sgd",
             "ef_sign_sgd",
             "sparsified_sgd",

@@ -14,7 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    PowerAggregation,
+    StreamingDiLoCoAggregation,
+)
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
@@ -234,6 +238,14 @@ def power(context: Context, rank: int) -> Trainee:
     )  # fmt: skip
 
 
+def acp(context: Context, rank: int) -> Trainee:
+    """Make PowerSGD with one factor in each step."""
+    exchange = PowerAggregation(
+        context.model, rank=rank, alternate=True, world_size=context.workers
+    )
+    return ours("PowerSGD", context, momentum=MOMENTUM, aggregation=exchange)
+
+
 def sign(context: Context, name: str) -> Trainee:
     """Make an optimizer of signs."""
     # Its steps do not shrink with the gradient, so the learning rate is smaller.
@@ -371,6 +383,7 @@ VARIANTS = {
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),
     "power4": Variant("PowerSGD, rank 4", partial(power, rank=4)),
+    "acp4": Variant("ACP-SGD, rank 4", partial(acp, rank=4)),
     "sign": Variant("SignSGD", partial(sign, name="SignSGD")),
     "ef_sign": Variant("EFSignSGD", partial(sign, name="EFSignSGD")),
     "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),

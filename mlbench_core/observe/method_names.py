@@ -126,6 +126,11 @@ METHODS: dict[str, MethodSpec] = {
         {"rank": _integer(2), "reuse_query": _switch(True), "error_feedback": _switch(True),
          "start_after_steps": _integer(0, least=0)},
     ),
+    "acp_sgd": MethodSpec(
+        "gradients", "PowerSGD with one factor in each step", "acp_sgd",
+        {"rank": _integer(4), "error_feedback": _switch(True),
+         "start_after_steps": _integer(0, least=0)},
+    ),
     "sign_sgd": MethodSpec("gradients", "Majority vote of signs", "sign_sgd"),
     "ef_sign_sgd": MethodSpec("gradients", "Scaled signs with error feedback", "sign_sgd"),
     "sparsified_sgd": MethodSpec(

@@ -318,6 +318,9 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
     "bf16": _in_dtype(torch.bfloat16),
     "fp16": _in_dtype(torch.float16),
     "power_sgd": lambda model, **options: PowerAggregation(model, world_size=None, **options),
+    "acp_sgd": lambda model, **options: PowerAggregation(
+        model, world_size=None, alternate=True, **options
+    ),
     "sign_sgd": lambda model, **options: SignAggregation(**options),
     "ef_sign_sgd": lambda model, **options: EFSignAggregation(**options),
     "sparsified_sgd": SparsifiedAggregation,

@@ -40,6 +40,7 @@ KINDS: dict[str, Callable[[nn.Module], Aggregation]] = {
     "overlap in bf16": lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16),
     "power": partial(power, start_after_steps=2),
     "warm power": partial(power, reuse_query=True, rank=2),
+    "power in turns": partial(power, alternate=True, rank=2),
     "sign": lambda model: aggregations.SignAggregation(),
     "EF-sign": lambda model: aggregations.EFSignAggregation(),
     "top-k": lambda model: aggregations.SparsifiedAggregation(model, size=3),

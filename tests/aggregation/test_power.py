@@ -44,12 +44,17 @@ def test_a_warm_start_goes_on_from_a_query_that_says_nothing(bad: float) -> None
     torch.testing.assert_close(result["weight"], exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_blocks_do_not_change_the_result(
+    monkeypatch: pytest.MonkeyPatch, rank: int, alternate: bool
+) -> None:
     results = []
     for block in (1, 24, 10**6):
         monkeypatch.setattr(power, "BLOCK_ELEMENTS", block)
-        aggregation = PowerAggregation(make_model(), rank=rank, reuse_query=True)
+        aggregation = PowerAggregation(
+            make_model(), rank=rank, reuse_query=True, alternate=alternate
+        )
         results.append(
             [step(aggregation, seed) for seed in range(3)]
             + [aggregation.state_dict()["errors"]["weight"]]
@@ -85,6 +90,27 @@ def test_every_rank_gives_the_same_product_and_the_rest_of_it(rank: int) -> None
     torch.testing.assert_close(
         tensors["weight"] + aggregation.memory("weight"), exact, rtol=0, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan")])
+def test_turns_go_on_from_a_factor_that_says_nothing(bad: float) -> None:
+    """Rows that are drawn again are made orthonormal, so that the result is a projection."""
+    aggregation = PowerAggregation(make_model(), rank=2, alternate=True)
+    for turn in range(4):
+        step(aggregation, seed=turn)
+        state = aggregation.state_dict()
+        (factor,) = [*state["queries"].values(), *state["bases"].values()]
+        factor[0] = bad
+        error = state["errors"]["weight"].clone()
+        result = {"weight": draw(10, 8, seed=10 + turn)}
+        given = result["weight"] + error
+        aggregation.aggregate(result, AVG_WORLD)
+        after = aggregation.state_dict()["errors"]["weight"]
+        torch.testing.assert_close(result["weight"] + after, given, rtol=0, atol=1e-12)
+        assert torch.linalg.matrix_rank(result["weight"]) == 2
+        # The rest of a projection is orthogonal to it.
+        product = (result["weight"] * after).sum()
+        torch.testing.assert_close(product, torch.zeros_like(product), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -220,3 +246,20 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     ):
         aggregation.load_state_dict({"memory": {}})
     assert aggregation.state_dict()["errors"]["weight"] is state["errors"]["weight"]
+
+
+def test_turns_go_on_from_a_state_of_power_sgd_but_not_the_reverse() -> None:
+    aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True)
+    step(aggregation)
+    in_turns = PowerAggregation(make_model(), rank=2, alternate=True)
+    in_turns.load_state_dict(aggregation.state_dict())
+    given = draw(10, 8, seed=1) + aggregation.memory("weight")
+    torch.testing.assert_close(
+        step(in_turns, seed=1) + in_turns.memory("weight"), given, rtol=0, atol=1e-12
+    )
+    state = in_turns.state_dict()
+    with pytest.raises(ValueError, match=r"must have the keys .*, not \['bases', 'errors'"):
+        aggregation.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"bases\['weight'\] .* \(3, 10\) for rank 3"):
+        state["queries"] = state["errors"] = {}
+        PowerAggregation(make_model(), rank=3, alternate=True).load_state_dict(state)

@@ -19,7 +19,9 @@ from tests.aggregation import ddp_hook_workers, fsdp_hook_workers
 from tests.helpers.ranks import run_ranks
 
 WORLD_SIZE = 2
-TAKE_COMPLEX = {"all-reduce", "overlap", "overlap in bf16", "power", "warm power", "Dion"}
+TAKE_COMPLEX = {
+    *("all-reduce", "overlap", "overlap in bf16", "power", "warm power", "power in turns", "Dion")
+}
 
 
 class Complex(nn.Module):

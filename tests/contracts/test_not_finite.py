@@ -296,6 +296,7 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
     "DeMo": aggregations.DeMoAggregation,
     "Dion": aggregations.DionAggregation,
     "power": lambda: PowerAggregation(Net()),
+    "power in turns": lambda: PowerAggregation(Net(), alternate=True),
     "one bit": lambda: OneBitAggregation(warmup_steps=0),
     "one bit in the warm-up": OneBitAggregation,
 }

@@ -121,6 +121,9 @@ MEMBERS: dict[str, Make] = {
         by_layer=True,
         aggregation=PowerAggregation(model, reuse_query=True, start_after_steps=2),
     ),
+    "power in turns": lambda model: PowerSGD(
+        model, lr=0.05, aggregation=PowerAggregation(model, alternate=True, start_after_steps=2)
+    ),
     "composed power": lambda model: GenericCentralizedOptimizer(
         None,
         model,

@@ -21,6 +21,7 @@ READ_VALUES = {
         "power 1",
         "power 2 warm",
         "power by layer",
+        "power in turns",
         "qsgd",
         "quantized",
         "loco",

@@ -100,6 +100,14 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             )
         ),
     ),
+    "acp_sgd:rank=2": (
+        MAKE_SGD,
+        on_gradients(
+            lambda model: aggregations.PowerAggregation(
+                model, world_size=None, rank=2, alternate=True
+            )
+        ),
+    ),
     "sign_sgd": (MAKE_SGD, on_gradients(lambda model: aggregations.SignAggregation())),
     "ef_sign_sgd": (MAKE_SGD, on_gradients(lambda model: aggregations.EFSignAggregation())),
     "sparsified_sgd:size=0.2": (MAKE_SGD, sparsified(size=0.2)),

@@ -92,6 +92,12 @@ def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor
         "rank 4": (torch.float32, {"rank": 4}),
         "fp16 model": (torch.float16, {}),
         "bf16 model": (torch.bfloat16, {"reuse_query": True}),
+        "in turns": (torch.float64, {"alternate": True}),
+        "in turns, bf16 on the wire": (
+            torch.float32,
+            {"alternate": True, "comm_dtype": torch.bfloat16},
+        ),
+        "in turns, bf16 model": (torch.bfloat16, {"alternate": True}),
     }
     result = {}
     for name, (dtype, options) in variants.items():
@@ -107,6 +113,49 @@ def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor
             error = aggregation.state_dict()["errors"]["items.0"].clone()
             result[name].append((delta, out, error))
     return result
+
+
+def in_turns(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Results and errors of each step, and the weights of PowerSGD after it, for ACP-SGD."""
+
+    def make(model: nn.Module) -> PowerAggregation:
+        return PowerAggregation(model, alternate=True, world_size=world_size, rank=RANK, seed=7)
+
+    model = Matrices(SHAPE)
+    alone, optimizer = make(model), PowerSGD(model, 0.1, aggregation=make(model))
+    results, errors, history = [], [], []
+    for step in range(STEPS):
+        model.items[0].grad = gradient(rank, step)
+        results.append(aggregated(alone, gradient(rank, step)))
+        errors.append(alone.state_dict()["errors"]["items.0"].clone())
+        optimizer.step()
+        history.append(weights(model)[0])
+    return results, errors, history
+
+
+def constant_in_turns(
+    rank: int, world_size: int
+) -> dict[tuple[int, bool], tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
+    """The average gradient, and results and errors for ACP-SGD, if every step has the same
+    gradients.
+
+    By the rank of the average, and True if all workers have the same gradient."""
+    found = {}
+    away = [draw(*SHAPE, seed=50 + r) for r in range(world_size)]
+    away = [own - sum(away) / world_size for own in away]
+    for actual in (0, 1, RANK):
+        for is_same in (True, False):
+            average = of_rank(actual, SHAPE, seed=1)
+            mine = average if is_same else average + away[rank]
+            aggregation = PowerAggregation(
+                Matrices(SHAPE), alternate=True, world_size=world_size, rank=RANK
+            )
+            steps = []
+            for _ in range(6):
+                out = aggregated(aggregation, mine)
+                steps.append((out, aggregation.state_dict()["errors"]["items.0"].clone()))
+            found[actual, is_same] = average, steps
+    return found
 
 
 def exact_ranks(
@@ -165,6 +214,8 @@ def messages(rank: int, world_size: int) -> dict[str, Any]:
         ("bf16", False, {"comm_dtype": torch.bfloat16}),
         ("by layer", True, {}),
         ("not yet", False, {"start_after_steps": 1}),
+        ("in turns", False, {"alternate": True}),
+        ("in turns, by layer", True, {"alternate": True}),
     ):
         model = Matrices(*shapes, dtype=torch.float32)
         exchange = PowerAggregation(model, world_size=world_size, rank=2, **options)
@@ -175,11 +226,14 @@ def messages(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.step()
         aggregation = optimizer.aggregation
         result[name] = {
-            "sizes": sizes,
+            "sizes": list(sizes),
             "last_bytes": aggregation.last_bytes,
             "bytes_sent": aggregation.bytes_sent,
             "ratio": aggregation.compression_ratio,
         }
+        with counted_all_reduces() as sizes:
+            optimizer.step()
+        result[name]["second sizes"] = sizes
     return result
 
 
@@ -233,6 +287,7 @@ WITHOUT_GRADIENT: dict[str, Callable[[nn.Module, int], Aggregation]] = {
     "late": lambda model, k: PowerAggregation(
         model, world_size=k, rank=1, reuse_query=True, start_after_steps=2
     ),
+    "in turns": lambda model, k: PowerAggregation(model, world_size=k, rank=1, alternate=True),
     "random-k": lambda model, k: SparsifiedAggregation(model, size=4, random=True, world_size=k),
 }
 
@@ -296,12 +351,17 @@ def unusual(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
     return result
 
 
-def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tensor], list[Tensor]]]:
-    """Weights of a run of 8 steps and of one taken over from a file, by reuse_query and step."""
+def resume(rank: int, world_size: int) -> dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]:
+    """Weights of a run of 8 steps and of one taken over from a file, by start and step."""
 
-    def make(model: nn.Module, reuse_query: bool) -> PowerSGD:
+    def make(model: nn.Module, start: str) -> PowerSGD:
         exchange = PowerAggregation(
-            model, False, reuse_query, world_size, RANK, start_after_steps=3
+            model,
+            reuse_query=start == "warm",
+            alternate=start == "in turns",
+            world_size=world_size,
+            rank=RANK,
+            start_after_steps=3,
         )
         return PowerSGD(model, 0.1, 0.9, aggregation=exchange)
 
@@ -312,15 +372,16 @@ def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tens
             optimizer.step()
 
     result = {}
-    for reuse_query in (False, True):
+    for start in ("cold", "warm", "in turns"):
         through = Matrices(SHAPE, SHAPE, dtype=torch.float32)
-        train(through, make(through, reuse_query), range(STEPS))
-        for stop in (2, 5):
+        train(through, make(through, start), range(STEPS))
+        # With turns, a P is remembered after 6 steps, and a Q after 5.
+        for stop in (2, 5, 6) if start == "in turns" else (2, 5):
             first, second = (
                 Matrices(SHAPE, SHAPE, dtype=torch.float32),
                 Matrices(SHAPE, SHAPE, dtype=torch.float32),
             )
-            optimizer = make(first, reuse_query)
+            optimizer = make(first, start)
             train(first, optimizer, range(stop))
             file = io.BytesIO()
             torch.save((first.state_dict(), optimizer.state_dict()), file)
@@ -328,10 +389,10 @@ def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tens
             file.seek(0)
             weights_then, state = torch.load(file, weights_only=True)
             second.load_state_dict(weights_then)
-            resumed = make(second, reuse_query)
+            resumed = make(second, start)
             resumed.load_state_dict(state)
             train(second, resumed, range(stop, STEPS))
-            result[reuse_query, stop] = (weights(through), weights(second))
+            result[start, stop] = (weights(through), weights(second))
     return result
 
 
@@ -355,16 +416,23 @@ def sums_and_denominators(rank: int, world_size: int) -> dict[str, Tensor]:
     }
 
 
-def overflow(rank: int, world_size: int) -> list[Tensor]:
-    """An infinite gradient of one worker in the second of four steps."""
-    aggregation = PowerAggregation(Matrices(SHAPE), world_size=world_size, reuse_query=True)
-    results = []
-    for step in range(4):
-        mine = gradient(rank, step)
-        if step == 1 and rank == world_size - 1:
-            mine[3, 4] = float("inf")
-        results.append(aggregated(aggregation, mine))
-    return results
+def overflow(rank: int, world_size: int) -> dict[tuple[bool, int], list[tuple[Tensor, Tensor]]]:
+    """Results and errors with an infinite gradient of one worker in one of five steps.
+
+    By alternate and the step."""
+    found = {}
+    for case in ((False, 1), (True, 1), (True, 2)):
+        aggregation = PowerAggregation(
+            Matrices(SHAPE), world_size=world_size, reuse_query=True, alternate=case[0]
+        )
+        found[case] = []
+        for step in range(5):
+            mine = gradient(rank, step)
+            if step == case[1] and rank == world_size - 1:
+                mine[3, 4] = float("inf")
+            out = aggregated(aggregation, mine)
+            found[case].append((out, aggregation.state_dict()["errors"]["items.0"].clone()))
+    return found
 
 
 def composed(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -403,6 +471,8 @@ def world_sizes(rank: int, world_size: int) -> dict[str, str]:
 SCENARIOS = (
     like_the_reference,
     average_and_error,
+    in_turns,
+    constant_in_turns,
     exact_ranks,
     growing_rank,
     messages,
@@ -458,6 +528,7 @@ def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) 
         "sgd": accuracy(lambda model: CentralizedSGD(world_size, model, lr=0.3)),
         **{f"rank {r}": accuracy(power(r)) for r in (1, 2, 4)},
         "warm": accuracy(power(1, reuse_query=True)),
+        "in turns": accuracy(power(2, alternate=True)),
         "bf16": accuracy(
             power(2, reuse_query=True, comm_dtype=torch.bfloat16, start_after_steps=20)
         ),

@@ -12,10 +12,18 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.thorough import some, thorough
 from tests.optim import power_workers as workers
+from tests.references.acp_sgd import acp_sgd
 from tests.references.power_sgd import compress, power_sgd
 
 Ranks = list[dict[str, Any]]
-PRECISION = {"fp16 model": 2e-2, "bf16 model": 1e-1, "float64": 1e-12}
+PRECISION = {
+    "fp16 model": 2e-2,
+    "bf16 model": 1e-1,
+    "float64": 1e-12,
+    "in turns": 1e-12,
+    "in turns, bf16 on the wire": 1e-2,
+    "in turns, bf16 model": 1e-1,
+}
 
 
 @pytest.fixture(scope="module", params=some([2, 4]))
@@ -39,6 +47,40 @@ def test_it_is_the_reference(ranks: Ranks, by_layer: bool) -> None:
         (weight, _), error = result["like_the_reference"][by_layer]
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-11)
         torch.testing.assert_close(error, errors[rank], rtol=0, atol=1e-11)
+
+
+def test_turns_are_the_reference(ranks: Ranks) -> None:
+    k = len(ranks)
+    gradients = [
+        [workers.gradient(rank, step) for rank in range(k)] for step in range(workers.STEPS)
+    ]
+    drawn = torch.randn(
+        workers.RANK, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
+    expected, _, errors = acp_sgd(gradients, drawn.T)
+    for rank, result in enumerate(ranks):
+        x = workers.Matrices(workers.SHAPE).items[0].detach()
+        for step, (out, error, weight) in enumerate(zip(*result["in_turns"], strict=True)):
+            x = x - 0.1 * expected[step]
+            torch.testing.assert_close(out, expected[step], rtol=0, atol=1e-11)
+            torch.testing.assert_close(error, errors[step][rank], rtol=0, atol=1e-11)
+            torch.testing.assert_close(weight, x, rtol=0, atol=1e-11)
+
+
+def test_two_turns_of_a_constant_gradient_send_all_of_it(ranks: Ranks) -> None:
+    for case, (average, steps) in ranks[0]["constant_in_turns"].items():
+        _, is_same = case
+        of_workers = [result["constant_in_turns"][case][1] for result in ranks]
+        for step in range(1, len(steps), 2):
+            pair = steps[step - 1][0] + steps[step][0]
+            torch.testing.assert_close(pair, 2 * average, rtol=0, atol=1e-11)
+            errors = torch.stack([run[step][1] for run in of_workers])
+            zeros = torch.zeros_like(average)
+            torch.testing.assert_close(errors.mean(0), zeros, rtol=0, atol=1e-11)
+            if is_same:
+                torch.testing.assert_close(errors[0], zeros, rtol=0, atol=1e-11)
+            else:
+                assert errors.norm() > 1
 
 
 def test_the_gradient_is_the_average_of_gradient_and_error_less_the_average_error(
@@ -99,6 +141,12 @@ def test_two_messages_of_the_size_in_the_formula(ranks: Ranks) -> None:
         matrices = [4 * (20 + 1), 4 * 16, 4 * (12 + 1), 4 * 24, 4 * (20 + 1), 4 * 16]
         assert runs["by layer"]["sizes"] == [*matrices, 4 * (4 + 1), 4 * (10 + 1), 4 * (1 + 1)]
         assert runs["not yet"]["sizes"] == [4 * (original + flags)]
+        assert runs["in turns"]["sizes"] == [4 * (left + uncompressed + flags)]
+        assert runs["in turns"]["second sizes"] == [4 * (right + uncompressed + flags)]
+        by_layer = [4 * (4 + 1), 4 * (10 + 1), 4 * (1 + 1)]
+        assert runs["in turns, by layer"]["sizes"] == [*matrices[::2], *by_layer]
+        odd = [4 * (2 * columns + 1) for columns in (8, 12, 8)]
+        assert runs["in turns, by layer"]["second sizes"] == [*odd, *by_layer]
         for run in runs.values():
             assert run["last_bytes"] == run["bytes_sent"] == sum(run["sizes"])
         assert runs["whole"]["ratio"] == pytest.approx(original / (left + right + uncompressed))
@@ -184,9 +232,11 @@ def test_sums_and_custom_denominators_scale_the_average(ranks: Ranks) -> None:
 
 def test_an_overflow_is_seen_by_all_and_forgotten(ranks: Ranks) -> None:
     for result in ranks:
-        finite = [math.isfinite(step.sum()) for step in result["overflow"]]
-        assert finite == [True, False, True, True]
-        assert all(step.any() for step in result["overflow"])
+        for (_, bad), steps in result["overflow"].items():
+            finite = [math.isfinite(out.sum()) for out, _ in steps]
+            assert finite == [step != bad for step in range(5)]
+            assert all(out.any() for out, _ in steps)
+            assert not steps[bad][1].any(), "the error memory starts again from zero"
 
 
 def test_the_preset_is_sgd_with_the_aggregation(ranks: Ranks) -> None:

@@ -522,7 +522,7 @@ class Aggregation(ABC):
         for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
             if name not in kept:
                 remembered.pop(name, None)
-            elif isinstance(kept[name], Tensor):
+            elif name in remembered and isinstance(kept[name], Tensor):
                 # In place, because a state_dict() that the caller holds shares the tensor.
                 remembered[name].copy_(kept[name])
             else:

@@ -1,4 +1,4 @@
-"""Average gradients as products of two thin matrices, with error feedback (PowerSGD)."""
+"""Average gradients as products of two thin matrices, with error feedback (PowerSGD, ACP-SGD)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +58,26 @@ class PowerAggregation(LossyAggregation):
     tensors: all :math:`P` together with the uncompressed tensors, then all :math:`Q`. Each is split
     if tensors differ in dtype or device.
 
+    With ``alternate=True`` (ACP-SGD) a call sends one message. Steps take turns, counted for each
+    matrix from 0. An even step starts from the last :math:`Q` and sends :math:`P_i`:
+
+    .. math::
+        Q &\leftarrow \operatorname{orthonormal}(Q) \\
+        P_i &= \Delta_i Q \\
+        e_i &\leftarrow \Delta_i - P_i Q^\top \\
+        P &= \frac{1}{k} \sum_i P_i \\
+        g_i &\leftarrow P Q^\top.
+
+    An odd step does the same with the roles exchanged: it makes the last :math:`P` orthonormal and
+    sends :math:`Q_i = \Delta_i^\top P`. The error is that of the worker's own factor, and
+    :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` holds as above. If the
+    average of the gradients is constant and has rank :math:`r` or less, the average of the
+    :math:`e_i` is 0 after every odd step.
+
     The factors are computed at least in float32, also for models in half precision. In each call, a
     worker sends the bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of
-    ``comm_dtype`` per matrix.
+    ``comm_dtype`` per matrix. With ``alternate=True`` these are :math:`r n` in even and :math:`r m`
+    in odd steps. If a ``comm_dtype`` rounds the sum over workers, this rounding is then lost.
 
     If ``denom`` changes from step to step, the error of one step is divided by the denominator of a
     later step. Then only the sum of all :math:`g_i + e_i` has a meaning, not their average.
@@ -78,7 +95,8 @@ class PowerAggregation(LossyAggregation):
         model: The model whose gradients will be aggregated.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start).
-            With False, every step draws a new one from a normal distribution.
+            With False, every step draws a new one from a normal distribution. ``alternate=True``
+            always starts from the last factor, and sets it to True.
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
         error_feedback: True to keep :math:`e_i`. With False, the error of the compression is lost.
@@ -87,6 +105,8 @@ class PowerAggregation(LossyAggregation):
             float64.
         start_after_steps: Number of first steps in which every tensor is averaged uncompressed.
         seed: Seed of the random generator of this object; the same on all workers.
+        alternate: True to send only one factor in each step, :math:`P` and :math:`Q` in turns
+            (ACP-SGD).
         process_group: See
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -105,9 +125,12 @@ class PowerAggregation(LossyAggregation):
     References:
         Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
         Distributed Optimization. arXiv:1905.13727
+
+        Zhang, Zhang, Shi, Chu and Li: Evaluation and Optimization of Gradient Compression for
+        Distributed Deep Learning (ACP-SGD). arXiv:2306.08881
     """
 
-    _named_state = ("errors", "queries", "uncompressed_steps")
+    _named_state = ("errors", "queries", "bases", "uncompressed_steps")
     # Warm starts and the generator determine Q, which must be the same on all
     # workers. Only the errors differ.
     _own_state = ("errors",)
@@ -124,6 +147,7 @@ class PowerAggregation(LossyAggregation):
         comm_dtype: torch.dtype | None = None,
         start_after_steps: int = 0,
         seed: int = 0,
+        alternate: bool = False,
         process_group: Any = None,
     ) -> None:
         if model is None:
@@ -142,12 +166,15 @@ class PowerAggregation(LossyAggregation):
         super().__init__(uncompressed, use_cuda)
         self.model = model
         self.rank = check_int("rank", rank)
-        self.reuse_query = reuse_query
+        self.alternate = alternate
+        self.reuse_query = reuse_query or alternate
         self.error_feedback = error_feedback
         self.comm_dtype = comm_dtype
         self.start_after_steps = check_int("start_after_steps", start_after_steps, least=0)
         self._generator = torch.Generator().manual_seed(check_int("seed", seed, least=0))
+        # With alternate, the factor of the last step: P after even steps, Q after odd steps.
         self._queries: dict[str, Tensor] = {}
+        self._bases: dict[str, Tensor] = {}
         self._uncompressed_steps: dict[str, int] = {}
 
     def aggregate(
@@ -173,21 +200,35 @@ class PowerAggregation(LossyAggregation):
                 tensor.
         """
         divisor = self._divisor(op, denom)
-        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it
-        # becomes float64.
-        wide_divisor = divisor.double() if isinstance(divisor, Tensor) else divisor
-        scale = self.world_size / wide_divisor
         bytes_before = self.bytes_sent
         matrices = []
         for name, tensor in tensors.items():
             if self._compresses(name, tensor):
                 matrices.append(self._matrix(name, tensor))
+        if self.alternate:
+            self._send_one_factor(matrices, tensors, extra, divisor)
+        else:
+            # A divisor in half precision would round the scale, so it becomes float64.
+            wide_divisor = divisor.double() if isinstance(divisor, Tensor) else divisor
+            scale = None if op == AVG_WORLD else self.world_size / wide_divisor
+            self._send_both_factors(matrices, tensors, extra, divisor, scale)
+        self._count_compression(tensors.values(), extra, bytes_before)
 
+    def _send_both_factors(
+        self,
+        matrices: Sequence[_Matrix],
+        tensors: Mapping[str, Tensor],
+        extra: Sequence[Tensor],
+        divisor: Denominator,
+        scale: Denominator | None,
+    ) -> None:
+        """Take a step of PowerSGD, in two messages."""
         # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed
         # tensors, in the place of its own tensor, and may be divided like them.
         left = {}
         for matrix in matrices:
-            left[matrix.name] = self._to_send(matrix.accumulate(self._query(matrix)))
+            query = self._start(matrix, "queries")
+            left[matrix.name] = self._to_send(matrix.accumulate(query))
         self._average_uncompressed([*{**tensors, **left}.values(), *extra], divisor)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
@@ -200,10 +241,46 @@ class PowerAggregation(LossyAggregation):
         factors = [flush_tiny_(right[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         # Every worker computes the same P Q^T, because it has the same averages as the others.
         for matrix, p, q in zip(matrices, bases, factors, strict=True):
-            matrix.replace(p, q, None if op == AVG_WORLD else scale)
+            matrix.replace(p, q, scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        self._count_compression(tensors.values(), extra, bytes_before)
+
+    def _send_one_factor(
+        self,
+        matrices: Sequence[_Matrix],
+        tensors: Mapping[str, Tensor],
+        extra: Sequence[Tensor],
+        divisor: Denominator,
+    ) -> None:
+        """Take a step of ACP-SGD, in one message."""
+        fixed, sent = {}, {}
+        for matrix in matrices:
+            name = matrix.name
+            is_odd = name in self._bases
+            start = self._start(matrix, "bases" if is_odd else "queries")
+            # Directions that were drawn again are not yet orthogonal to the others.
+            fixed[name] = orthonormal_rows(start)
+            own = flush_tiny_(matrix.factor(fixed[name], is_odd))
+            sent[name] = self._to_send(own)
+            # The average replaces the worker's own factor. With a comm_dtype, the error includes
+            # the rounding of that factor.
+            rounded = sent[name].to(own.dtype)
+            if is_odd:
+                matrix.subtract(fixed[name], rounded)
+            else:
+                matrix.subtract(rounded, fixed[name])
+        self._average_uncompressed([*{**tensors, **sent}.values(), *extra], divisor)
+
+        for matrix in matrices:
+            name = matrix.name
+            average = flush_tiny_(sent[name].to(matrix.delta.dtype))
+            if self._bases.pop(name, None) is None:
+                matrix.replace(average, fixed[name], keeps_error=True)
+                self._bases[name] = average
+                self._queries.pop(name, None)
+            else:
+                matrix.replace(fixed[name], average, keeps_error=True)
+                self._queries[name] = average
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.
@@ -211,11 +288,15 @@ class PowerAggregation(LossyAggregation):
         Returns:
             By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last
             :math:`Q^\top`, shape (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the
-            state of the random generator.
+            state of the random generator. With ``alternate=True`` also ``"bases"`` (the rows of the
+            last :math:`P^\top`, shape (r, n)): a matrix is there after its even steps, and among
+            the queries after its odd steps.
         """
+        bases = {"bases": dict(self._bases)} if self.alternate else {}
         return {
             "errors": dict(self._memory),
             "queries": dict(self._queries),
+            **bases,
             "uncompressed_steps": dict(self._uncompressed_steps),
             "generator": self._generator.get_state(),
         }
@@ -229,25 +310,28 @@ class PowerAggregation(LossyAggregation):
         """
         if not state_dict:
             return
-        check_keys(self, state_dict, ("errors", "queries", "uncompressed_steps", "generator"))
+        # A run may go on with alternate=True from a state without it, but not the reverse.
+        keys = ("errors", "queries", "uncompressed_steps", "generator")
+        check_keys(self, state_dict, keys, ("bases",) if self.alternate else ())
         parameters = by_plain_name(dict(self.model.named_parameters(remove_duplicate=False)))
         errors = copies_by_plain_name(state_dict["errors"])
         queries = copies_by_plain_name(state_dict["queries"])
+        bases = copies_by_plain_name(state_dict.get("bases", {}))
         # An optimizer's parameters outside the model have names such as group0.1, which only the
         # optimizer can check.
         names = self.remembered_names(state_dict)
         outside = set(filter(_OUTSIDE_MODEL.fullmatch, names))
         check_names(names - outside, parameters)
-        for kind, tensors in (("errors", errors), ("queries", queries)):
+        for kind, tensors in (("errors", errors), ("queries", queries), ("bases", bases)):
             for name in tensors.keys() & parameters.keys():
                 self._check_shape(kind, name, tensors[name], parameters[name])
-        self._memory, self._queries = errors, queries
+        self._memory, self._queries, self._bases = errors, queries, bases
         self._uncompressed_steps = by_plain_name(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
         """Return error memories, warm starts and counts of uncompressed steps."""
-        return [self._memory, self._queries, self._uncompressed_steps]
+        return [self._memory, self._queries, self._bases, self._uncompressed_steps]
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
         """Return True if a tensor is compressed now; count its first, uncompressed steps."""
@@ -271,23 +355,25 @@ class PowerAggregation(LossyAggregation):
             delta = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
         return _Matrix(name, tensor, gradient, delta, has_memory=self.error_feedback)
 
-    def _query(self, matrix: _Matrix) -> Tensor:
-        r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
+    def _start(self, matrix: _Matrix, kind: Literal["queries", "bases"]) -> Tensor:
+        r"""Return the rows of :math:`Q^\top` (:math:`P^\top` for bases) to start from.
+
+        They are the same on all workers.
 
         Rows that became zero or nan are drawn again. A warm start would otherwise lose these
         directions permanently. Every step uses the generator, even if the draw is not needed, so
         that its state stays the same on all workers.
         """
-        rows, columns = matrix.delta.shape
-        shape = (min(rows, columns, self.rank), columns)
+        shape = self._shape(kind, matrix.tensor)
         # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most
         # about as large as the norm of a row of the gradient.
         drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype)
-        drawn = (drawn / math.sqrt(columns)).to(matrix.delta.device)
-        remembered = self._queries.get(matrix.name) if self.reuse_query else None
+        drawn = (drawn / math.sqrt(shape[1])).to(matrix.delta.device)
+        factors = self._bases if kind == "bases" else self._queries
+        remembered = factors.get(matrix.name) if self.reuse_query else None
         if remembered is None:
             return drawn
-        self._check_shape("queries", matrix.name, remembered, matrix.tensor)
+        self._check_shape(kind, matrix.name, remembered, matrix.tensor)
         basis = orthonormal_rows(remembered.to(drawn))
         # A row is now a unit vector, zero or nan. The comparison is true only for a unit vector.
         return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
@@ -297,13 +383,19 @@ class PowerAggregation(LossyAggregation):
             return factor
         return factor.to(self.comm_dtype)
 
+    def _shape(self, kind: str, tensor: Tensor) -> tuple[int, int]:
+        """Return the shape of a tensor's error memory (``"errors"``), query or basis."""
+        rows, columns = len(tensor), tensor.numel() // len(tensor)
+        if kind == "errors":
+            return rows, columns
+        return min(rows, columns, self.rank), rows if kind == "bases" else columns
+
     def _check_shape(self, kind: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
-        """Raise an error for a restored error memory or query of another model or rank."""
-        columns = tensor.numel() // len(tensor)
-        rows = len(tensor) if kind == "errors" else min(len(tensor), columns, self.rank)
-        if remembered.shape != (rows, columns):
+        """Raise an error for a restored tensor of another model or rank."""
+        shape = self._shape(kind, tensor)
+        if remembered.shape != shape:
             raise ValueError(
-                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for "
+                f"{kind}[{name!r}] of the state must have shape {shape} for "
                 f"rank {self.rank} and a gradient of shape {tuple(tensor.shape)}, not "
                 f"{tuple(remembered.shape)}: build the model and the aggregation as "
                 "they were when the checkpoint was written"
@@ -354,22 +446,47 @@ class _Matrix:
             right.addmm_(part, delta)
         return right
 
-    def replace(self, left: Tensor, right: Tensor, scale: Denominator | None = None) -> None:
+    def factor(self, fixed: Tensor, is_left: bool) -> Tensor:
+        r"""Compute :math:`\Delta = g + e` and return the factor that belongs to a fixed one.
+
+        It is :math:`(\Delta Q)^\top`, shape (r, n), or for a fixed :math:`P` the rows of
+        :math:`P^\top \Delta`, shape (r, m).
+        """
+        if not is_left:
+            return self.accumulate(fixed)
+        if self.has_memory:
+            self.delta += self.gradient
+        return self.project(fixed)
+
+    def subtract(self, left: Tensor, right: Tensor) -> None:
+        r"""Subtract :math:`P Q^\top` from :math:`\Delta`, which becomes the error."""
+        if self.has_memory:
+            for _, delta, part in self._blocks(left):
+                delta.addmm_(part.t(), right, alpha=-1)
+
+    def replace(
+        self,
+        left: Tensor,
+        right: Tensor,
+        scale: Denominator | None = None,
+        *,
+        keeps_error: bool = False,
+    ) -> None:
         r"""Compute :math:`g = P Q^\top` and the error :math:`e = \Delta - P Q^\top`.
 
         :math:`g` takes the place of the gradient, and :math:`e` that of :math:`\Delta`.
 
-        ``scale`` multiplies :math:`g` alone.
+        ``scale`` multiplies :math:`g` alone. With ``keeps_error``, ``delta`` has the error already.
         """
         for gradient, delta, part in self._blocks(left):
             product = gradient if gradient.dtype == delta.dtype else torch.empty_like(delta)
             _multiply(part, right, out=product)
             if product is not gradient:
                 gradient.copy_(product)
-            if self.has_memory:
+            if self.has_memory and not keeps_error:
                 delta -= product
         if self.has_memory:
-            is_finite = right.isfinite().all()
+            is_finite = left.isfinite().all() & right.isfinite().all()
             # On a GPU reading the flag would make the host wait, so there masked_fill_ always runs.
             if right.is_cuda or not is_finite:
                 self.delta.masked_fill_(~is_finite, 0)
