@@ -136,6 +136,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 REMEMBERING = {
     "power",
+    "loco",
     "sign",
     "ef sign",
     "top-k",
