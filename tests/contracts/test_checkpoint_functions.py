@@ -25,7 +25,7 @@ STEPS, HALF = 7, 4
 EXACT = {
     name
     for name, member in MEMBERS.items()
-    if name.startswith(("sgd", "adam", "lars", "muon", "custom", "ring"))
+    if name.startswith(("sgd", "adam", "lars", "muon", "custom", "ring", "quantized"))
 }
 """The members whose communication keeps no state; muloco does."""
 
