@@ -26,7 +26,7 @@ EXACT = {
     name
     for name, member in MEMBERS.items()
     if name.startswith(
-        ("sgd", "adam", "lars", "muon", "normuon", "dion2", "dion3", "custom", "ring")
+        ("sgd", "adam", "lars", "muon", "normuon", "dion2", "dion3", "custom", "ring", "quantized")
     )
 }
 """The members whose communication keeps no state; muloco does."""
