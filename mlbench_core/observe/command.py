@@ -108,7 +108,7 @@ class _ObservedRun:
         tracker = self.tracker
         self._recorded.add(name)
         # The value may reach the goal, whose times are those that are booked by then.
-        self.observer.clock.traffic.end_interval(tracker)
+        self.observer.clock.pass_on()
         if name == self._goal_metric:
             tracker.update_primary_metric(value)
         prefix, _, name = name.partition("_")

@@ -119,7 +119,12 @@ class CommunicationObserver:
     @property
     def models(self) -> list[DistributedDataParallel]:
         """Return the DDP models of the script that are observed."""
-        return [*self._hooks, *self.clock.traffic.timed]
+        models = list(self._hooks)
+        for times in self.clock.traffic.timed:
+            model = times.model()
+            if model is not None:
+                models.append(model)
+        return models
 
     def install(self, patches: Patches) -> None:
         """Replace the functions of torch."""
@@ -197,8 +202,7 @@ class CommunicationObserver:
 
     def end_step(self) -> None:
         """Take over the collectives that the methods have counted."""
-        if self._methods:
-            self._method_clock.report(self)
+        self._method_clock.report(self)
 
     def _report(self, original: Callable[..., None]) -> Callable[..., None]:
         """Take over the collectives of the library's optimizers, which have no tracker here."""
@@ -271,7 +275,7 @@ class CommunicationObserver:
         if model in self._hooks:
             return
         if _has_dense_cpu_gradients(model) and torch_private.time_ddp(model):
-            self.clock.traffic.timed[model] = DDPTimes(size)
+            self.clock.traffic.timed.append(DDPTimes(model, size))
             return
         # DDP multiplies a gradient by 1 / size, or divides it by size if the gradient is a view of
         # the bucket already. Both have the same bits for a power of two only.
@@ -297,7 +301,9 @@ class CommunicationObserver:
             if model in self._exchanged:
                 raise refusal(self._exchanged[model].choice, "own hook")
             ours = self._hooks.get(model)
-            self.clock.traffic.timed.pop(model, None)
+            times = self.clock.traffic.times_of(model)
+            if times is not None:
+                self.clock.traffic.timed.remove(times)
             if ours is None:
                 self._register_observed(model, state, hook)
             elif ours.hook is None:
@@ -318,7 +324,7 @@ def _before_forward(model: DistributedDataParallel, args: Any, kwargs: Any) -> N
         return
     if torch.is_grad_enabled() and not _clock.is_evaluating:
         _clock.forward_begins((args, kwargs))
-        times = _clock.traffic.timed.get(model)
+        times = _clock.traffic.times_of(model)
         if times is not None:
             times.forward_begins(model)
 

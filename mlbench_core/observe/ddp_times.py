@@ -13,6 +13,7 @@ passes only. Those in between get the times of the last one that was read.
 from __future__ import annotations
 
 import time
+import weakref
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,19 +30,25 @@ class DDPTimes:
     """The communication of one model on CPUs, without a hook in Python.
 
     Args:
+        model: The model, to which only a weak reference is kept.
         workers: Number of workers of the model.
 
     Attributes:
+        model: Weak reference to the model.
         workers: As above.
-        bucket_bytes: Bytes of each bucket in the last pass that was read.
+        bucket_bytes: Bytes of each bucket in the last pass that was read, if it is a message: those
+            of a model on one worker, and those of a hook in C++, are not.
+        sent_bytes: Their sum.
         exposed_s: Seconds from the last gradient to the last bucket.
         hidden_s: Seconds from the first bucket to the last gradient.
         own_hook: Name of the hook in C++ that the script has chosen; empty for none.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, model: DistributedDataParallel, workers: int) -> None:
+        self.model = weakref.ref(model)
         self.workers = workers
         self.bucket_bytes: list[int] = []
+        self.sent_bytes = 0
         self.exposed_s = self.hidden_s = 0.0
         self.own_hook = ""
         self._passes = 0
@@ -91,6 +98,9 @@ class DDPTimes:
         sizes = data["bucket_sizes"]
         if data["has_rebuilt_buckets"]:
             sizes = data["rebuilt_bucket_sizes"]
-        self.bucket_bytes = list(map(int, sizes.split(",")))
         self.own_hook = str(data.get("comm_hook", ""))
+        # A hook in C++ sends other bytes than those of the buckets.
+        if self.workers > 1 and not self.own_hook:
+            self.bucket_bytes = list(map(int, sizes.split(",")))
+            self.sent_bytes = sum(self.bucket_bytes)
         return True

@@ -62,6 +62,7 @@ class ScriptLimit:
             announced = self._workers.announced()
             return int(announced) if announced else None
         tracker, steps = self._clock.tracker, self._clock.steps
+        self._clock.pass_on()
         if not steps or tracker.goal_reached:
             return None
         if tracker.get_total_train_time() < self._limit_s:

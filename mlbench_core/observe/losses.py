@@ -91,10 +91,14 @@ class LossObserver:
             # A copy, because a CUDA graph may write the next loss to the same memory.
             self._micro.append((loss.detach().clone(), divisor))
 
-    def end_step(self) -> None:
-        """Note that the micro-batches so far were those of one step."""
+    def end_step(self, position: tuple[int, float]) -> None:
+        """Note that the micro-batches so far were those of one step.
+
+        Args:
+            position: Number of steps before it, and the seconds since training began.
+        """
         if self._micro:
-            self._steps.append((self._tracker.position(), self._micro))
+            self._steps.append((position, self._micro))
             self._micro = []
 
     def read(self) -> None:

@@ -164,11 +164,12 @@ class Observer:
 
         return init
 
-    def _end_step(self) -> None:
-        if not self.clock.has_optimizer:
-            self._check_by_hand()
-        self.losses.end_step()
-        self.communication.end_step()
+    def _end_step(self, position: tuple[int, float]) -> None:
+        self.losses.end_step(position)
+        if self._methods:
+            if not self.clock.has_optimizer:
+                self._check_by_hand()
+            self.communication.end_step()
 
     def _read(self) -> None:
         self.losses.read()
@@ -201,7 +202,7 @@ class Observer:
             )
         if not self.tracker.totals()["samples"]:
             reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
-        for times in self.clock.traffic.timed.values():
+        for times in self.clock.traffic.timed:
             if times.own_hook:
                 reasons.append(f"the bytes of DistributedDataParallel's hook {times.own_hook}")
         if self.losses.first is None:

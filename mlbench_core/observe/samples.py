@@ -31,7 +31,7 @@ def count_data(batch: Any) -> tuple[int, int]:
     if dimensions == 0:
         return 0, 0
     is_text = dimensions == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return len(first), first.numel() if is_text else 0
+    return first.shape[0], first.numel() if is_text else 0
 
 
 def _first_tensor(batch: Any) -> Tensor | None:

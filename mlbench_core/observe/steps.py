@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.observe.host_times import HostTimes
 from mlbench_core.observe.samples import count_data
 from mlbench_core.observe.traffic import Traffic
 from mlbench_core.processor_time import work_s
@@ -45,7 +46,8 @@ class StepClock:
         tracker: Receives times and counts.
         traffic: The communication of this worker.
         read_losses: Called at the end of an interval.
-        end_step: Called at the end of a step.
+        end_step: Called at the end of a step, with the number of steps before it and the seconds
+            since the first batch.
         on_begin: Called before training begins.
         interval_s: Seconds of an interval.
 
@@ -65,11 +67,12 @@ class StepClock:
         tracker: Tracker,
         traffic: Traffic,
         read_losses: Callable[[], None],
-        end_step: Callable[[], None],
+        end_step: Callable[[tuple[int, float]], None],
         on_begin: Callable[[], None],
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
+        self._times: HostTimes | Tracker = HostTimes(tracker)
         self.traffic = traffic
         self.is_open = False
         self.is_waiting = False
@@ -78,8 +81,11 @@ class StepClock:
         self.steps = 0
         self._steps_before = 0
         self.has_optimizer = self.has_fetched = False
-        self.samples = self.tokens = 0
+        # Of this step, and of the steps that the tracker does not know yet.
+        self._samples = self._tokens = 0
+        self._steps_samples = self._steps_tokens = 0
         self.began_s: float | None = None
+        self._start_s = 0.0
         self.optimizer: torch.optim.Optimizer | None = None
         self._read_losses = read_losses
         self._end_step = end_step
@@ -103,13 +109,15 @@ class StepClock:
         return threading.get_ident() == self._thread
 
     def begin(self) -> None:
-        """Begin training if it has not begun."""
-        if self.began_s is None:
-            self._on_begin()
-            self.tracker.start()
-            self.began_s = time.perf_counter()
-            self.tracker.batch_start()
-            self.is_open = True
+        """Begin training."""
+        self._on_begin()
+        self.tracker.start()
+        self.began_s = self._start_s = time.perf_counter()
+        # The events of a device are recorded where they happen.
+        if self.tracker.prepare():
+            self._times = self.tracker
+        self._times.batch_start()
+        self.is_open = True
 
     # ------------------------------------------------------------------ data and passes
 
@@ -122,12 +130,13 @@ class StepClock:
         if is_training:
             if self._fetched_in_evaluation:
                 self.end_evaluation()
-            self.begin()
+            if self.began_s is None:
+                self.begin()
         elif self.began_s is not None:
             self.begin_evaluation()
             self._fetched_in_evaluation = self.is_evaluating
         if self.is_open:
-            self.tracker.record_batch_step(self._label)
+            self._times.record_batch_step(self._label)
 
     def fetch_ends(self, batch: Any) -> None:
         """Note that the script has a batch, or that the data has ended.
@@ -136,12 +145,12 @@ class StepClock:
             batch: The batch; None at the end.
         """
         if self.is_open:
-            self.tracker.record_batch_load()
+            self._times.record_batch_step("batch_load")
             self._label = "fwd_pass"
             self.has_fetched = True
             samples, tokens = count_data(batch)
-            self.samples += samples
-            self.tokens += tokens
+            self._samples += samples
+            self._tokens += tokens
 
     def forward_begins(self, inputs: Any) -> None:
         """Note that DDP begins its forward pass.
@@ -149,14 +158,15 @@ class StepClock:
         Args:
             inputs: Its arguments. Their samples count if the script reads no DataLoader.
         """
-        self.begin()
+        if self.began_s is None:
+            self.begin()
         if self._label == "other":
-            self.tracker.record_batch_step("other")
+            self._times.record_batch_step("other")
             self._label = "fwd_pass"
         if not self.has_fetched:
             samples, tokens = count_data(inputs)
-            self.samples += samples
-            self.tokens += tokens
+            self._samples += samples
+            self._tokens += tokens
 
     def gather_begins(self) -> None:
         """Note an all-gather before the first batch: with FSDP2, the first forward pass begins."""
@@ -168,15 +178,16 @@ class StepClock:
         """Note that a backward pass begins."""
         if self.is_evaluating:
             self._training_goes_on()
-        self.begin()
+        if self.began_s is None:
+            self.begin()
         self.is_in_backward = True
-        self.tracker.record_batch_step("opt_step" if self.optimizer_depth else "fwd_pass")
+        self._times.record_batch_step("opt_step" if self.optimizer_depth else "fwd_pass")
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
-        self.tracker.record_batch_backprop()
+        self._times.record_batch_step("backprop")
         self._label = "opt_step" if self.optimizer_depth else "other"
         self.traffic.end_backward()
         if not self.has_optimizer:
@@ -192,14 +203,14 @@ class StepClock:
     def wait_begins(self) -> None:
         """Note that training waits for a collective."""
         self.is_waiting = True
-        self.tracker.record_batch_step(self._label)
+        self._times.record_batch_step(self._label)
         self._wait_cpu_s = work_s()
 
     def wait_ends(self) -> None:
         """Note that training goes on after a collective."""
         self.is_waiting = False
         self.traffic.worked_s += work_s() - self._wait_cpu_s
-        self.tracker.record_batch_agg()
+        self._times.record_batch_step("agg")
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -228,7 +239,7 @@ class StepClock:
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
             # The time since the backward pass is that of clipping and of unscaling.
-            self.tracker.record_batch_opt_step()
+            self._times.record_batch_step("opt_step")
             self._label = "opt_step"
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
@@ -241,7 +252,7 @@ class StepClock:
         # An optimizer that steps inside another one is a part of it.
         if self.optimizer_depth or not self.is_open:
             return
-        self.tracker.record_batch_opt_step()
+        self._times.record_batch_step("opt_step")
         self._label = "backprop" if self.is_in_backward else "other"
         if self._ends_step(optimizer):
             self.optimizer = optimizer
@@ -267,18 +278,20 @@ class StepClock:
 
     def end_step(self) -> None:
         """End a step, and the interval if it is due."""
-        self._end_step()
-        # The bookkeeping above belongs to the step, so it has a phase too.
-        self.tracker.record_batch_step("other")
-        self.tracker.batch_end(self.samples, self.tokens)
-        self.samples = self.tokens = 0
+        self._end_step((self.steps, time.perf_counter() - self._start_s))
+        self._steps_samples += self._samples
+        self._steps_tokens += self._tokens
+        self._samples = self._tokens = 0
         self.steps += 1
-        self.traffic.end_step(self.tracker)
+        self.traffic.end_step()
+        # The bookkeeping above belongs to the step, so it has a phase too.
+        self._times.record_batch_step("other")
+        self._times.batch_end()
         now = time.perf_counter()
         if now >= self._interval_end_s:
             self.end_interval()
             self._interval_end_s = now + self._interval_s
-        self.tracker.batch_start()
+        self._times.batch_start()
 
     def end_interval(self) -> None:
         """End an interval: read the values of the device once, and pass all on to the tracker.
@@ -289,22 +302,34 @@ class StepClock:
             return
         self._steps_before = self.steps
         # A loss may reach the goal, whose times are those that are booked by then.
-        self.traffic.end_interval(self.tracker)
+        self.pass_on()
         self._read_losses()
         if self.optimizer is not None:
             self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.tracker.epoch_end()
+
+    def pass_on(self) -> None:
+        """Pass times, communication, and the data of the finished steps on to the tracker."""
+        if isinstance(self._times, HostTimes):
+            self._times.pass_on()
+        self.traffic.end_interval(self.tracker)
+        self.tracker.count(self._steps_samples, self._steps_tokens)
+        self._steps_samples = self._steps_tokens = 0
 
     def close(self) -> None:
         """End the clock with the script, also in the middle of a step."""
         self.end_evaluation()
         if self.began_s is None:
             return
-        # The part of a step after the last one has times too, which a new batch adds to the total.
-        self.tracker.batch_start()
+        # The part of a step after the last one has times, too.
+        if isinstance(self._times, HostTimes):
+            self._times.pass_on(is_last=True)
+        else:
+            # A new batch adds them to the total.
+            self._times.batch_start()
         self.is_open = False
-        self.traffic.end_step(self.tracker)
-        self.traffic.end_interval(self.tracker)
+        self.traffic.end_step()
+        self.pass_on()
         self.end_interval()
 
     # ------------------------------------------------------------------ evaluation
@@ -312,21 +337,21 @@ class StepClock:
     def begin_evaluation(self) -> None:
         """Stop the clock of training for an evaluation."""
         if self.is_open and not self.is_in_backward and not self.optimizer_depth:
-            self.tracker.record_batch_step(self._label)
-            self.tracker.validation_start()
+            self._times.record_batch_step(self._label)
+            self._times.validation_start()
             self.is_open, self.is_evaluating = False, True
 
     def end_evaluation(self) -> None:
         """Let the clock of training go on after an evaluation."""
         if self.is_evaluating:
-            self.tracker.validation_end()
+            self._times.validation_end()
             self._training_goes_on()
 
     def _training_goes_on(self) -> None:
         # A model that trains in its evaluation mode begins an evaluation that a backward pass ends.
         # Its time stays training time.
         if self._fetched_in_evaluation:
-            self.tracker.validation_end()
+            self._times.validation_end()
         self._fetched_in_evaluation = False
         self.is_open, self.is_evaluating = True, False
         self._label = "other"

@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +26,7 @@ class Traffic:
     Attributes:
         counts: Calls by kind, group size, bytes of one call, and overlap.
         in_hook: True during DDP's hook.
-        timed: The DDP models that take their times themselves.
+        timed: The times of DDP models that take them themselves.
         size_bytes: Bytes that this worker handed to collectives in this step.
         worked_s: Seconds of processor time in the waits of the training thread.
     """
@@ -35,8 +34,9 @@ class Traffic:
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, int, int, bool]] = Counter()
         self.in_hook = False
-        self.timed: WeakKeyDictionary[DistributedDataParallel, DDPTimes] = WeakKeyDictionary()
+        self.timed: list[DDPTimes] = []
         self.size_bytes = 0
+        self._steps_bytes = self._exchanges = 0
         self.worked_s = 0.0
         # Begins and ends of DDP's buckets in this backward pass: seconds, or CUDA events.
         self._begins: list[Any] = []
@@ -90,27 +90,32 @@ class Traffic:
             self._on_device.append((self._begins, self._ends))
         self._begins, self._ends = [], []
 
+    def times_of(self, model: DistributedDataParallel) -> DDPTimes | None:
+        """Return the times of a model; None if it does not take them itself."""
+        for times in self.timed:
+            if times.model() is model:
+                return times
+        return None
+
     def _add_timed(self) -> None:
-        for model, times in self.timed.items():
-            if times.took_part(model):
+        for times in self.timed:
+            model = times.model()
+            if model is not None and times.took_part(model):
                 self._exposed_s += times.exposed_s
                 self._hidden_s += times.hidden_s
-                self._add_buckets(times)
-
-    def _add_buckets(self, times: DDPTimes) -> None:
-        # A hook in C++ sends other bytes than those of the buckets.
-        if times.workers > 1 and not times.own_hook:
-            for size_bytes in times.bucket_bytes:
-                self.add("all_reduce", times.workers, size_bytes, True)
+                self.size_bytes += times.sent_bytes
+                for size_bytes in times.bucket_bytes:
+                    self.counts["all_reduce", times.workers, size_bytes, True] += 1
 
     def forget_backward(self) -> None:
         """Forget the buckets of a backward pass that has failed."""
         self._begins, self._ends = [], []
 
-    def end_step(self, tracker: Tracker) -> None:
-        """Pass the bytes of a step on."""
+    def end_step(self) -> None:
+        """Note that the bytes so far are those of a step, and the step is an exchange."""
         if self.size_bytes:
-            tracker.record_communication(0.0, 0.0, self.size_bytes)
+            self._exchanges += 1
+            self._steps_bytes += self.size_bytes
             self.size_bytes = 0
 
     def end_interval(self, tracker: Tracker) -> None:
@@ -123,6 +128,9 @@ class Traffic:
                 marks.append([first.elapsed_time(event) / 1e3 for event in events])
             self._book(*marks)
         self._on_device = []
+        if self._exchanges:
+            tracker.record_communication(0.0, 0.0, self._steps_bytes, exchanges=self._exchanges)
+            self._steps_bytes = self._exchanges = 0
         tracker.book_as_communication("backprop", self._exposed_s)
         # All waiting is in one step of the tracker: that for DDP was moved there above.
         waited_s = tracker.totals()["steps_s"].get("agg", 0.0)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from types import SimpleNamespace, TracebackType
@@ -469,13 +469,50 @@ class Tracker(PhaseTimes):
         if self._device is not None:
             self._device.batch_end()
         else:
-            self._book_batch(now - start)
+            self._book_batch(now - start, now)
         if samples or tokens:
             self.count(samples, tokens)
         if self._progress is not None and self._progress.due():
             self._progress.draw(
                 self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self)
             )
+
+    def prepare(self) -> bool:
+        """Choose the clock, as the start of the first batch does.
+
+        Returns:
+            True if it is that of a CUDA device.
+        """
+        if not self._prepared:
+            self._before_batch()
+        return self._device is not None
+
+    def add_batches(
+        self,
+        batches: Sequence[tuple[float, float]],
+        steps_s: Mapping[str, float],
+        cpu_s: float,
+        open_s: float = 0.0,
+    ) -> None:
+        """Add finished batches that the caller has timed on the host, after :meth:`prepare`.
+
+        Args:
+            batches: The end of each batch on :func:`time.perf_counter`, and its seconds.
+            steps_s: Seconds of their steps.
+            cpu_s: Processor seconds of the training thread in them, see
+                :func:`~mlbench_core.processor_time.work_s`.
+            open_s: Seconds of a batch that has not ended, which count as training time.
+        """
+        counters = self._counters
+        for end_s, seconds in batches:
+            counters.batches += 1
+            self._book_batch(seconds, end_s)
+        self._batches_in_epoch += len(batches)
+        counters.train_s += open_s
+        for name, seconds in steps_s.items():
+            self._step_s[name] = self._step_s.get(name, 0.0) + seconds
+        if counters.compute_cpu_s is not None:
+            counters.compute_cpu_s += cpu_s
 
     def record_batch_step(self, name: str) -> None:
         """Mark the end of a step, whose time runs from the previous mark.
@@ -515,7 +552,13 @@ class Tracker(PhaseTimes):
     record_batch_comp_metrics = _step_method("comp_metrics")
 
     def record_communication(
-        self, total_s: float, exposed_s: float, size_bytes: int, *, cpu_s: float | None = None
+        self,
+        total_s: float,
+        exposed_s: float,
+        size_bytes: int,
+        *,
+        cpu_s: float | None = None,
+        exchanges: int | None = None,
     ) -> None:
         """Add communication that may have overlapped with the backward pass.
 
@@ -528,6 +571,7 @@ class Tracker(PhaseTimes):
             cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited
                 to it; None if they were not measured. Those of the whole run are then unknown, also
                 those of computation, which are the rest.
+            exchanges: Number of batches that sent these bytes; None for the present one.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -548,10 +592,13 @@ class Tracker(PhaseTimes):
                 self._counters.compute_cpu_s -= float(min(cpu_s, exposed_s))
         self._counters.communication_size_bytes += int(size_bytes)
         self._counters.communication_measured = True
+        if exchanges is not None:
+            check_at_least("exchanges", exchanges, 0)
+            self._count_exchanges(exchanges)
         # Several messages of one update are one exchange.
-        if size_bytes > 0 and self._last_exchange != self._counters.batches:
+        elif size_bytes > 0 and self._last_exchange != self._counters.batches:
             self._last_exchange = self._counters.batches
-            self._count_exchange()
+            self._count_exchanges(1)
 
     def charge_validation_average(
         self, seconds: float, size_bytes: int, *, cpu_s: float | None = None
@@ -582,7 +629,7 @@ class Tracker(PhaseTimes):
         self._add_exposed(float(seconds), cpu_s)
         self._counters.communication_size_bytes += int(size_bytes)
         self._counters.communication_measured = True
-        self._count_exchange()
+        self._count_exchanges(1)
 
     def _add_exposed(self, exposed_s: float, cpu_s: float | None) -> None:
         """Add exposed communication. Its processor time is known only if that of every part is."""
@@ -599,9 +646,9 @@ class Tracker(PhaseTimes):
             counters.communication_cpu_s = None
         counters.communication_exposed_s += exposed_s
 
-    def _count_exchange(self) -> None:
+    def _count_exchanges(self, exchanges: int) -> None:
         if self._counters.exchanges is not None:
-            self._counters.exchanges += 1
+            self._counters.exchanges += exchanges
 
     def record_collective(
         self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
@@ -1134,12 +1181,12 @@ class Tracker(PhaseTimes):
     def _book_step(self, name: str, seconds: float) -> None:
         self._step_s[name] += seconds
 
-    def _book_batch(self, seconds: float) -> None:
-        self._counters.train_s += seconds
+    def _book_batch(self, seconds: float, end_s: float | None = None) -> None:
+        counters = self._counters
+        counters.train_s += seconds
         self._batch_times.add(seconds)
-        self.history.append(
-            (self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s())
-        )
+        wall_s = self._wall_s(end_s)
+        self.history.append((self.current_epoch, "batch_time_s", seconds, counters.batches, wall_s))
 
     def _drain(self) -> None:
         if self._device is not None:
@@ -1171,10 +1218,12 @@ class Tracker(PhaseTimes):
             numbers["lr"] = self.learning_rate
         return numbers
 
-    def _wall_s(self) -> float:
+    def _wall_s(self, now: float | None = None) -> float:
         if self._start_s is None:
             return self._earlier_wall_s
-        return self._earlier_wall_s + (time.perf_counter() - self._start_s)
+        if now is None:
+            now = time.perf_counter()
+        return self._earlier_wall_s + (now - self._start_s)
 
     def _energy_j(self) -> float | None:
         if self._joules is None:
