@@ -232,8 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     switch = partial(add, action="store_true")
     add("--optimizer", "--variant", choices=OPTIMIZERS, default=optimizer, metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)} (default: {optimizer})")  # fmt: skip
-    add("--model", choices=("resnet20", "resnet32", "resnet44", "resnet56"), default="resnet20",
-        help="network (default: resnet20)")  # fmt: skip
+    networks = [f"resnet{layers}" for layers in (8, 20, 32, 44, 56)]
+    add("--model", choices=networks, default="resnet20", help="network (default: resnet20)")
     add("--model-version", type=int, choices=(1, 2), default=1,
         help="1: batch norm and ReLU after each convolution; 2: before it (default: 1)",
     )  # fmt: skip

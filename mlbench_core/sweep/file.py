@@ -220,7 +220,10 @@ class Sweep:
             before: Arguments of the parameters that were tuned before; None if not known yet.
         """
         assert self.tuning is not None, "only a sweep with tuning has trials"
-        words = None if before is None else (*before, trial.parameter, repr(trial.value))
+        words: tuple[str, ...] | None = None
+        if before is not None:
+            # The last of several equal options counts.
+            words = (*before, trial.parameter, repr(trial.value), *self.tuning.horizon)
         return self._point(variant, workers, None, self.tuning.seed, words, trial)
 
     def _point(
@@ -409,6 +412,8 @@ def _tuning(content: Mapping[str, Any], variants: Sequence[Variant]) -> Tuning |
         raise ValueError(f"parameter of tuning must not be {option}: the sweep gives it")
     if option := _own_option(given, tuning.parameters):
         raise ValueError(f"arguments must not have {option}: it is tuned, so remove it")
+    if option := _own_option(tuning.horizon, (*_OWN_OPTIONS, *tuning.parameters)):
+        raise ValueError(f"horizon of tuning must not have {option}: the sweep gives it")
     return tuning
 
 

@@ -2,12 +2,14 @@
 
 The steps that a method needs to its goal do not depend on the network, so one run serves all
 networks. The seconds of a step are predicted by :func:`mlbench_core.prediction.predict`: the
-processor time of a worker, and the time of its messages. So the workers may share cores.
+processor time of a worker, and the time of its messages. So the workers may share cores. They share
+caches as well, which makes them slower, so the processor time is that of a run of one worker.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,12 +24,18 @@ __all__ = [
     "Place",
     "Places",
     "SweepPlace",
+    "at_full_speed",
     "measured_run",
     "model_run",
     "on_networks",
     "shared_caveats",
     "step_numbers",
 ]
+
+
+# Steps of two numbers of workers are the same work if their samples differ by no more than this
+# share. The last batch of an epoch may be smaller than others.
+_MOST_UNEQUAL = 0.1
 
 
 class SweepPlace(Protocol):
@@ -122,6 +130,11 @@ def on_networks(
         needs_cpu_time: See :func:`model_run`.
     """
     found = Places([], {}, set(), {})
+    places = list(places)
+    alone: dict[str, list[RunRecord]] = {}
+    for place in places:
+        if place.workers == 1 and place.name in records:
+            alone.setdefault(place.algorithm, []).append(records[place.name])
     for place in places:
         names: list[str | None] = [None]
         if place.workers > 1:
@@ -133,14 +146,65 @@ def on_networks(
                 found.failed.add(name)
             if place.name not in records:
                 continue
+            record = at_full_speed(records[place.name], alone.get(place.algorithm, ()))
             try:
                 described = None if network is None else networks[network]
-                found.records[name] = model_run(
-                    records[place.name], described, needs_cpu_time=needs_cpu_time
-                )
+                found.records[name] = model_run(record, described, needs_cpu_time=needs_cpu_time)
             except (ConfigurationError, ValueError) as error:
                 found.reasons[name] = str(error)
     return found
+
+
+def at_full_speed(record: RunRecord, alone: Iterable[RunRecord]) -> RunRecord:
+    """Return a run with the processor time of a worker that has a machine for itself.
+
+    Workers that share a machine share caches and the speed of its memory, so each needs more
+    processor time for a step. Local work, such as compression, is scaled by the same factor.
+
+    Args:
+        record: The run.
+        alone: Runs of one worker of the same method, whose median counts. Those whose steps have
+            another number of samples are left out.
+
+    Returns:
+        The run; the same object if there is nothing to compare it with.
+    """
+    own_s, samples = _compute_cpu_s(record), _samples_of_step(record)
+    if record.workers == 1 or not own_s or samples is None:
+        return record
+    found = []
+    for other in alone:
+        other_s, other_samples = _compute_cpu_s(other), _samples_of_step(other)
+        if other_s is None or other_samples is None:
+            continue
+        if abs(samples - other_samples) <= _MOST_UNEQUAL * other_samples:
+            found.append(other_s)
+    if not found:
+        return record
+    factor = statistics.median(found) / own_s
+    changes: dict[str, Any] = {}
+    for name in ("compute_cpu_s", "communication_cpu_s"):
+        seconds = getattr(record, name)
+        changes[name] = None if seconds is None else factor * seconds
+    return dataclasses.replace(record, **changes)
+
+
+def _compute_cpu_s(record: RunRecord) -> float | None:
+    """Return the processor time of computing in a step; None if it was not measured."""
+    steps = _steps_of_times(record)
+    return record.compute_cpu_s / steps if steps and record.compute_cpu_s is not None else None
+
+
+def _samples_of_step(record: RunRecord) -> float | None:
+    """Return the mean samples of a worker in a step; None if they were not counted."""
+    if not record.batches or record.samples_per_s is None or record.train_s is None:
+        return None
+    return record.samples_per_s * record.train_s / (record.batches * (record.workers or 1))
+
+
+def _steps_of_times(record: RunRecord) -> int | None:
+    """Return the steps of a record's times: until the goal if it was reached, else all."""
+    return record.steps_to_goal if record.reached else record.batches
 
 
 def model_run(
@@ -159,8 +223,7 @@ def model_run(
     """
     _check(record, needs_cpu_time)
     prediction = predict(record, network or Network(Link(None)), record.workers or 1)
-    until = record.steps_to_goal if record.reached else record.batches
-    steps, batches = until or 0, record.batches or 0
+    steps, batches = _steps_of_times(record) or 0, record.batches or 0
     configuration = dict(record.configuration)
     if network is not None:
         configuration["network"] = str(network)
@@ -249,7 +312,7 @@ def step_numbers(record: RunRecord) -> dict[str, float | None]:
         ``step_s``, ``compute_s`` (without exposed communication), ``exposed_s``, ``hidden_s`` and
         ``compute_share``, the compute utilization ``compute_s / step_s``.
     """
-    steps = record.steps_to_goal if record.reached else record.batches
+    steps = _steps_of_times(record)
     compute_s = record.without_communication_s
     # One worker does not communicate.
     if compute_s is None and record.workers == 1:

@@ -16,7 +16,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors of the default that are tried if a file has no others."""
 
 _PARAMETER = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*")
-_KEYS = ("parameter", "default", "factors", "seed")
+_KEYS = ("parameter", "default", "factors", "seed", "horizon")
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Tuning:
             the factors go, by the name of the algorithm.
         factors: The factors, ascending.
         seed: Seed of all trials, which no result has.
+        horizon: Arguments of all trials after those of the results, for example to end them sooner.
     """
 
     defaults: Mapping[str, Mapping[str, float]]
     factors: tuple[float, ...] = FACTORS
     seed: int = 1
+    horizon: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -97,7 +99,14 @@ def parse_tuning(table: Any, algorithms: Sequence[str]) -> Tuning:
             f"seed of tuning must be a whole number from 0 to {FIRST_SEED - 1}, not {seed!r}: "
             f"results have the seeds from {FIRST_SEED}"
         )
-    return Tuning(defaults, _factors(table.get("factors", list(FACTORS))), seed)
+    horizon = table.get("horizon", [])
+    if not isinstance(horizon, list) or not all(isinstance(word, str) for word in horizon):
+        raise ValueError(
+            f"horizon of tuning must be a list of arguments, not {horizon!r}: "
+            'write for example horizon = ["--epochs", "10"]'
+        )
+    factors = _factors(table.get("factors", list(FACTORS)))
+    return Tuning(defaults, factors, seed, tuple(horizon))
 
 
 def _parameters(value: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ tuned. A difference is only called shown if the test shows it at 5 % after Holm'
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -98,10 +99,13 @@ def tuning_rule(tuning: Tuning) -> str:
     """
     parameters = ", then ".join(tuning.parameters)
     factors = listed(f"{factor:g}" for factor in tuning.factors)
+    arguments = "the same arguments and limit for all"
+    if tuning.horizon:
+        arguments += f", and {shlex.join(tuning.horizon)} in all trials"
     return (
         "Every algorithm was tuned with each number of workers by the same rule and without a "
         f"network: {parameters} at {factors} times the default, one run each with seed "
-        f"{tuning.seed}, and the same arguments and limit for all. The value with the fewest steps "
+        f"{tuning.seed}, and {arguments}. The value with the fewest steps "
         "to the goal is used in the results, else that with the best value of the goal's metric; "
         "if it is at the edge of the grid, the grid grows by one value there, at most twice."
     )

@@ -15,7 +15,7 @@ from mlbench_core.network import get_network
 from mlbench_core.prediction import collective_s
 from mlbench_core.sweep import page
 from mlbench_core.sweep.file import Sweep, parse_sweep
-from mlbench_core.sweep.modelled import model_run, step_numbers
+from mlbench_core.sweep.modelled import measured_run, model_run, step_numbers
 from mlbench_core.sweep.outcome import Outcome, gather
 from mlbench_core.sweep.tables import table_rows
 from mlbench_core.sweep.winners import predict_map
@@ -107,6 +107,37 @@ def test_each_run_is_in_the_cells_of_all_networks(sweep: Sweep) -> None:
     alone = found.cell("power_sgd", None, 1)
     assert alone is not None and alone.median_s == pytest.approx(150 * 0.02)
     assert alone.model_range_s is None
+
+
+@pytest.mark.parametrize(
+    ("samples_per_s", "factor"),
+    [
+        pytest.param(3.2, 0.5, id="as many samples in a step"),
+        pytest.param(6.4, 1.0, id="other steps"),
+        pytest.param(None, 1.0, id="not counted"),
+    ],
+)
+def test_computing_takes_as_long_as_for_a_worker_alone(
+    sweep: Sweep, samples_per_s: float | None, factor: float
+) -> None:
+    records = {}
+    for point in sweep.points():
+        changes: dict[str, Any] = {"samples_per_s": 1.6}
+        if point.workers == 2:
+            # 8 samples of each worker in a step of 5 s, if there are 3.2 in a second.
+            steps = STEPS[point.algorithm]
+            cpu_s = {"compute_cpu_s": 0.04 * steps, "communication_cpu_s": 0.002 * steps}
+            changes = {"samples_per_s": samples_per_s, **cpu_s}
+        records[point.name] = result(point.algorithm, point.workers, **changes)
+    found = gather(sweep.points(), records, sweep.networks, is_modelled=True)
+    cell = found.cell("power_sgd", "home-fibre", 2)
+    assert cell is not None and cell.median_s is not None
+    message_s = collective_s("all_reduce", PARTS["power_sgd"], 2, get_network("home-fibre"))
+    step_s = factor * (0.04 + 0.002) + message_s
+    assert cell.median_s == pytest.approx(STEPS["power_sgd"] * step_s)
+    # Predictions for other networks start from the same processor time.
+    (record,) = cell.group.records
+    assert measured_run(record).compute_cpu_s == pytest.approx(factor * 0.04 * STEPS["power_sgd"])
 
 
 def test_a_missed_goal_stays_missed(sweep: Sweep) -> None:

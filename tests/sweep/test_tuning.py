@@ -20,6 +20,7 @@ from mlbench_core.sweep.file import Sweep, parse_sweep
 from mlbench_core.sweep.folder import SweepFolder
 from mlbench_core.sweep.runner import Runner
 from mlbench_core.sweep.search import Score, Search, score
+from mlbench_core.sweep.words import tuning_rule
 from mlbench_core.tasks import option_value
 from tests.results.helpers import write_run
 from tests.sweep.master import Killed, MemoryMaster, plain
@@ -283,6 +284,22 @@ def test_a_trial_without_a_goal_ends_the_sweep(tmp_path: Path) -> None:
         score(load([folder])[0])
 
 
+def test_the_horizon_is_that_of_the_trials_alone(tmp_path: Path) -> None:
+    arguments, horizon = ["--epochs", "40"], ["--epochs", "3"]
+    content = {**CONTENT, "arguments": arguments, "tuning": {**TUNING, "horizon": horizon}}
+    master, sweep = RateMaster(nearest_to(0.1)), parse_sweep(content)
+    start(tmp_path / "out", master, sweep)
+    assert len(master.trials) == 5 and master.results
+    for requests, words in ((master.trials, arguments + horizon), (master.results, arguments)):
+        for request in requests:
+            found = request["arguments"]
+            # The last one counts for the script.
+            epochs = [found[k : k + 2] for k, word in enumerate(found) if word == "--epochs"]
+            assert [word for pair in epochs for word in pair] == words
+    assert sweep.tuning is not None
+    assert ", and --epochs 3 in all trials. The value" in tuning_rule(sweep.tuning)
+
+
 def test_a_change_of_the_tuning_is_refused_before_any_trial(tmp_path: Path) -> None:
     master = RateMaster(nearest_to(0.1))
     start(tmp_path / "out", master, parse_sweep(CONTENT))
@@ -311,7 +328,9 @@ def test_a_change_of_the_tuning_is_refused_before_any_trial(tmp_path: Path) -> N
         ({"factors": [1, 2, 1.0]}, "factors of tuning must differ"),
         ({"seed": 42}, "seed of tuning must be a whole number from 0 to 41, not 42"),
         ({"seed": True}, "seed of tuning must be a whole number from 0 to 41, not True"),
-        ({"horizon": 3}, "key 'horizon' of tuning must be one that it has"),
+        ({"limit": 3}, "key 'limit' of tuning must be one that it has"),
+        ({"horizon": 3}, "horizon of tuning must be a list of arguments, not 3"),
+        ({"horizon": ["--lr", "1"]}, "horizon of tuning must not have --lr"),
         ({"arguments": ["--lr=1"]}, "arguments must not have --lr: it is tuned"),
         ({"script": "a.py"}, "goal must be given with tuning"),
     ],

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 _DEFAULT_RESNETCIFAR_VERSION = 1
 _VERSIONS = (1, 2)
 _SHORTCUTS = ("A", "B")
-_CIFAR_SIZES = (20, 32, 44, 56, 110)
+_CIFAR_SIZES = (8, 20, 32, 44, 56, 110)
 _CIFAR_CLASSES = 10
 _IMAGENET_SIZES = (18, 34, 50, 101, 152)
 # The end of the name of ImageNet's ResNet-18, because "resnet18" is a network for 32x32 images.
@@ -270,7 +270,7 @@ class ResNetCIFAR(_ResNet32):
 
     Args:
         resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example
-            20, 32, 44, 56, 110.
+            8, 20, 32, 44, 56, 110.
         bottleneck: If True, each block is a bottleneck of three convolutions instead of two.
         num_classes: Number of classes, at least 1.
         version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
@@ -408,8 +408,9 @@ def get_resnet_model(
     """Build a ResNet by name.
 
     Args:
-        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``,
-            ``"resnet110"`` (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`).
+        model: For 32x32 images ``"resnet8"``, ``"resnet20"``, ``"resnet32"``, ``"resnet44"``,
+            ``"resnet56"``, ``"resnet110"`` (:class:`ResNetCIFAR`) and ``"resnet18"``
+            (:class:`ResNet18CIFAR10`).
             For ImageNet, from torchvision without pretrained weights, ``"resnet18_imagenet"``,
             ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"``.
         version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the
