@@ -7,10 +7,12 @@ The client is created on first use. Training neither waits for it nor fails beca
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import MissingDependencyError
@@ -121,6 +123,30 @@ class _SharedClient:
 _shared = _SharedClient()
 
 
+class _Gathered(threading.local):
+    """The metrics of a block that is sent at once; None outside of one."""
+
+    metrics: list[dict[str, Any]] | None = None
+
+
+_gathered = _Gathered()
+
+
+def _send(client: ApiClient, metric: dict[str, Any]) -> None:
+    try:
+        client.post_metrics([metric])
+    # The value may be a tensor of several elements, for example. Training must not end because a
+    # metric cannot be sent.
+    except Exception as error:
+        logger.warning(
+            "metric %r = %r of run %r could not be sent: %s",
+            metric["name"],
+            metric["value"],
+            metric["run_id"],
+            error,
+        )
+
+
 class LogMetrics:
     """Send metrics of this worker to the master that the environment names.
 
@@ -148,20 +174,38 @@ class LogMetrics:
         client = _shared.get()
         if client is None:
             return
+        metric = {
+            "run_id": run_id,
+            "name": f"{metric_name} @ {rank}",
+            "value": value,
+            "metadata": json.dumps({"rank": rank, "epoch": epoch}),
+        }
+        if _gathered.metrics is None:
+            _send(client, metric)
+        else:
+            _gathered.metrics.append(metric)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def together() -> Iterator[None]:
+        """Send the metrics that this thread logs in the block at once, at its end.
+
+        Each sending is a transaction of a database on the disk. 20 numbers at the end of an epoch
+        took 15 ms of processor time as 20 of them.
+        """
+        _gathered.metrics = []
         try:
-            client.post_metric(
-                run_id,
-                f"{metric_name} @ {rank}",
-                value,
-                cumulative=False,
-                metadata=json.dumps({"rank": rank, "epoch": epoch}),
-            )
-        # The value may be a tensor of several elements, for example. Training must not end because
-        # a metric cannot be sent.
-        except Exception as error:
-            logger.warning(
-                "metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error
-            )
+            yield
+        finally:
+            metrics, _gathered.metrics = _gathered.metrics, None
+            client = _shared.get() if metrics else None
+            if client is not None:
+                try:
+                    client.post_metrics(metrics)
+                # The others are right if one of them is wrong.
+                except Exception:
+                    for metric in metrics:
+                        _send(client, metric)
 
     @staticmethod
     def connect() -> None:

@@ -64,7 +64,7 @@ NEUTRAL_OPTIONS = frozenset(
         # Places, how numbers are sent, and when a run ends.
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
         *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout"),
-        "validation_only",
+        *("no_checkpoint", "validation_only"),
         # The configuration has separate fields for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.

@@ -24,8 +24,8 @@ __all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 _NOT_OPTIONS = frozenset(
     {
         "run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts",
-        "timeout", "resume", "checkpoint", "validation_only", "gpu", "backend", "light_target",
-        "seed", "dataset", "preset", "optimizer", "sink",
+        "timeout", "resume", "checkpoint", "no_checkpoint", "validation_only", "gpu", "backend",
+        "light_target", "seed", "dataset", "preset", "optimizer", "sink",
         # A part of the configuration's goal.
         "goal_after",
     }

@@ -152,7 +152,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
 
     Args:
         parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``,
-            ``--checkpoint``, ``--seed`` and ``--sink``.
+            ``--checkpoint``, ``--no-checkpoint``, ``--seed`` and ``--sink``.
         epochs: The task's budget; None if it depends on other arguments.
 
     Example:
@@ -178,9 +178,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
     parser.add_argument(
         "--resume", action="store_true", help="continue from the last checkpoint of this run"
     )
-    parser.add_argument(
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
         "--checkpoint", action="store_true", help="save one after every epoch, not only of the best"
     )
+    kept.add_argument("--no-checkpoint", action="store_true", help="save none")
     parser.add_argument(
         "--seed",
         type=_seed,

@@ -375,9 +375,10 @@ class Tracker(PhaseTimes):
             for name, total in now.steps_s.items():
                 numbers[f"cum_{name}"] = total
             numbers.update(self._other_numbers(before, now))
-            for name, value in numbers.items():
-                self._send(name, value)
-                self._sinks.number(name, value, self.current_epoch, self._counters.batches)
+            with LogMetrics.together():
+                for name, value in numbers.items():
+                    self._send(name, value)
+                    self._sinks.number(name, value, self.current_epoch, self._counters.batches)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:

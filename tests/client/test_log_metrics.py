@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.client.outbox import Outbox
 from tests.client.stub_master import StubMaster
 
 
@@ -41,6 +43,32 @@ def test_a_metric_has_the_workers_rank_and_epoch(
     assert (metric["run_id"], metric["name"], metric["value"]) == ("4", "val_loss @ 2", 0.5)
     assert metric["cumulative"] is False
     assert json.loads(metric["metadata"]) == {"rank": 2, "epoch": 7}
+
+
+def test_metrics_that_are_logged_together_are_written_at_once(
+    master: StubMaster, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setenv("MLBENCH_MASTER_URL", master.url)
+    environment.setenv("MLBENCH_SPOOL", str(tmp_path))
+    written: list[int] = []
+    insert = Outbox.insert
+
+    def counting(outbox: Outbox, rows: Any) -> None:
+        written.append(len(rows))
+        insert(outbox, rows)
+
+    environment.setattr(Outbox, "insert", counting)
+    with LogMetrics.together():
+        for value in range(20):
+            LogMetrics.log(1, 0, 0, "step", value)
+    LogMetrics.log(1, 0, 0, "step", 20)
+    # One that cannot be sent does not hold back the others.
+    with LogMetrics.together():
+        for bad in (21, None, 22):
+            LogMetrics.log(1, 0, 0, "step", bad)
+    assert LogMetrics.flush(10)
+    assert master.values == list(range(23))
+    assert written == [20, 1, 1, 1]
 
 
 def test_without_a_master_nothing_happens(

@@ -227,6 +227,14 @@ def test_a_run_that_only_validates_trains_and_publishes_nothing(
     assert (training.losses, published) == ([], [1])
 
 
+def test_nothing_is_saved_if_no_checkpoint_is_wanted(tmp_path: Path) -> None:
+    with start(tmp_path, "--no-checkpoint") as run:
+        assert len(Training([3.0, 2.0, 1.0]).train(run)) == 3
+    assert not list(tmp_path.rglob("*.pth.tar"))
+    with pytest.raises(SystemExit):
+        start(tmp_path, "--no-checkpoint", "--checkpoint")
+
+
 def stats_in(folder: Path) -> list[Any]:
     return [json.loads((folder / f"{part}_stats.json").read_text()) for part in ("val", "train")]
 

@@ -236,7 +236,13 @@ class Run:
                 first validation.
         """
         args, tracker = self.args, self.tracker
-        frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
+        # Within an epoch only the best model is saved, also with --checkpoint: its files are those
+        # of whole epochs.
+        frequency = within_epochs = CheckpointFreq.BEST
+        if args.checkpoint:
+            frequency = CheckpointFreq.ALL
+        elif args.no_checkpoint:
+            frequency = within_epochs = CheckpointFreq.NONE
         checkpointer = Checkpointer(self.ckpt_run_dir, self.rank, frequency)
         load = partial(
             Checkpointer.load,
@@ -274,13 +280,9 @@ class Run:
             return
         # The wall clock starts after the data, the model and a checkpoint are loaded.
         tracker.start()
-        # Within an epoch only the best model is saved, also with --checkpoint: its files are those
-        # of whole epochs.
-        within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
+        parts = Checkpointer(self.ckpt_run_dir, self.rank, within_epochs)
         self._validate = validate_in_training
-        self._save_part = partial(
-            within_epochs.save, tracker, model, optimizer, scheduler, extra=extra
-        )
+        self._save_part = partial(parts.save, tracker, model, optimizer, scheduler, extra=extra)
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
