@@ -29,6 +29,7 @@ READ_VALUES = {
         "random-k",
     ),
     "one-bit adam",
+    "edit",
 }
 """The members whose update needs values."""
 

@@ -18,6 +18,7 @@ from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.local_steps.periodic import (
     DiLoCoAggregation,
     PeriodicAggregation,
@@ -46,6 +47,7 @@ __all__ = [
     "EFSignAggregation",
     "FSDPHookState",
     "OneBitAggregation",
+    "OutlierPenalty",
     "PeriodicAggregation",
     "PowerAggregation",
     "QSGDAggregation",
