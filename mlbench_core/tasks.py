@@ -426,6 +426,7 @@ _TASKS = (
             "choco_sgd",
             "local_sgd",
             "diloco",
+            "edit",
             "qsgd",
             "quantized_sgd",
             "loco",

@@ -46,6 +46,7 @@ REFUSING = {
         "local delayed",
         "scaffold",
         "diloco",
+        "edit",
         "muloco",
         "sparse loco",
         "no loco",

@@ -32,7 +32,9 @@ from torch.optim import SGD, AdamW
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    DiLoCoAggregation,
     EF21Aggregation,
+    OutlierPenalty,
     PowerAggregation,
     QuantizedAllReduceAggregation,
     StreamingDiLoCoAggregation,
@@ -278,6 +280,16 @@ MEMBERS: dict[str, Member] = {
     ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "edit": Member(
+        lambda m, r, k: DiLoCo(
+            k,
+            m,
+            lr=0.01,
+            period=3,
+            aggregation=DiLoCoAggregation(world_size=k, penalty=OutlierPenalty()),
+        ),
+        period=3,
+    ),
     "lars": Member(
         lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=10.0))
     ),

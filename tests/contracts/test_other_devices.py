@@ -33,6 +33,7 @@ READ_VALUES = {
         "ef21 muon",
     ),
     "one-bit adam",
+    "edit",
 }
 """The members whose update needs values."""
 

@@ -44,6 +44,7 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,
@@ -52,6 +53,7 @@ from mlbench_core.aggregation.pytorch.transport.names import (
     is_buffer,
 )
 from mlbench_core.arguments import check_int
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
 
@@ -300,9 +302,13 @@ class DiLoCoAggregation(Aggregation):
     :math:`\theta` is kept in float32. Buffers are only averaged. A single worker takes outer steps
     too, and sends nothing. A call sends the bytes of the tensors.
 
+    With a penalty (EDiT), :math:`\Delta` is a weighted average instead, in which workers with an
+    unusually long change do not take part. A call then gathers 4 more bytes for each tensor first.
+
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
             call.
+        penalty: As given.
 
     Args:
         outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
@@ -311,6 +317,8 @@ class DiLoCoAggregation(Aggregation):
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         process_group: See
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        penalty: Finds outliers among the workers, and weighs the others; None for the plain
+            average. Its state belongs to this worker.
 
     Raises:
         TypeError: ``outer_optimizer`` does not create a torch optimizer.
@@ -331,7 +339,8 @@ class DiLoCoAggregation(Aggregation):
         arXiv:2311.08105
     """
 
-    _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state")
+    _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state", "norms")
+    _own_state: ClassVar[tuple[str, ...]] = ("norms",)
 
     def __init__(
         self,
@@ -340,8 +349,10 @@ class DiLoCoAggregation(Aggregation):
         use_cuda: bool = False,
         *,
         process_group: Any = None,
+        penalty: OutlierPenalty | None = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
+        self.penalty = penalty
         self._all_reduce = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group
         )
@@ -402,7 +413,25 @@ class DiLoCoAggregation(Aggregation):
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
         """Average the outer gradients, and tensors that are only averaged, in one message."""
+        if self.penalty is not None and outer_gradients:
+            self._weigh(self.penalty, outer_gradients)
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
+        if self.penalty is not None:
+            self.penalty.clip_(list(outer_gradients.values()))
+
+    def _weigh(self, penalty: OutlierPenalty, outer_gradients: Mapping[str, Tensor]) -> None:
+        """Multiply this worker's outer gradients by k times its weights."""
+        own = penalty.own_norms(outer_gradients)
+        gathered, rank = own[None], 0
+        if self.world_size > 1:
+            sent = process_groups.get_backend_tensor(own, self.group)
+            everyone = sent.new_empty(self.world_size, len(sent))
+            process_groups.dist.all_gather(list(everyone), sent, group=self.group)
+            self._count("all_gather", self.world_size, sent.nbytes)
+            gathered, rank = everyone.cpu(), process_groups.dist.get_rank(self.group)
+        weights = penalty.weights(gathered)[rank] * self.world_size
+        for gradient, weight in zip(outer_gradients.values(), weights.tolist(), strict=True):
+            gradient.mul_(weight)
 
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
         """Update the shared weights that a worker has moved."""
@@ -469,7 +498,10 @@ class DiLoCoAggregation(Aggregation):
         options = dict(self.outer_optimizer.param_groups[0])
         # The group's parameters are the shared weights, which have their own key.
         del options["params"]
-        return {"shared": shared, "outer_state": outer_state, "outer_options": options}
+        state = {"shared": shared, "outer_state": outer_state, "outer_options": options}
+        if self.penalty is not None:
+            state["norms"] = self.penalty.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -478,7 +510,10 @@ class DiLoCoAggregation(Aggregation):
             ValueError: It is another aggregation's state.
         """
         if state_dict:
-            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
+            norms = () if self.penalty is None else ("norms",)
+            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"), norms)
+        if self.penalty is not None:
+            self.penalty.load_state_dict(state_dict.get("norms", {}))
         # The outer optimizer stays the same object, so that references to it and
         # its schedulers remain valid.
         self._shared.clear()
