@@ -7,12 +7,12 @@ The folder is that of a git repository, to which people add result folders, or a
 from __future__ import annotations
 
 import dataclasses
-import json
-import operator
+import lzma
 import os
 import shlex
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape as escape_html
@@ -20,9 +20,10 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import quote
 
+from mlbench_core.caller import OBSERVER
 from mlbench_core.comparison.collection import machine_text
 from mlbench_core.comparison.html import bullets, document, elements, grid
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, load
 from mlbench_core.comparison.pool import Group, pool, usable
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
@@ -32,13 +33,21 @@ from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import RESULT, find_folders, read_environment, verify_folder
 
-__all__ = ["ARCHIVE", "Board", "Heading", "board_html", "board_markdown", "read_board"]
+__all__ = [
+    "ARCHIVE",
+    "Board",
+    "Heading",
+    "board_html",
+    "board_markdown",
+    "read_board",
+    "repeat_command",
+]
 
 ARCHIVE = "runs.tar.xz"
 """Name of an archive of result folders."""
 
-# As for the zip files of a master: more than this is no archive of result folders.
-_MOST_UNPACKED_BYTES = 4 << 30
+# Errors of an archive that is damaged or no archive at all.
+_BAD_ARCHIVE = (tarfile.TarError, lzma.LZMAError, zlib.error, ValueError, OSError, EOFError)
 _COLUMNS = (
     Column("rank", "RANK"),
     Column("label", "CONFIGURATION"),
@@ -52,6 +61,8 @@ _COLUMNS = (
     Column("against", "AGAINST THE FIRST"),
 )
 _RULES = (
+    "Each run is recomputed from its raw lines. One that was stopped at its limit has no result to "
+    "recompute, and counts as a run that missed the goal.",
     "The rank is that of the median training time to the goal, in which a missed run is longer "
     "than every time. A row whose runs missed in half of the cases or more has no rank.",
     "The test against the first row is the t test on the logarithms of the times, two-sided at "
@@ -80,12 +91,12 @@ class Heading:
 
 @dataclass
 class Board:
-    """What a folder of results holds.
+    """The ranked results of a folder.
 
     Attributes:
         headings: The ranked rows.
         refused: The problems of each result folder or archive that cannot be verified.
-        accepted: Number of the runs that were verified.
+        accepted: Number of the runs that are not refused.
         remarks: Sentences on all runs.
     """
 
@@ -97,7 +108,7 @@ class Board:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a reader finds a run: a path below the folder, and that in the archive, if any."""
+    """The place of a run: a path below the folder, and the path in this archive, if it is one."""
 
     path: str
     member: str = ""
@@ -134,14 +145,16 @@ def read_board(
                 continue
             stopped = not (found / RESULT).exists() and is_stopped(found)
             problems = [] if stopped else verify_folder(found)
+            # Raw lines of a stopped run may be damaged.
+            of_run = [] if problems else load([found], unreadable=problems.append)
             if problems:
                 board.refused[str(source)] = problems
                 continue
             board.accepted += 1
-            for record in load([found]):
+            for record in of_run:
                 if stopped:
                     record = dataclasses.replace(record, state="failed", reached=False)
-                command = _command(found)
+                command = repeat_command(record, found)
                 records.append(_ShownRecord.of(record, source, command))
     if not records and not board.refused:
         raise ConfigurationError(
@@ -182,7 +195,7 @@ def _find(folder: Path, scratch: Path, board: Board) -> Iterator[tuple[Path, _So
         target = scratch / str(number)
         try:
             _unpack(archive, target)
-        except (tarfile.TarError, ValueError, OSError, EOFError) as error:
+        except _BAD_ARCHIVE as error:
             board.refused[source] = [f"it cannot be unpacked: {error}"]
             continue
         for found in find_folders(target):
@@ -196,34 +209,52 @@ def _unpack(archive: Path, folder: Path) -> None:
             "this Python cannot unpack archives safely: use Python 3.10.12, 3.11.4 or newer"
         )
     folder.mkdir()
+    total = 0
     with tarfile.open(archive) as tar:
-        members = tar.getmembers()
-        total = sum(map(operator.attrgetter("size"), members))
-        if total > _MOST_UNPACKED_BYTES:
-            raise ValueError(
-                f"it has {total:,} bytes when unpacked, and at most {_MOST_UNPACKED_BYTES:,} are "
-                "allowed"
-            )
-        tar.extractall(folder, members, filter="data")
+        # One after the other, so that no more than the limit is ever unpacked.
+        for member in tar:
+            total += member.size
+            if total > MOST_UNPACKED_BYTES:
+                raise ValueError(
+                    f"it has more than {MOST_UNPACKED_BYTES:,} bytes when unpacked, which are the "
+                    "most that are allowed"
+                )
+            tar.extract(member, folder, filter="data")
 
 
-def _command(folder: Path) -> str:
-    """Return the command of a run for another machine: without its number and its folders."""
+def repeat_command(record: RunRecord, folder: Path) -> str:
+    """Return the command that repeats a run on another machine.
+
+    Args:
+        record: The run.
+        folder: Its result folder, whose environment has the command line of its workers. Of the
+            folders in it, only the last part is kept.
+    """
     words = read_environment(folder).get("command_line")
     if not isinstance(words, list) or not words:
         return ""
-    shown = ["python"]
+    command = ["mlbench", "run", "repeat", str(record.workers)]
+    if record.configuration.get("network"):
+        command += ["--network", str(record.configuration["network"])]
+    rest = []
     values = iter(map(str, words[1:]))
     for word in values:
-        if word in ("--run_id", "--run-id"):
+        # The number of the run and its backend come from the new call.
+        if word in ("--run_id", "--run-id", "--backend"):
             next(values, None)
         elif "/benchmarks/" in word:
-            shown.append(f"benchmarks/{word.rpartition('/benchmarks/')[2]}")
+            rest.append(f"benchmarks/{word.rpartition('/benchmarks/')[2]}")
         elif PurePath(word).is_absolute():
-            shown.append(f".../{PurePath(word).name}")
+            rest.append(f".../{PurePath(word).name}")
         else:
-            shown.append(word)
-    return shlex.join(shown)
+            rest.append(word)
+    if record.configuration.get("task"):
+        command += ["--task", str(record.configuration["task"]), "--", *rest[1:]]
+    elif rest[:2] == ["-m", OBSERVER]:
+        command += rest[2:]
+    else:
+        command += ["--command", shlex.join(["python", *rest])]
+    return shlex.join(command)
 
 
 def _title(record: RunRecord) -> str:
@@ -234,12 +265,7 @@ def _title(record: RunRecord) -> str:
     if configuration.get("dataset"):
         name += f" on {configuration['dataset']}"
     network = configuration.get("network")
-    if not network:
-        place = "no emulated network"
-    elif isinstance(network, str):
-        place = f"network {network}"
-    else:
-        place = f"network {json.dumps(network, sort_keys=True)}"
+    place = f"network {network}" if network else "no emulated network"
     return f"{name}, {record.goal_text}, {place}"
 
 
@@ -308,10 +334,7 @@ def _links(row: Mapping[str, Any], folder: Path, page: Path) -> Iterator[tuple[s
 
 
 def _facts(board: Board) -> str:
-    return (
-        f"{board.accepted} verified runs in {len(board.headings)} rankings; "
-        f"{len(board.refused)} refused."
-    )
+    return f"{board.accepted} runs in {len(board.headings)} rankings; {len(board.refused)} refused."
 
 
 def board_markdown(title: str, board: Board, folder: Path, page: Path) -> str:

@@ -22,12 +22,14 @@ from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
 from mlbench_core.results.lines import read_lines
 from mlbench_core.results.schema import check_result
 
-__all__ = ["load", "save", "unpack"]
+__all__ = ["MOST_UNPACKED_BYTES", "load", "save", "unpack"]
 
 # Metrics of a long run have some megabytes. After parsing, more than this may not fit in memory.
 _MOST_JSON_BYTES = 256 << 20
 # Raw lines of a long run with many workers have some hundred megabytes.
-_MOST_UNPACKED_BYTES = 4 << 30
+MOST_UNPACKED_BYTES = 4 << 30
+"""The most bytes that an archive of result folders may have when it is unpacked."""
+
 # Errors of a zip file that is damaged, encrypted, or compressed in a way that Python does not know.
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
@@ -264,7 +266,7 @@ def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
             names = [name for name in FILES if name in content.namelist()]
             if not required.issubset(names):
                 return False
-            _check_size(content, _MOST_UNPACKED_BYTES, names)
+            _check_size(content, MOST_UNPACKED_BYTES, names)
             with creating_folder(folder.with_name(f".{folder.name}.new")) as temporary:
                 for name in names:
                     with content.open(name) as source, (temporary / name).open("wb") as target:

@@ -205,7 +205,7 @@ METHODS: dict[str, MethodSpec] = {
     ),
     "normuon": MethodSpec(
         "optimizer", "Muon with rows of equal length", "normuon",
-        {**_FROM_SCRIPT, "momentum": _number(0.95), "beta2": _number(0.95, most=1),
+        {**_FROM_SCRIPT, "momentum": _number(0.95), "beta2": _number(0.95, most=0.999),
          "polar_express": _switch(False)},
     ),
     "dion2": MethodSpec(
@@ -216,7 +216,7 @@ METHODS: dict[str, MethodSpec] = {
     "dion3": MethodSpec(
         "optimizer", "Muon on the rows with the largest momentum, of equal length", "dion2",
         {**_FROM_SCRIPT, "fraction": _number(0.25, most=1), "momentum": _number(0.95),
-         "beta2": _number(0.95, most=1), "polar_express": _switch(False)},
+         "beta2": _number(0.95, most=0.999), "polar_express": _switch(False)},
     ),
     "dion": MethodSpec(
         "optimizer", "Orthonormal updates of low rank", "dion",

@@ -311,7 +311,7 @@ def _in_dtype(dtype: torch.dtype) -> Callable[..., Aggregation]:
     return lambda model, **group: AllReduceAggregation(overlap=True, comm_dtype=dtype, **group)
 
 
-def _quantized(bits: str, **options: Any) -> Aggregation:
+def _quantized(model: Any, bits: str, **options: Any) -> Aggregation:
     return QuantizedAllReduceAggregation(bits=int(bits), **options)
 
 
@@ -330,8 +330,8 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
     ),
     "ef21": EF21Aggregation,
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
-    "quantized_sgd": lambda model, **options: _quantized(**options),
-    "loco": lambda model, **options: _quantized(**options),
+    "quantized_sgd": _quantized,
+    "loco": _quantized,
     "demo": lambda model, **options: DeMoAggregation(**options),
 }
 

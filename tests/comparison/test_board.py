@@ -17,7 +17,14 @@ import yaml
 from click.testing import CliRunner
 
 from mlbench_cli.cli import cli_group
-from mlbench_core.comparison.board import Board, board_html, board_markdown, read_board
+from mlbench_core.comparison.board import (
+    Board,
+    board_html,
+    board_markdown,
+    read_board,
+    repeat_command,
+)
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from tests.helpers.archives import unpack
 
@@ -116,16 +123,70 @@ def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: P
         member.type, member.linkname = tarfile.SYMTYPE, "/etc"
         tar.addfile(member)
     (packed / "damaged" / "runs.tar.xz").write_bytes(b"no archive")
+    whole = (packed / "good" / "runs.tar.xz").read_bytes()
+    middle = len(whole) // 2
+    (packed / "flipped").mkdir()
+    (packed / "flipped" / "runs.tar.xz").write_bytes(
+        whole[:middle] + bytes(64) + whole[middle + 64 :]
+    )
+    (packed / "short").mkdir()
+    (packed / "short" / "runs.tar.xz").write_bytes(whole[:middle])
     if not hasattr(tarfile, "data_filter"):
         with pytest.raises(ConfigurationError, match="cannot unpack archives safely"):
             board_of(packed)
         return
     board = board_of(packed)
     assert board.accepted == 3
-    assert sorted(board.refused) == [f"{name}/runs.tar.xz" for name in ("damaged", "evil", "link")]
+    assert sorted(board.refused) == [
+        f"{name}/runs.tar.xz" for name in ("damaged", "evil", "flipped", "link", "short")
+    ]
     assert not list(tmp_path.rglob("escaped.txt"))
     page = board_markdown("Board", board, packed, tmp_path / "board")
     assert "[runs/r1, runs/r2, runs/r3](../packed/good/runs.tar.xz)" in page
+
+
+def test_an_archive_that_would_fill_the_disk_is_refused(
+    some_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlbench_core.comparison.board.MOST_UNPACKED_BYTES", 1000)
+    (tmp_path / "packed").mkdir()
+    with tarfile.open(tmp_path / "packed" / "runs.tar.xz", "w:xz") as tar:
+        tar.add(some_runs, "runs")
+    assert "more than 1,000 bytes" in str(board_of(tmp_path / "packed").refused)
+
+
+@pytest.mark.parametrize(
+    ("words", "network", "task", "expected"),
+    [
+        (
+            "/a/python /b/benchmarks/task1a/main.py --run_id 3 --backend gloo --data /c/cifar10",
+            "100mbit,20ms",
+            "1a",
+            "mlbench run repeat 2 --network 100mbit,20ms --task 1a -- --data .../cifar10",
+        ),
+        (
+            "/a/python -m mlbench_core.observe --method bf16 train.py --lr 1",
+            None,
+            None,
+            "mlbench run repeat 2 --method bf16 train.py --lr 1",
+        ),
+        (
+            "/a/python /b/benchmarks/experiments/model.py --light",
+            None,
+            None,
+            "mlbench run repeat 2 --command 'python benchmarks/experiments/model.py --light'",
+        ),
+    ],
+)
+def test_the_command_repeats_a_run_elsewhere(
+    words: str, network: str | None, task: str | None, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "environment.json").write_text(
+        json.dumps({"command_line": words.split()}), encoding="utf-8"
+    )
+    configuration = {"network": network, "task": task, "workers": 2}
+    record = RunRecord("a", configuration=configuration)
+    assert repeat_command(record, tmp_path) == expected
 
 
 def test_the_same_settings_on_another_network_are_another_ranking(

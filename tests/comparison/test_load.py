@@ -296,7 +296,7 @@ def test_a_zip_file_that_is_huge_when_unpacked_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = zip_folder(write_run(tmp_path / "run"), tmp_path / "run.zip")
-    for limit in ("_MOST_JSON_BYTES", "_MOST_UNPACKED_BYTES"):
+    for limit in ("_MOST_JSON_BYTES", "MOST_UNPACKED_BYTES"):
         monkeypatch.setattr(f"mlbench_core.comparison.load.{limit}", 1000)
     with pytest.raises(
         ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"

@@ -1,4 +1,4 @@
-"""What the tests of EF21 run in each of four worker processes."""
+"""The scenarios of the tests of EF21, in each of four worker processes."""
 
 from __future__ import annotations
 

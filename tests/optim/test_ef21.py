@@ -23,7 +23,7 @@ MOMENTA = pytest.mark.parametrize("momentum", [0.0, workers.MOMENTUM])
 
 @pytest.fixture(scope="module")
 def ranks() -> Ranks:
-    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    """The results of each worker, by scenario. One start of the processes serves all tests."""
     return run_ranks(workers.WORKERS, workers.run_all)
 
 

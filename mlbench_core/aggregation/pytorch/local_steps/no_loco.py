@@ -19,7 +19,7 @@ __all__ = ["NoLoCoAggregation", "draw_peer"]
 
 
 class NoLoCoAggregation(DiLoCoAggregation):
-    r"""Take outer steps along the average of two workers, which are drawn anew for every call.
+    r"""Take outer steps along the average of two workers, which are drawn again for each call.
 
     Every worker :math:`i` has own slow weights :math:`\phi_i`, a momentum :math:`m_i`, and its
     current weights :math:`\theta_i`. A call shuffles the workers into pairs, see

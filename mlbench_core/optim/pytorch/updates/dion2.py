@@ -93,6 +93,9 @@ class Dion2(MuonAdamW):
             assert matrix.grad is not None
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            # A matrix without elements has no ratio of rows to columns.
+            if not matrix.numel():
+                continue
             momentum = state["momentum_buffer"].add_(matrix.grad)
             weights = matrix
             if self._takes_columns(matrix):
