@@ -427,6 +427,7 @@ _TASKS = (
             "local_sgd",
             "diloco",
             "edit",
+            "eager_diloco",
             "qsgd",
             "quantized_sgd",
             "loco",

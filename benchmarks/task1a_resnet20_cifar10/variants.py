@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     DecentralizedAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
     OutlierPenalty,
     PowerAggregation,
@@ -154,6 +155,16 @@ VARIANTS = {
             lambda: DiLoCoAggregation(
                 partial(SGD, lr=0.7, momentum=0.8, nesterov=True), penalty=OutlierPenalty()
             ),
+            period=20,
+        ),
+        lr_factor=0.05, scales=False,
+    ),
+    # DiLoCo's period and rate, with an outer rate of 0.4 as reported for the paper.
+    # Kale, Douillard and Donchev, arXiv:2502.12996.
+    "eager_diloco": Variant(
+        of_model(
+            "diloco",
+            lambda: EagerDiLoCoAggregation(partial(SGD, lr=0.4, momentum=0.9, nesterov=True)),
             period=20,
         ),
         lr_factor=0.05, scales=False,

@@ -47,6 +47,7 @@ REFUSING = {
         "scaffold",
         "diloco",
         "edit",
+        "eager",
         "muloco",
         "sparse loco",
         "no loco",

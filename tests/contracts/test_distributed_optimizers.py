@@ -33,6 +33,7 @@ from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
     DiLoCoAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
     OutlierPenalty,
     PowerAggregation,
@@ -289,6 +290,14 @@ MEMBERS: dict[str, Member] = {
             aggregation=DiLoCoAggregation(world_size=k, penalty=OutlierPenalty()),
         ),
         period=3,
+    ),
+    "eager": Member(
+        # Saved and copied while a message is on its way.
+        lambda m, r, k: DiLoCo(
+            k, m, lr=0.01, period=3, aggregation=EagerDiLoCoAggregation(world_size=k)
+        ),
+        period=3,
+        without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
     ),
     "lars": Member(
         lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=10.0))

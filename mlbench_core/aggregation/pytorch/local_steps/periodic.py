@@ -32,7 +32,7 @@ share::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -55,16 +55,24 @@ from mlbench_core.aggregation.pytorch.transport.names import (
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
+__all__ = [
+    "Correction",
+    "DiLoCoAggregation",
+    "PeriodicAggregation",
+    "all_corrections",
+    "check_delay",
+    "count_step",
+    "take_corrections",
+]
 
 
 @dataclass
-class _Correction(Flight):
+class Correction(Flight):
     """Averages on their way.
 
     Attributes:
         values: By name: copies of this worker's tensors, and once the averages have arrived,
-            average minus copy.
+            their corrections.
     """
 
     values: dict[str, Tensor]
@@ -153,7 +161,7 @@ class PeriodicAggregation(Aggregation):
         if self.delay:
             _check_travels(aggregation)
         self._counts: dict[str, int] = {}
-        self._flights: list[_Correction] = []
+        self._flights: list[Correction] = []
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -214,27 +222,16 @@ class PeriodicAggregation(Aggregation):
                 pending += self.inside.start_averages(
                     copies.values(), _subtract_from, overlapped=True
                 )
-            self._flights.append(_Correction(copies, pending=pending))
+            self._flights.append(Correction(copies, pending=pending))
 
     def _add_corrections(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the corrections of tensors, if there are any, after their arrival."""
-        for flight in self._flights:
-            for name in [name for name in flight.values if name in tensors]:
-                flight.arrive()
-                tensors[name].add_(flight.values.pop(name).to(tensors[name]))
-        self._flights = [flight for flight in self._flights if flight.values]
-
-    def _corrections(self) -> dict[str, Tensor]:
-        """Wait for averages on their way, and return the corrections not added yet."""
-        corrections: dict[str, Tensor] = {}
-        for flight in self._flights:
-            flight.arrive()
-            corrections.update(flight.values)
-        return corrections
+        for name, correction in take_corrections(self._flights, tensors).items():
+            tensors[name].add_(correction.to(tensors[name]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages on their way, which belong to this process."""
-        self._corrections()
+        all_corrections(self._flights)
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,7 +240,7 @@ class PeriodicAggregation(Aggregation):
         With a delay, return also the corrections by name that are not added yet, after their
         arrival. They differ between workers.
         """
-        corrections, inside = self._corrections(), self.inside.state_dict()
+        corrections, inside = all_corrections(self._flights), self.inside.state_dict()
         state: dict[str, Any] = {"counts": self._without_frozen(self._counts)}
         if corrections:
             state["corrections"] = corrections
@@ -260,11 +257,11 @@ class PeriodicAggregation(Aggregation):
         check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
         # The other workers count on this worker's part of every message.
-        self._corrections()
+        all_corrections(self._flights)
         self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
-        self._flights = [_Correction(corrections)] if corrections else []
+        self._flights = [Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers.
@@ -526,6 +523,35 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may
             # still use the checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+
+def take_corrections(flights: list[Correction], names: Container[str]) -> dict[str, Tensor]:
+    """Wait for the corrections of tensors, and take them out of the flights.
+
+    Args:
+        flights: Averages on their way; those without any correction left are removed.
+        names: The tensors.
+    """
+    taken: dict[str, Tensor] = {}
+    for flight in flights:
+        for name in [name for name in flight.values if name in names]:
+            flight.arrive()
+            taken[name] = flight.values.pop(name)
+    flights[:] = [flight for flight in flights if flight.values]
+    return taken
+
+
+def all_corrections(flights: Iterable[Correction]) -> dict[str, Tensor]:
+    """Wait for all averages on their way, and return the corrections not used yet.
+
+    Args:
+        flights: The averages.
+    """
+    corrections: dict[str, Tensor] = {}
+    for flight in flights:
+        flight.arrive()
+        corrections.update(flight.values)
+    return corrections
 
 
 def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
