@@ -48,6 +48,7 @@ REFUSING = {
         "diloco",
         "edit",
         "eager",
+        "diloco quantized",
         "muloco",
         "sparse loco",
         "no loco",

@@ -291,6 +291,18 @@ MEMBERS: dict[str, Member] = {
         ),
         period=3,
     ),
+    "diloco quantized": Member(
+        lambda m, r, k: DiLoCo(
+            k,
+            m,
+            lr=0.01,
+            period=3,
+            aggregation=DiLoCoAggregation(
+                world_size=k, compressed=QuantizedAllReduceAggregation(bits=8)
+            ),
+        ),
+        period=3,
+    ),
     "eager": Member(
         # Saved and copied while a message is on its way.
         lambda m, r, k: DiLoCo(

@@ -34,6 +34,7 @@ READ_VALUES = {
     ),
     "one-bit adam",
     "edit",
+    "diloco quantized",
 }
 """The members whose update needs values."""
 

@@ -43,6 +43,7 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
+from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
@@ -302,10 +303,15 @@ class DiLoCoAggregation(Aggregation):
     With a penalty (EDiT), :math:`\Delta` is a weighted average instead, in which workers with an
     unusually long change do not take part. A call then gathers 4 more bytes for each tensor first.
 
+    With compression, outer gradients travel by another aggregation, for example in 8 bits. What it
+    keeps for later, such as an error memory, moves a frozen layer on. Other tensors travel as they
+    are.
+
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
             call.
         penalty: As given.
+        compressed: As given.
 
     Args:
         outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
@@ -316,10 +322,14 @@ class DiLoCoAggregation(Aggregation):
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         penalty: Finds outliers among the workers, and weighs the others; None for the plain
             average. Its state belongs to this worker.
+        compressed: Averages the outer gradients over the same workers, for example
+            ``QuantizedAllReduceAggregation(bits=8)``; None for an all-reduce.
 
     Raises:
-        TypeError: ``outer_optimizer`` does not create a torch optimizer.
-        ValueError: ``world_size`` is not the number of workers in the process group.
+        TypeError: ``outer_optimizer`` does not create a torch optimizer, or ``compressed`` does not
+            average gradients in a compressed form.
+        ValueError: ``world_size`` is not the number of workers in the process group, or
+            ``compressed`` is given with a penalty or has another process group.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -347,14 +357,24 @@ class DiLoCoAggregation(Aggregation):
         *,
         process_group: Any = None,
         penalty: OutlierPenalty | None = None,
+        compressed: LossyAggregation | None = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
         self.penalty = penalty
+        self.compressed = compressed
+        if compressed is not None:
+            _check_compressed(compressed, self.group, penalty)
+            self.takes_complex = compressed.takes_complex
         self._all_reduce = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group
         )
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Return the bytes of outer gradients over those sent for them; 1 before any message."""
+        return 1.0 if self.compressed is None else self.compressed.compression_ratio
 
     # Only weights can move the shared weights, so aggregating gradients
     # would leave them as they are.
@@ -409,10 +429,14 @@ class DiLoCoAggregation(Aggregation):
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
-        """Average the outer gradients, and tensors that are only averaged, in one message."""
+        """Average the outer gradients, and tensors that are only averaged."""
         if self.penalty is not None and outer_gradients:
             self._weigh(self.penalty, outer_gradients)
-        self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
+        if self.compressed is None:
+            averages = {**outer_gradients, **averages}
+        else:
+            self._delegate(self.compressed, outer_gradients, AVG_WORLD)
+        self._delegate(self._all_reduce, averages, AVG_WORLD)
         if self.penalty is not None:
             self.penalty.clip_(list(outer_gradients.values()))
 
@@ -498,6 +522,8 @@ class DiLoCoAggregation(Aggregation):
         state = {"shared": shared, "outer_state": outer_state, "outer_options": options}
         if self.penalty is not None:
             state["norms"] = self.penalty.state_dict()
+        if self.compressed is not None:
+            state["compressed"] = self.compressed.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -507,10 +533,16 @@ class DiLoCoAggregation(Aggregation):
             ValueError: It is another aggregation's state.
         """
         if state_dict:
-            norms = () if self.penalty is None else ("norms",)
-            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"), norms)
+            optional: list[str] = []
+            if self.penalty is not None:
+                optional.append("norms")
+            if self.compressed is not None:
+                optional.append("compressed")
+            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"), optional)
         if self.penalty is not None:
             self.penalty.load_state_dict(state_dict.get("norms", {}))
+        if self.compressed is not None:
+            self.compressed.load_state_dict(state_dict.get("compressed", {}))
         # The outer optimizer stays the same object, so that references to it and
         # its schedulers remain valid.
         self._shared.clear()
@@ -523,6 +555,13 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may
             # still use the checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without norms and error memories, which differ between workers."""
+        state = super().shared_state(state_dict)
+        if self.compressed is not None and "compressed" in state:
+            state["compressed"] = self.compressed.shared_state(state["compressed"])
+        return state
 
 
 def take_corrections(flights: list[Correction], names: Container[str]) -> dict[str, Tensor]:
@@ -607,6 +646,24 @@ def _check_travels(aggregation: Aggregation) -> None:
             "shared_memory must be False if there is a delay, not True, because no message "
             "moves through it during a step: leave it out"
         )
+
+
+def _check_compressed(
+    compressed: LossyAggregation, group: Any, penalty: OutlierPenalty | None
+) -> None:
+    """Raise an error for an aggregation that cannot average the outer gradients of a group."""
+    if not isinstance(compressed, LossyAggregation) or not compressed.averages_gradients:
+        raise TypeError(
+            "compressed must be an aggregation that compresses and averages gradients, such as "
+            f"QuantizedAllReduceAggregation, not {type(compressed).__name__}: leave it out"
+        )
+    if penalty is not None:
+        raise ValueError(
+            f"compressed must be None with a penalty, not {type(compressed).__name__}, whose error "
+            "would count as a part of the outer gradients: leave one of them out"
+        )
+    if compressed.group is not group:
+        raise ValueError("process_group must be that of compressed, not another: give it to both")
 
 
 def _subtract_from(copy_: Tensor, average: Tensor) -> None:
