@@ -426,6 +426,8 @@ _TASKS = (
             "choco_sgd",
             "local_sgd",
             "diloco",
+            "edit",
+            "eager_diloco",
             "qsgd",
             "quantized_sgd",
             "loco",

@@ -23,8 +23,11 @@ from mlbench_core.aggregation.pytorch import (
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
+    DiLoCoAggregation,
     DionAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
+    OutlierPenalty,
     PowerAggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
@@ -145,6 +148,27 @@ VARIANTS = {
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
     "local_sgd": Variant(of_model("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(of_model("diloco", period=20), lr_factor=0.05, scales=False),
+    # DiLoCo with the outer momentum of the authors. Cheng et al., arXiv:2412.07210.
+    "edit": Variant(
+        of_model(
+            "diloco",
+            lambda: DiLoCoAggregation(
+                partial(SGD, lr=0.7, momentum=0.8, nesterov=True), penalty=OutlierPenalty()
+            ),
+            period=20,
+        ),
+        lr_factor=0.05, scales=False,
+    ),
+    # DiLoCo's period and rate, with an outer rate of 0.4 as reported for the paper.
+    # Kale, Douillard and Donchev, arXiv:2502.12996.
+    "eager_diloco": Variant(
+        of_model(
+            "diloco",
+            lambda: EagerDiLoCoAggregation(partial(SGD, lr=0.4, momentum=0.9, nesterov=True)),
+            period=20,
+        ),
+        lr_factor=0.05, scales=False,
+    ),
     # ---- Methods of recent years. All were tried on the digits with 1, 2 and 4 workers, and not on
     # CIFAR-10. Settings that were chosen there, and do not come from the papers, are named.
 

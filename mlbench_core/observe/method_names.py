@@ -172,6 +172,14 @@ METHODS: dict[str, MethodSpec] = {
         "weights", "Outer step along the average change every period steps", "diloco",
         {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.9)},
     ),
+    "edit": MethodSpec(
+        "weights", "DiLoCo with a penalty for unusually long changes", "diloco",
+        {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.8)},
+    ),
+    "eager_diloco": MethodSpec(
+        "weights", "DiLoCo whose messages travel during the next period", "diloco",
+        {"period": _integer(20), "outer_lr": _number(0.4), "outer_momentum": _number(0.9)},
+    ),
     "streaming_diloco": MethodSpec(
         "weights", "DiLoCo in fragments that travel during training", "streaming_diloco",
         {"period": _integer(8), "fragments": _integer(2), "delay": _integer(1, least=0),

@@ -37,9 +37,11 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
     EFSignAggregation,
     NoLoCoAggregation,
+    OutlierPenalty,
     PeriodicAggregation,
     PowerAggregation,
     QSGDAggregation,
@@ -344,6 +346,17 @@ def _diloco(period: int, outer_lr: float, outer_momentum: float, **group: Any) -
     return PeriodicAggregation(DiLoCoAggregation(outer, **group), period)
 
 
+def _edit(period: int, outer_lr: float, outer_momentum: float, **group: Any) -> Aggregation:
+    outer = make_outer_optimizer(outer_lr, outer_momentum)
+    penalized = DiLoCoAggregation(outer, penalty=OutlierPenalty(), **group)
+    return PeriodicAggregation(penalized, period)
+
+
+def _eager_diloco(period: int, outer_lr: float, outer_momentum: float, **group: Any) -> Aggregation:
+    outer = make_outer_optimizer(outer_lr, outer_momentum)
+    return PeriodicAggregation(EagerDiLoCoAggregation(outer, **group), period)
+
+
 def _sparse_loco(period: int, outer_lr: float, **compression: Any) -> Aggregation:
     compressed = ChunkedTopKAggregation(**compression)
     return PeriodicAggregation(SparseLoCoAggregation(compressed, outer_lr=outer_lr), period)
@@ -366,6 +379,8 @@ def _choco_sgd(process_group: Any, **options: Any) -> Aggregation:
 _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "local_sgd": _local_sgd,
     "diloco": _diloco,
+    "edit": _edit,
+    "eager_diloco": _eager_diloco,
     "streaming_diloco": StreamingDiLoCoAggregation,
     "sparse_loco": _sparse_loco,
     "no_loco": _no_loco,

@@ -199,6 +199,7 @@ def errors() -> dict[str, str]:
         "other group": (AllReduceAggregation(process_group=alone), model),
         "periodic": (periodic, model),
         "DiLoCo": (aggregations.DiLoCoAggregation(), model),
+        "eager": (aggregations.EagerDiLoCoAggregation(), model),
         "SparseLoCo": (aggregations.SparseLoCoAggregation(), model),
         "NoLoCo": (aggregations.NoLoCoAggregation(), model),
         "SCAFFOLD": (aggregations.ScaffoldAggregation(), model),

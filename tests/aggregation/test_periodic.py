@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.local_steps.periodic import _Correction, check_delay
+from mlbench_core.aggregation.pytorch.local_steps.periodic import Correction, check_delay
 
 AVG = "avg_world"
 
@@ -194,12 +194,12 @@ def test_a_message_on_its_way_is_received_before_a_copy_and_before_another_state
         list[str](),
     )
     aggregation._flights = [
-        _Correction({"x": torch.ones(2)}, pending=[lambda: received.append("copied")])
+        Correction({"x": torch.ones(2)}, pending=[lambda: received.append("copied")])
     ]
     copy.deepcopy(aggregation)
     assert received == ["copied"]
     aggregation._flights = [
-        _Correction({"x": torch.ones(2)}, pending=[lambda: received.append("loaded")])
+        Correction({"x": torch.ones(2)}, pending=[lambda: received.append("loaded")])
     ]
     aggregation.load_state_dict({})
     assert received == ["copied", "loaded"]

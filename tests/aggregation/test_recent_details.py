@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
     NoLoCoAggregation,
     OneBitAggregation,
@@ -55,6 +56,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     ChunkedTopKAggregation: {"density": 0.02, "bits": 2, "decay": 0.95, "chunk_size": 4096},
     DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
+    EagerDiLoCoAggregation: {"outer_optimizer": None},
     EF21Aggregation: {"model": inspect.Parameter.empty, "size": 0.1, "momentum": 0.9},
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
@@ -147,6 +149,7 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
         SparseLoCoAggregation(ChunkedTopKAggregation(density=3, chunk_size=16))
     ),
     "no loco": lambda: Weights(NoLoCoAggregation()),
+    "eager": lambda: Weights(EagerDiLoCoAggregation()),
     "streaming": lambda: Weights(StreamingDiLoCoAggregation(period=4, fragments=2, delay=2)),
     "streaming in 4 bits": lambda: Weights(
         StreamingDiLoCoAggregation(period=3, fragments=2, delay=1, quantize=True)
@@ -205,6 +208,7 @@ OWN = {
     "scaffold": ["own"],
     "sparse loco": ["compressed"],
     "no loco": ["shared", "outer_state"],
+    "eager": ["shared", "outer_state"],
     "LoCo": ["memory", "owner_memory"],
     "EF21": ["memory", "momentum"],
 }

@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     DionAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
     EFSignAggregation,
     NoLoCoAggregation,
@@ -164,6 +165,9 @@ MAKE: dict[str, Callable[..., Any]] = {
     ),
     "diloco": lambda m, **group: DiLoCo(
         2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)
+    ),
+    "eager": lambda m, **group: DiLoCo(
+        2, m, lr=0.1, period=1, aggregation=EagerDiLoCoAggregation(**group)
     ),
 }
 

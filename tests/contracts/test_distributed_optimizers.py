@@ -32,7 +32,10 @@ from torch.optim import SGD, AdamW
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    DiLoCoAggregation,
+    EagerDiLoCoAggregation,
     EF21Aggregation,
+    OutlierPenalty,
     PowerAggregation,
     QuantizedAllReduceAggregation,
     StreamingDiLoCoAggregation,
@@ -278,6 +281,36 @@ MEMBERS: dict[str, Member] = {
     ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "edit": Member(
+        lambda m, r, k: DiLoCo(
+            k,
+            m,
+            lr=0.01,
+            period=3,
+            aggregation=DiLoCoAggregation(world_size=k, penalty=OutlierPenalty()),
+        ),
+        period=3,
+    ),
+    "diloco quantized": Member(
+        lambda m, r, k: DiLoCo(
+            k,
+            m,
+            lr=0.01,
+            period=3,
+            aggregation=DiLoCoAggregation(
+                world_size=k, compressed=QuantizedAllReduceAggregation(bits=8)
+            ),
+        ),
+        period=3,
+    ),
+    "eager": Member(
+        # Saved and copied while a message is on its way.
+        lambda m, r, k: DiLoCo(
+            k, m, lr=0.01, period=3, aggregation=EagerDiLoCoAggregation(world_size=k)
+        ),
+        period=3,
+        without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    ),
     "lars": Member(
         lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=10.0))
     ),

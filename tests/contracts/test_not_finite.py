@@ -152,7 +152,13 @@ MORE: dict[str, Member] = {
     ),
 }
 ALL = {**MEMBERS, **MORE}
-DELAYS = {"local delayed": 2, "streaming": 2, "streaming in 4 bits": 1, "streaming, whole": 1}
+DELAYS = {
+    "local delayed": 2,
+    "eager": 3,
+    "streaming": 2,
+    "streaming in 4 bits": 1,
+    "streaming, whole": 1,
+}
 
 
 def last_step(name: str, injected: int) -> int:

@@ -33,6 +33,8 @@ READ_VALUES = {
         "ef21 muon",
     ),
     "one-bit adam",
+    "edit",
+    "diloco quantized",
 }
 """The members whose update needs values."""
 

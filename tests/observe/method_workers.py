@@ -151,6 +151,29 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             model=model, period=2, inner_optimizer=MAKE_SGD, outer_lr=0.5, outer_momentum=0
         ),
     ),
+    "edit:period=3": (
+        MAKE_ADAMW,
+        lambda model: DiLoCo(
+            model=model,
+            period=3,
+            aggregation=aggregations.DiLoCoAggregation(
+                partial(torch.optim.SGD, lr=0.7, momentum=0.8, nesterov=True),
+                penalty=aggregations.OutlierPenalty(),
+            ),
+            **ADAMW_OPTIONS,
+        ),
+    ),
+    "eager_diloco:period=3": (
+        MAKE_ADAMW,
+        lambda model: DiLoCo(
+            model=model,
+            period=3,
+            aggregation=aggregations.EagerDiLoCoAggregation(
+                partial(torch.optim.SGD, lr=0.4, momentum=0.9, nesterov=True)
+            ),
+            **ADAMW_OPTIONS,
+        ),
+    ),
     # MuLoCo: --method diloco:period=4 --optimizer muon:lr=0.02
     "diloco:period=4": (
         lambda parameters: new_optimizer("muon:lr=0.02", parameters),

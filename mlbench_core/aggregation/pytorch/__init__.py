@@ -19,7 +19,9 @@ from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
+from mlbench_core.aggregation.pytorch.local_steps.eager import EagerDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.local_steps.periodic import (
     DiLoCoAggregation,
     PeriodicAggregation,
@@ -48,9 +50,11 @@ __all__ = [
     "DionAggregation",
     "EF21Aggregation",
     "EFSignAggregation",
+    "EagerDiLoCoAggregation",
     "FSDPHookState",
     "NoLoCoAggregation",
     "OneBitAggregation",
+    "OutlierPenalty",
     "PeriodicAggregation",
     "PowerAggregation",
     "QSGDAggregation",

@@ -32,7 +32,7 @@ share::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -43,7 +43,9 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
+from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,
@@ -52,17 +54,26 @@ from mlbench_core.aggregation.pytorch.transport.names import (
     is_buffer,
 )
 from mlbench_core.arguments import check_int
+from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
+__all__ = [
+    "Correction",
+    "DiLoCoAggregation",
+    "PeriodicAggregation",
+    "all_corrections",
+    "check_delay",
+    "count_step",
+    "take_corrections",
+]
 
 
 @dataclass
-class _Correction(Flight):
+class Correction(Flight):
     """Averages on their way.
 
     Attributes:
         values: By name: copies of this worker's tensors, and once the averages have arrived,
-            average minus copy.
+            their corrections.
     """
 
     values: dict[str, Tensor]
@@ -151,7 +162,7 @@ class PeriodicAggregation(Aggregation):
         if self.delay:
             _check_travels(aggregation)
         self._counts: dict[str, int] = {}
-        self._flights: list[_Correction] = []
+        self._flights: list[Correction] = []
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -212,27 +223,16 @@ class PeriodicAggregation(Aggregation):
                 pending += self.inside.start_averages(
                     copies.values(), _subtract_from, overlapped=True
                 )
-            self._flights.append(_Correction(copies, pending=pending))
+            self._flights.append(Correction(copies, pending=pending))
 
     def _add_corrections(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the corrections of tensors, if there are any, after their arrival."""
-        for flight in self._flights:
-            for name in [name for name in flight.values if name in tensors]:
-                flight.arrive()
-                tensors[name].add_(flight.values.pop(name).to(tensors[name]))
-        self._flights = [flight for flight in self._flights if flight.values]
-
-    def _corrections(self) -> dict[str, Tensor]:
-        """Wait for averages on their way, and return the corrections not added yet."""
-        corrections: dict[str, Tensor] = {}
-        for flight in self._flights:
-            flight.arrive()
-            corrections.update(flight.values)
-        return corrections
+        for name, correction in take_corrections(self._flights, tensors).items():
+            tensors[name].add_(correction.to(tensors[name]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages on their way, which belong to this process."""
-        self._corrections()
+        all_corrections(self._flights)
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class PeriodicAggregation(Aggregation):
         With a delay, return also the corrections by name that are not added yet, after their
         arrival. They differ between workers.
         """
-        corrections, inside = self._corrections(), self.inside.state_dict()
+        corrections, inside = all_corrections(self._flights), self.inside.state_dict()
         state: dict[str, Any] = {"counts": self._without_frozen(self._counts)}
         if corrections:
             state["corrections"] = corrections
@@ -258,11 +258,11 @@ class PeriodicAggregation(Aggregation):
         check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
         # The other workers count on this worker's part of every message.
-        self._corrections()
+        all_corrections(self._flights)
         self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
-        self._flights = [_Correction(corrections)] if corrections else []
+        self._flights = [Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers.
@@ -300,9 +300,18 @@ class DiLoCoAggregation(Aggregation):
     :math:`\theta` is kept in float32. Buffers are only averaged. A single worker takes outer steps
     too, and sends nothing. A call sends the bytes of the tensors.
 
+    With a penalty (EDiT), :math:`\Delta` is a weighted average instead, in which workers with an
+    unusually long change do not take part. A call then gathers 4 more bytes for each tensor first.
+
+    With compression, outer gradients travel by another aggregation, for example in 8 bits. What it
+    keeps for later, such as an error memory, moves a frozen layer on. Other tensors travel as they
+    are.
+
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
             call.
+        penalty: As given.
+        compressed: As given.
 
     Args:
         outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
@@ -311,10 +320,16 @@ class DiLoCoAggregation(Aggregation):
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         process_group: See
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        penalty: Finds outliers among the workers, and weighs the others; None for the plain
+            average. Its state belongs to this worker.
+        compressed: Averages the outer gradients over the same workers, for example
+            ``QuantizedAllReduceAggregation(bits=8)``; None for an all-reduce.
 
     Raises:
-        TypeError: ``outer_optimizer`` does not create a torch optimizer.
-        ValueError: ``world_size`` is not the number of workers in the process group.
+        TypeError: ``outer_optimizer`` does not create a torch optimizer, or ``compressed`` does not
+            average gradients in a compressed form.
+        ValueError: ``world_size`` is not the number of workers in the process group, or
+            ``compressed`` is given with a penalty or has another process group.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -331,7 +346,8 @@ class DiLoCoAggregation(Aggregation):
         arXiv:2311.08105
     """
 
-    _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state")
+    _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state", "norms")
+    _own_state: ClassVar[tuple[str, ...]] = ("norms",)
 
     def __init__(
         self,
@@ -340,13 +356,25 @@ class DiLoCoAggregation(Aggregation):
         use_cuda: bool = False,
         *,
         process_group: Any = None,
+        penalty: OutlierPenalty | None = None,
+        compressed: LossyAggregation | None = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
+        self.penalty = penalty
+        self.compressed = compressed
+        if compressed is not None:
+            _check_compressed(compressed, self.group, penalty)
+            self.takes_complex = compressed.takes_complex
         self._all_reduce = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group
         )
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Return the bytes of outer gradients over those sent for them; 1 before any message."""
+        return 1.0 if self.compressed is None else self.compressed.compression_ratio
 
     # Only weights can move the shared weights, so aggregating gradients
     # would leave them as they are.
@@ -401,8 +429,30 @@ class DiLoCoAggregation(Aggregation):
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
-        """Average the outer gradients, and tensors that are only averaged, in one message."""
-        self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
+        """Average the outer gradients, and tensors that are only averaged."""
+        if self.penalty is not None and outer_gradients:
+            self._weigh(self.penalty, outer_gradients)
+        if self.compressed is None:
+            averages = {**outer_gradients, **averages}
+        else:
+            self._delegate(self.compressed, outer_gradients, AVG_WORLD)
+        self._delegate(self._all_reduce, averages, AVG_WORLD)
+        if self.penalty is not None:
+            self.penalty.clip_(list(outer_gradients.values()))
+
+    def _weigh(self, penalty: OutlierPenalty, outer_gradients: Mapping[str, Tensor]) -> None:
+        """Multiply this worker's outer gradients by k times its weights."""
+        own = penalty.own_norms(outer_gradients)
+        gathered, rank = own[None], 0
+        if self.world_size > 1:
+            sent = process_groups.get_backend_tensor(own, self.group)
+            everyone = sent.new_empty(self.world_size, len(sent))
+            process_groups.dist.all_gather(list(everyone), sent, group=self.group)
+            self._count("all_gather", self.world_size, sent.nbytes)
+            gathered, rank = everyone.cpu(), process_groups.dist.get_rank(self.group)
+        weights = penalty.weights(gathered)[rank] * self.world_size
+        for gradient, weight in zip(outer_gradients.values(), weights.tolist(), strict=True):
+            gradient.mul_(weight)
 
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
         """Update the shared weights that a worker has moved."""
@@ -469,7 +519,12 @@ class DiLoCoAggregation(Aggregation):
         options = dict(self.outer_optimizer.param_groups[0])
         # The group's parameters are the shared weights, which have their own key.
         del options["params"]
-        return {"shared": shared, "outer_state": outer_state, "outer_options": options}
+        state = {"shared": shared, "outer_state": outer_state, "outer_options": options}
+        if self.penalty is not None:
+            state["norms"] = self.penalty.state_dict()
+        if self.compressed is not None:
+            state["compressed"] = self.compressed.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -478,7 +533,16 @@ class DiLoCoAggregation(Aggregation):
             ValueError: It is another aggregation's state.
         """
         if state_dict:
-            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
+            optional: list[str] = []
+            if self.penalty is not None:
+                optional.append("norms")
+            if self.compressed is not None:
+                optional.append("compressed")
+            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"), optional)
+        if self.penalty is not None:
+            self.penalty.load_state_dict(state_dict.get("norms", {}))
+        if self.compressed is not None:
+            self.compressed.load_state_dict(state_dict.get("compressed", {}))
         # The outer optimizer stays the same object, so that references to it and
         # its schedulers remain valid.
         self._shared.clear()
@@ -491,6 +555,42 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may
             # still use the checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without norms and error memories, which differ between workers."""
+        state = super().shared_state(state_dict)
+        if self.compressed is not None and "compressed" in state:
+            state["compressed"] = self.compressed.shared_state(state["compressed"])
+        return state
+
+
+def take_corrections(flights: list[Correction], names: Container[str]) -> dict[str, Tensor]:
+    """Wait for the corrections of tensors, and take them out of the flights.
+
+    Args:
+        flights: Averages on their way; those without any correction left are removed.
+        names: The tensors.
+    """
+    taken: dict[str, Tensor] = {}
+    for flight in flights:
+        for name in [name for name in flight.values if name in names]:
+            flight.arrive()
+            taken[name] = flight.values.pop(name)
+    flights[:] = [flight for flight in flights if flight.values]
+    return taken
+
+
+def all_corrections(flights: Iterable[Correction]) -> dict[str, Tensor]:
+    """Wait for all averages on their way, and return the corrections not used yet.
+
+    Args:
+        flights: The averages.
+    """
+    corrections: dict[str, Tensor] = {}
+    for flight in flights:
+        flight.arrive()
+        corrections.update(flight.values)
+    return corrections
 
 
 def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
@@ -546,6 +646,24 @@ def _check_travels(aggregation: Aggregation) -> None:
             "shared_memory must be False if there is a delay, not True, because no message "
             "moves through it during a step: leave it out"
         )
+
+
+def _check_compressed(
+    compressed: LossyAggregation, group: Any, penalty: OutlierPenalty | None
+) -> None:
+    """Raise an error for an aggregation that cannot average the outer gradients of a group."""
+    if not isinstance(compressed, LossyAggregation) or not compressed.averages_gradients:
+        raise TypeError(
+            "compressed must be an aggregation that compresses and averages gradients, such as "
+            f"QuantizedAllReduceAggregation, not {type(compressed).__name__}: leave it out"
+        )
+    if penalty is not None:
+        raise ValueError(
+            f"compressed must be None with a penalty, not {type(compressed).__name__}, whose error "
+            "would count as a part of the outer gradients: leave one of them out"
+        )
+    if compressed.group is not group:
+        raise ValueError("process_group must be that of compressed, not another: give it to both")
 
 
 def _subtract_from(copy_: Tensor, average: Tensor) -> None:

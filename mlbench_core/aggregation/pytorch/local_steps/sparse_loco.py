@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
 from mlbench_core.aggregation.pytorch.sparsified import check_size, coordinates_sent
@@ -274,6 +273,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         SparseLoCo. arXiv:2508.15706
     """
 
+    compressed: ChunkedTopKAggregation
+
     def __init__(
         self, compressed: ChunkedTopKAggregation | None = None, *, outer_lr: float = 1.0
     ) -> None:
@@ -285,42 +286,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
             )
         check_finite_at_least_0("outer_lr", outer_lr)
         super().__init__(
-            partial(SGD, lr=outer_lr), use_cuda=compressed.use_cuda, process_group=compressed.group
+            partial(SGD, lr=outer_lr),
+            use_cuda=compressed.use_cuda,
+            process_group=compressed.group,
+            compressed=compressed,
         )
-        self.compressed = compressed
-        self.takes_complex = compressed.takes_complex
-
-    @property
-    def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the changes over those sent for them; 1 before any message."""
-        return self.compressed.compression_ratio
-
-    def _average(
-        self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
-    ) -> None:
-        """Average the outer gradients compressed, and other tensors as they are."""
-        self._delegate(self.compressed, outer_gradients, AVG_WORLD)
-        self._delegate(self._all_reduce, averages, AVG_WORLD)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return shared weights by parameter name, and the error memory under ``"compressed"``."""
-        state = super().state_dict()
-        if state:
-            state["compressed"] = self.compressed.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
-
-        Raises:
-            ValueError: It is another aggregation's state.
-        """
-        own = {key: value for key, value in state_dict.items() if key != "compressed"}
-        super().load_state_dict(own)
-        self.compressed.load_state_dict(state_dict.get("compressed", {}))
-
-    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the error memory, which differs between workers."""
-        if "compressed" not in state_dict:
-            return dict(state_dict)
-        return {**state_dict, "compressed": self.compressed.shared_state(state_dict["compressed"])}

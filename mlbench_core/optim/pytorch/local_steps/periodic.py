@@ -167,7 +167,9 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_optimizer: A function that makes another outer optimizer; leave out ``outer_lr`` and
             ``outer_momentum``.
         aggregation: The outer step with all its settings, instead of ``outer_lr``,
-            ``outer_momentum`` and ``outer_optimizer``.
+            ``outer_momentum`` and ``outer_optimizer``. With an
+            :class:`~mlbench_core.aggregation.pytorch.local_steps.eager.EagerDiLoCoAggregation`, its
+            message travels during the next period.
 
     Other arguments: see
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`. The ``model`` must
