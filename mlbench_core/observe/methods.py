@@ -42,6 +42,7 @@ from mlbench_core.aggregation.pytorch import (
     NoLoCoAggregation,
     PeriodicAggregation,
     PowerAggregation,
+    PushSumAggregation,
     QSGDAggregation,
     QuantizedAllReduceAggregation,
     SignAggregation,
@@ -371,6 +372,7 @@ _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "no_loco": _no_loco,
     "decentralized_sgd": _decentralized_sgd,
     "choco_sgd": _choco_sgd,
+    "sgp": PushSumAggregation,
 }
 
 

@@ -249,7 +249,7 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
         if not all(torch.equal(models[0][key], models[1][key]) for key in learnt):
             apart.add(name)
     periodic = {"local_sgd", "scaffold", "diloco", "muloco", "streaming_diloco", "sparse_loco"}
-    assert apart <= {"decentralized_sgd", "choco_sgd", "no_loco", *periodic}
+    assert apart <= {"decentralized_sgd", "choco_sgd", "sgp", "no_loco", *periodic}
     assert "choco_sgd" in apart
 
 

@@ -18,7 +18,7 @@ METHODS = (
     *("streaming_diloco", "ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion"),
     *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
     *("decentralized_sgd", "sparsified_sgd", "normuon", "dion2", "dion3", "no_loco"),
-    *("quantized_sgd", "loco", "ef21", "ef21_muon", "acp_sgd"),
+    *("quantized_sgd", "loco", "ef21", "ef21_muon", "acp_sgd", "sgp"),
 )
 """Methods with a fixed look, those that are most often on one page first.
 
