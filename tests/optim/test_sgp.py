@@ -21,9 +21,9 @@ from tests.helpers.ranks import run_ranks
 from tests.optim.weight_averaging import Weights, descend, gradient, start
 from tests.references.sgp import sgp
 
-WORKERS, STEPS, HALF, MIXINGS = 3, 8, 3, 60
-# Worker 1 receives two messages in even steps, and worker 0 in odd ones.
-IRREGULAR = ((1, 2, 1), (2, 0, 0))
+WORKERS, STEPS, HALF, MIXINGS = 3, 8, 3, 12
+# In every second step, worker 0 receives two messages and worker 2 none.
+IRREGULAR = ((1, 2, 0), (1, 0, 0))
 PEERS = {"default": None, "irregular": IRREGULAR}
 MOMENTUM = 0.9
 # Peers that are refused, and the start of the message.
