@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, UnknownOperationError
+from mlbench_core.aggregation.pytorch.all_reduce import check_world_size
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
@@ -204,6 +205,7 @@ class SGP(GossipOptimizer):
         aggregation: PushSumAggregation | None = None,
     ) -> None:
         if aggregation is None:
+            check_world_size(world_size)
             aggregation = PushSumAggregation(use_cuda=use_cuda)
         check_aggregation(aggregation, PushSumAggregation, world_size=world_size)
         super().__init__(
