@@ -424,6 +424,7 @@ _TASKS = (
             "centralized_sparsified_sgd",
             "decentralized_sgd",
             "choco_sgd",
+            "sgp",
             "local_sgd",
             "diloco",
             "edit",

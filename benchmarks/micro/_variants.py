@@ -391,6 +391,7 @@ VARIANTS = {
     "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
+    "sgp": Variant("SGP", partial(ours, "SGP", momentum=MOMENTUM)),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
     "local4": Variant("LocalSGD, every 4 steps", local4, is_default=False),
     "local4_delay": Variant(

@@ -145,6 +145,8 @@ VARIANTS = {
     ),
     # Koloskova, Stich and Jaggi, arXiv:1902.00340.
     "choco_sgd": Variant(on_ring("choco_sgd", ChocoAggregation, **NESTEROV)),
+    # Momentum and weight decay are those of the authors' code. Assran et al., arXiv:1811.10792.
+    "sgp": Variant(of_model("sgp", **NESTEROV)),
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
     "local_sgd": Variant(of_model("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(of_model("diloco", period=20), lr_factor=0.05, scales=False),

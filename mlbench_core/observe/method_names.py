@@ -203,6 +203,7 @@ METHODS: dict[str, MethodSpec] = {
         {"compression": Option("top_k", str, choices=("identity", "random_k", "sign", "top_k")),
          "ratio": _number(0.1, most=1), "gamma": _number(0.2, most=1)},
     ),
+    "sgp": MethodSpec("weights", "Half of the weights to one other worker in each step", "sgp"),
     "muon": MethodSpec(
         "optimizer", "Muon for matrices, AdamW for all other parameters", "muon",
         {**_FROM_SCRIPT, "momentum": _number(0.95)},

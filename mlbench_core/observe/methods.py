@@ -44,6 +44,7 @@ from mlbench_core.aggregation.pytorch import (
     OutlierPenalty,
     PeriodicAggregation,
     PowerAggregation,
+    PushSumAggregation,
     QSGDAggregation,
     QuantizedAllReduceAggregation,
     SignAggregation,
@@ -386,6 +387,7 @@ _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "no_loco": _no_loco,
     "decentralized_sgd": _decentralized_sgd,
     "choco_sgd": _choco_sgd,
+    "sgp": PushSumAggregation,
 }
 
 

@@ -205,6 +205,7 @@ def errors() -> dict[str, str]:
         "SCAFFOLD": (aggregations.ScaffoldAggregation(), model),
         "gossip": (aggregations.DecentralizedAggregation(topology=ring(2)), model),
         "CHOCO": (aggregations.ChocoAggregation(topology=ring(2)), model),
+        "SGP": (aggregations.PushSumAggregation(), model),
     }
     messages = {}
     for name, arguments in wrong.items():

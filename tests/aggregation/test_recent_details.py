@@ -26,6 +26,7 @@ from mlbench_core.aggregation.pytorch import (
     EF21Aggregation,
     NoLoCoAggregation,
     OneBitAggregation,
+    PushSumAggregation,
     QSGDAggregation,
     QuantizedAllReduceAggregation,
     ScaffoldAggregation,
@@ -61,6 +62,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
     NoLoCoAggregation: {"outer_lr": 0.7, "outer_momentum": 0.5, "gamma": 0.7, "seed": 0},
+    PushSumAggregation: {"peers": None},
     QuantizedAllReduceAggregation: {
         "bits": 8, "block": 256, "rounding": "nearest", "error_decay": None, "seed": 0,
     },

@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     NoLoCoAggregation,
     OneBitAggregation,
     PowerAggregation,
+    PushSumAggregation,
     QSGDAggregation,
     QuantizedAllReduceAggregation,
     ScaffoldAggregation,
@@ -45,6 +46,7 @@ from mlbench_core.optim.pytorch import (
     EF21,
     QSGD,
     SCAFFOLD,
+    SGP,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -132,6 +134,7 @@ MAKE: dict[str, Callable[..., Any]] = {
             neighbors=[1 - dist.get_rank(group.get("process_group"))], **group
         ),
     ),
+    "sgp": lambda m, **group: SGP(2, m, lr=0.1, aggregation=PushSumAggregation(**group)),
     "local": lambda m, **group: LocalSGD(
         2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)
     ),

@@ -250,7 +250,7 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
             apart.add(name)
     periodic = {"local_sgd", "scaffold", "diloco", "muloco", "streaming_diloco", "sparse_loco"}
     periodic |= {"edit", "eager_diloco"}
-    assert apart <= {"decentralized_sgd", "choco_sgd", "no_loco", *periodic}
+    assert apart <= {"decentralized_sgd", "choco_sgd", "sgp", "no_loco", *periodic}
     assert "choco_sgd" in apart
 
 

@@ -55,6 +55,7 @@ REFUSING = {
         "streaming",
         "ring",
         "choco",
+        "sgp",
     ),
 }
 """The members whose workers exchange weights, compressed steps, or gradients with a loss scale."""

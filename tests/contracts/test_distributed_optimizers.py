@@ -47,6 +47,7 @@ from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
     SCAFFOLD,
+    SGP,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -358,6 +359,10 @@ MEMBERS: dict[str, Member] = {
         ),
         without=lambda m: SGD(m.parameters(), lr=0.05),
         takes_world_size=False,
+    ),
+    "sgp": Member(
+        lambda m, r, k: SGP(k, m, lr=0.05, momentum=0.9),
+        without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
     ),
 }
 every_member = pytest.mark.parametrize("name", MEMBERS)

@@ -33,6 +33,7 @@ from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
     SCAFFOLD,
+    SGP,
     AveragedSGD,
     CentralizedAdam,
     CentralizedSGD,
@@ -137,6 +138,7 @@ MEMBERS: dict[str, Make] = {
         0, [], model, lr=0.05, momentum=0.9, weight_decay=0.01
     ),
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
+    "sgp": lambda model: SGP(1, model, lr=0.05, momentum=0.9, weight_decay=0.01),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
     "local sgd delayed": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4, delay=2),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),

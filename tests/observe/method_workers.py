@@ -27,6 +27,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import parse_method, parse_optimizer
 from mlbench_core.observe.methods import make_method
 from mlbench_core.optim.pytorch import (
+    SGP,
     ChocoSGD,
     DecentralizedSGD,
     DiLoCo,
@@ -221,6 +222,7 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             **SGD_OPTIONS,
         ),
     ),
+    "sgp": (MAKE_SGD, lambda model: SGP(model=model, **SGD_OPTIONS)),
     "choco_sgd:compression=sign,gamma=0.3": (
         MAKE_SGD,
         lambda model: ChocoSGD(

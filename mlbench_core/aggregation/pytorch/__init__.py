@@ -33,6 +33,7 @@ from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
 )
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.push_sum import PushSumAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggregation
 
@@ -57,6 +58,7 @@ __all__ = [
     "OutlierPenalty",
     "PeriodicAggregation",
     "PowerAggregation",
+    "PushSumAggregation",
     "QSGDAggregation",
     "QuantizedAllReduceAggregation",
     "ScaffoldAggregation",

@@ -199,19 +199,21 @@ class DecentralizedAggregation(Aggregation):
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
         dist = process_groups.dist
         received, sends, receives = [], [], []
-        for rank in self.neighbors:
+        targets = self._targets()
+        for rank in targets:
             # torch's send and receive take ranks among all workers, also within a subgroup.
+            peer = process_groups.global_rank(rank, self.group)
+            sends.append(dist.P2POp(dist.isend, sent, peer, self.group))
+        for rank in self.neighbors:
             peer = process_groups.global_rank(rank, self.group)
             buffer = self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device)
             received.append(buffer)
-            sends.append(dist.P2POp(dist.isend, sent, peer, self.group))
             receives.append(dist.P2POp(dist.irecv, buffer, peer, self.group))
         # Sends and receives start together. In a blocking order, two
         # neighbors could wait for each other.
         works = dist.batch_isend_irecv(sends + receives)
         # All neighbors at once: their messages share this worker's link but not their delays.
-        count = len(self.neighbors)
-        self._count("neighbors", count + 1, sent.nbytes * count)
+        self._count("neighbors", len(targets) + 1, sent.nbytes * len(targets))
 
         def arrive() -> list[Tensor]:
             for work in works:
@@ -219,6 +221,10 @@ class DecentralizedAggregation(Aggregation):
             return [buffer.to(message.device) for buffer in received]
 
         return arrive
+
+    def _targets(self) -> Sequence[int]:
+        """Return the ranks to which an exchange sends; in a directed graph they may be others."""
+        return self.neighbors
 
     def _compare_neighbors(self, tag: bytes = bytes(TAG_BYTES)) -> bool:
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.

@@ -11,7 +11,7 @@ from mlbench_core.optim.pytorch.all_reduce import (
     CustomCentralizedOptimizer,
 )
 from mlbench_core.optim.pytorch.choco import ChocoSGD
-from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
+from mlbench_core.optim.pytorch.decentralized import SGP, DecentralizedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
@@ -47,6 +47,7 @@ __all__ = [
     "NTASGD",
     "QSGD",
     "SCAFFOLD",
+    "SGP",
     "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
@@ -99,6 +100,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "qsgd": QSGD,
     "quantized_sgd": QuantizedSGD,
     "scaffold": SCAFFOLD,
+    "sgp": SGP,
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
     "sparsified_sgd": SparsifiedSGD,

@@ -207,9 +207,9 @@ def as_ddp_hook(
     bucket while the backward pass still computes others, in DDP's buckets instead of those of
     ``bucket_size_bytes``. All others send their messages at the end of the backward pass.
     Aggregations of weights cannot be used, because a hook sees only gradients:
-    DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation,
-    DiLoCoAggregation, EagerDiLoCoAggregation, StreamingDiLoCoAggregation, SparseLoCoAggregation and
-    NoLoCoAggregation.
+    DecentralizedAggregation, ChocoAggregation, PushSumAggregation, PeriodicAggregation,
+    ScaffoldAggregation, DiLoCoAggregation, EagerDiLoCoAggregation, StreamingDiLoCoAggregation,
+    SparseLoCoAggregation and NoLoCoAggregation.
 
     Complex gradients are averaged whole, real and imaginary parts, by AllReduceAggregation and
     PowerAggregation; other aggregations refuse them.
