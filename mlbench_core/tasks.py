@@ -431,6 +431,7 @@ _TASKS = (
             "loco",
             "ef21",
             "ef21_muon",
+            "arc_top_k",
             "scaffold",
             "demo",
             "one_bit_adam",

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     PowerAggregation,
     StreamingDiLoCoAggregation,
 )
@@ -246,6 +247,11 @@ def acp(context: Context, rank: int) -> Trainee:
     return ours("PowerSGD", context, momentum=MOMENTUM, aggregation=exchange)
 
 
+def arc(context: Context) -> Trainee:
+    """Make EF21 with the rows of ARC-Top-K."""
+    return ours("EF21", context, aggregation=ARCTopKAggregation(context.model))
+
+
 def sign(context: Context, name: str) -> Trainee:
     """Make an optimizer of signs."""
     # Its steps do not shrink with the gradient, so the learning rate is smaller.
@@ -388,6 +394,7 @@ VARIANTS = {
     "ef_sign": Variant("EFSignSGD", partial(sign, name="EFSignSGD")),
     "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),
     "ef21": Variant("EF21, largest 10 %", partial(ours, "EF21")),
+    "arc": Variant("EF21, 20 % of the rows (ARC-Top-K)", arc),
     "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),

@@ -146,6 +146,11 @@ METHODS: dict[str, MethodSpec] = {
         "gradients", "Largest changes of each worker's gradient", "ef21",
         {"size": _number(0.1, most=1), "momentum": Option(0.0, float, most=0.999)},
     ),
+    "arc_top_k": MethodSpec(
+        "gradients", "EF21 with rows that all workers choose alike", "arc_top_k",
+        {"size": _number(0.2, most=1), "rank": _integer(4),
+         "momentum": Option(0.0, float, most=0.999), "seed": _integer(0, least=0)},
+    ),
     "qsgd": MethodSpec(
         "gradients", "Random rounding to a few levels", "qsgd",
         {"levels": _integer(7, most=127), "bucket_size": _integer(512),

@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     AVG_WORLD,
     Aggregation,
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
@@ -328,6 +329,7 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
         model, random=True, **options
     ),
     "ef21": EF21Aggregation,
+    "arc_top_k": ARCTopKAggregation,
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
     "quantized_sgd": _quantized,
     "loco": _quantized,

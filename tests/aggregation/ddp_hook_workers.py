@@ -46,6 +46,7 @@ KINDS: dict[str, Callable[[nn.Module], Aggregation]] = {
     "top-k": lambda model: aggregations.SparsifiedAggregation(model, size=3),
     "random-k": lambda model: aggregations.SparsifiedAggregation(model, size=3, random=True),
     "EF21": lambda model: aggregations.EF21Aggregation(model, size=3),
+    "ARC-Top-K": lambda model: aggregations.ARCTopKAggregation(model, rank=1),
     "chunked top-k": lambda model: aggregations.ChunkedTopKAggregation(),
     "QSGD": lambda model: aggregations.QSGDAggregation(),
     "LoCo": lambda model: aggregations.QuantizedAllReduceAggregation(bits=4, error_decay=0.8),

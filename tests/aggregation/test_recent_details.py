@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch import (
+    ARCTopKAggregation,
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
@@ -56,6 +57,9 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
     EF21Aggregation: {"model": inspect.Parameter.empty, "size": 0.1, "momentum": 0.9},
+    ARCTopKAggregation: {
+        "model": inspect.Parameter.empty, "size": 0.2, "rank": 4, "momentum": 0.9, "seed": 0,
+    },
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
     NoLoCoAggregation: {"outer_lr": 0.7, "outer_momentum": 0.5, "gamma": 0.7, "seed": 0},
@@ -140,6 +144,7 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "DeMo": lambda: Gradients(DeMoAggregation(top_k=2, decay=0.9)),
     "Dion": lambda: Gradients(DionAggregation(rank=2)),
     "EF21": lambda: Gradients(EF21Aggregation(None, size=3)),
+    "ARC-Top-K": lambda: Gradients(ARCTopKAggregation(None, size=2, rank=2)),
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
     "chunked top-k": lambda: Gradients(ChunkedTopKAggregation(density=3, chunk_size=16)),
     "scaffold": lambda: Weights(ScaffoldAggregation()),
@@ -207,6 +212,7 @@ OWN = {
     "no loco": ["shared", "outer_state"],
     "LoCo": ["memory", "owner_memory"],
     "EF21": ["memory", "momentum"],
+    "ARC-Top-K": ["memory", "momentum"],
 }
 
 

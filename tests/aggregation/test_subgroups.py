@@ -19,6 +19,7 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
@@ -115,6 +116,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         m.parameters(), lr=0.1, aggregation=SparsifiedAggregation(None, size=2, **group)
     ),
     "ef21": lambda m, **group: EF21(2, m, lr=0.1, aggregation=EF21Aggregation(m, size=2, **group)),
+    "arc": lambda m, **group: EF21(
+        2, m, lr=0.1, aggregation=ARCTopKAggregation(m, rank=1, **group)
+    ),
     "random": lambda m, **group: CentralizedSparsifiedSGD(
         m.parameters(),
         lr=0.1,

@@ -31,6 +31,7 @@ from torch.optim import SGD, AdamW
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     EF21Aggregation,
     PowerAggregation,
@@ -254,6 +255,9 @@ MEMBERS: dict[str, Member] = {
         )
     ),
     "ef21": Member(lambda m, r, k: EF21(k, m, lr=0.05, size=2)),
+    "arc": Member(
+        lambda m, r, k: EF21(k, m, lr=0.05, aggregation=ARCTopKAggregation(m, rank=1, world_size=k))
+    ),
     "ef21 muon": Member(
         lambda m, r, k: GenericCentralizedOptimizer(
             k,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch import StreamingDiLoCoAggregation
+from mlbench_core.aggregation.pytorch import ARCTopKAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.centralized import (
     EFSignAggregation,
     PowerAggregation,
@@ -108,6 +108,7 @@ MEMBERS: dict[str, Make] = {
         1, model, lr=0.05, aggregation=EFSignAggregation()
     ),
     "ef21": lambda model: EF21(1, model, lr=0.05, weight_decay=0.01, size=5),
+    "arc": lambda model: EF21(1, model, lr=0.05, aggregation=ARCTopKAggregation(model, rank=1)),
     "composed random-k": lambda model: GenericCentralizedOptimizer(
         None,
         model,

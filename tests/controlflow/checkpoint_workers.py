@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
@@ -110,6 +111,7 @@ OPTIMIZERS: dict[str, Make] = {
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
     "ef21": lambda m, lr: EF21(model=m, lr=lr, size=3),
+    "arc": lambda m, lr: EF21(model=m, lr=lr, aggregation=ARCTopKAggregation(m, size=2, rank=1)),
     "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
     "loco": lambda m, lr: QuantizedSGD(model=m, lr=lr, bits=4, error_decay=0.8),
     "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
@@ -142,6 +144,7 @@ REMEMBERING = {
     "top-k",
     "random-k",
     "ef21",
+    "arc",
     "choco",
     "choco random-k",
     "choco sign",

@@ -116,6 +116,12 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
         MAKE_SGD,
         on_gradients(lambda model: aggregations.EF21Aggregation(model, size=0.2, momentum=0.5)),
     ),
+    "arc_top_k:rank=1,seed=3": (
+        MAKE_SGD,
+        on_gradients(
+            lambda model: aggregations.ARCTopKAggregation(model, rank=1, momentum=0, seed=3)
+        ),
+    ),
     "qsgd:levels=3": (
         MAKE_SGD,
         on_gradients(lambda model: aggregations.QSGDAggregation(levels=3, norm=math.inf)),

@@ -2,6 +2,7 @@
 
 from mlbench_core import _torch as _torch
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.arc_top_k import ARCTopKAggregation
 from mlbench_core.aggregation.pytorch.centralized import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -37,6 +38,7 @@ from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggrega
 __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
+    "ARCTopKAggregation",
     "Aggregation",
     "AllReduceAggregation",
     "ChocoAggregation",
