@@ -441,6 +441,7 @@ _TASKS = (
             "dion2",
             "dion3",
             "muloco",
+            "des_loc",
             "streaming_diloco",
             "sparse_loco",
             "no_loco",

@@ -404,6 +404,7 @@ VARIANTS = {
         "LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False
     ),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
+    "des_loc": Variant("DES-LOC (AdamW), weights every {steps} steps", periodic("DESLOC")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
     "quantized": Variant("QuantizedSGD, 8 bits", partial(ours, "QuantizedSGD", momentum=MOMENTUM)),
     "loco": Variant(

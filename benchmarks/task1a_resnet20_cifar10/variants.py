@@ -207,6 +207,9 @@ VARIANTS = {
     "ef21_muon": Variant(ef21_muon, lr_factor=0.15, scales=False),
     # DiLoCo's period and outer step with Muon inside. Thérien et al., arXiv:2505.23725.
     "muloco": Variant(muloco, lr_factor=0.15, scales=False),
+    # The period of local SGD and the rate of Adam, which were not tuned. The periods of the moments
+    # are 3 and 6 times as long, as in the paper. Iacob et al., arXiv:2505.22549.
+    "des_loc": Variant(of_model("des_loc", period=8), lr_factor=0.05, scales=False),
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was
     # chosen on the digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
     "streaming_diloco": Variant(

@@ -177,6 +177,10 @@ METHODS: dict[str, MethodSpec] = {
         "weights", "Outer step along the average change every period steps", "diloco",
         {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.9)},
     ),
+    "des_loc": MethodSpec(
+        "weights", "Averages of weights and moments of Adam in three periods", "des_loc",
+        {"period": _integer(8)},
+    ),
     "streaming_diloco": MethodSpec(
         "weights", "DiLoCo in fragments that travel during training", "streaming_diloco",
         {"period": _integer(8), "fragments": _integer(2), "delay": _integer(1, least=0),

@@ -36,6 +36,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DiLoCoAggregation,
     DionAggregation,
     EF21Aggregation,
@@ -52,6 +53,7 @@ from mlbench_core.aggregation.pytorch import (
     as_ddp_hook,
 )
 from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
+from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
@@ -176,6 +178,8 @@ class _OnWeights(Method):
         trained = sorted(self._trained.items())
         self._trained.clear()
         for _, weights in trained:
+            with _naming(self.choice):
+                weights.watch(optimizer)
             weights.aggregate()
 
 
@@ -200,6 +204,7 @@ class _Weights:
         self._number = number
         self._model = model
         self._aggregate = aggregation.agg_model()
+        self._moments = aggregation if isinstance(aggregation, DESLOCAggregation) else None
         if isinstance(aggregation, PeriodicAggregation):
             aggregation = aggregation.inside
         self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
@@ -210,6 +215,11 @@ class _Weights:
         # Not earlier, because a script may load a checkpoint after it wrapped the model.
         if self._outer is not None:
             self._outer.start(self._model)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Let an aggregation of moments find those of the optimizer that has taken a step."""
+        if self._moments is not None:
+            self._moments.watch(parameters_of(self._model), optimizer)
 
     def aggregate(self) -> None:
         """Replace the weights by the workers' result, if it is due."""
@@ -368,6 +378,7 @@ def _choco_sgd(process_group: Any, **options: Any) -> Aggregation:
 _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "local_sgd": _local_sgd,
     "diloco": _diloco,
+    "des_loc": DESLOCAggregation,
     "streaming_diloco": StreamingDiLoCoAggregation,
     "sparse_loco": _sparse_loco,
     "no_loco": _no_loco,

@@ -201,6 +201,7 @@ def errors() -> dict[str, str]:
         "periodic": (periodic, model),
         "DiLoCo": (aggregations.DiLoCoAggregation(), model),
         "SparseLoCo": (aggregations.SparseLoCoAggregation(), model),
+        "DES-LOC": (aggregations.DESLOCAggregation(), model),
         "NoLoCo": (aggregations.NoLoCoAggregation(), model),
         "SCAFFOLD": (aggregations.ScaffoldAggregation(), model),
         "gossip": (aggregations.DecentralizedAggregation(topology=ring(2)), model),

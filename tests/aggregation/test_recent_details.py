@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch import (
     ARCTopKAggregation,
     ChunkedTopKAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DionAggregation,
     EF21Aggregation,
     NoLoCoAggregation,
@@ -54,6 +55,9 @@ SHAPE = (6, 10)
 # Another default would change the meaning of earlier results.
 DEFAULTS: dict[Any, dict[str, Any]] = {
     ChunkedTopKAggregation: {"density": 0.02, "bits": 2, "decay": 0.95, "chunk_size": 4096},
+    DESLOCAggregation: {
+        "world_size": None, "period": 8, "first_moment_period": None, "second_moment_period": None,
+    },
     DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
     EF21Aggregation: {"model": inspect.Parameter.empty, "size": 0.1, "momentum": 0.9},

@@ -24,6 +24,7 @@ from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DiLoCoAggregation,
     DionAggregation,
     EF21Aggregation,
@@ -42,6 +43,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     QSGD,
     SCAFFOLD,
@@ -147,6 +149,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         lr=0.1,
         period=2,
         aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group)),
+    ),
+    "des loc": lambda m, **group: DESLOC(
+        2, m, lr=0.1, aggregation=DESLOCAggregation(period=2, first_moment_period=2, **group)
     ),
     "no loco": lambda m, **group: NoLoCo(
         2, m, lr=0.1, period=2, aggregation=NoLoCoAggregation(**group)

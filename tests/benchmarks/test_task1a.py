@@ -248,7 +248,8 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
         learnt = [key for key in models[0] if "running" not in key]
         if not all(torch.equal(models[0][key], models[1][key]) for key in learnt):
             apart.add(name)
-    periodic = {"local_sgd", "scaffold", "diloco", "muloco", "streaming_diloco", "sparse_loco"}
+    periodic = {"local_sgd", "des_loc", "scaffold", "diloco", "muloco"}
+    periodic |= {"streaming_diloco", "sparse_loco"}
     assert apart <= {"decentralized_sgd", "choco_sgd", "no_loco", *periodic}
     assert "choco_sgd" in apart
 

@@ -44,6 +44,7 @@ REFUSING = {
         "dion",
         "local",
         "local delayed",
+        "des loc",
         "scaffold",
         "diloco",
         "muloco",

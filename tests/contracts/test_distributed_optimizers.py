@@ -41,6 +41,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     LARS,
     QSGD,
@@ -279,6 +280,11 @@ MEMBERS: dict[str, Member] = {
         lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3, delay=2),
         period=3,
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
+    ),
+    "des loc": Member(
+        lambda m, r, k: DESLOC(k, m, lr=0.01, period=3, first_moment_period=2),
+        period=3,
+        sizes_vary=True,
     ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),

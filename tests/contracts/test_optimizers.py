@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     LARS,
     QSGD,
@@ -140,6 +141,7 @@ MEMBERS: dict[str, Make] = {
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
     "local sgd delayed": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4, delay=2),
+    "des loc": lambda model: DESLOC(1, model, lr=0.05, weight_decay=0.01, period=4),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "no loco": lambda model: NoLoCo(1, model, lr=0.05, period=5),

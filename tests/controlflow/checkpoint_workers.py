@@ -30,6 +30,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     QSGD,
     SCAFFOLD,
@@ -123,6 +124,7 @@ OPTIMIZERS: dict[str, Make] = {
     "choco sign": partial(_choco, compression="sign"),
     "local": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4),
     "local delayed": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4, delay=3),
+    "des loc": lambda m, lr: DESLOC(model=m, lr=lr, period=4, first_moment_period=3),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
     "no loco": lambda m, lr: NoLoCo(model=m, lr=lr, period=4),

@@ -27,6 +27,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import parse_method, parse_optimizer
 from mlbench_core.observe.methods import make_method
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     ChocoSGD,
     DecentralizedSGD,
     DiLoCo,
@@ -187,6 +188,7 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             **ADAMW_OPTIONS,
         ),
     ),
+    "des_loc:period=2": (MAKE_ADAMW, lambda model: DESLOC(model=model, period=2, **ADAMW_OPTIONS)),
     "no_loco:period=3,outer_momentum=0.3,gamma=0.6,seed=1": (
         MAKE_ADAMW,
         lambda model: NoLoCo(

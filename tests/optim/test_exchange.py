@@ -21,6 +21,7 @@ from mlbench_core.aggregation.pytorch import (
     ChocoAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DiLoCoAggregation,
     DionAggregation,
     EF21Aggregation,
@@ -38,6 +39,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     QSGD,
     SCAFFOLD,
@@ -100,6 +102,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "streaming": (partial(StreamingDiLoCo, model=MODEL, lr=0.1), StreamingDiLoCoAggregation()),
     "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
     "sparse loco": (partial(SparseLoCo, model=MODEL, lr=0.1), SparseLoCoAggregation()),
+    "des loc": (partial(DESLOC, model=MODEL, lr=0.1), DESLOCAggregation()),
     "no loco": (partial(NoLoCo, model=MODEL, lr=0.1), NoLoCoAggregation()),
     "demo": (partial(DeMo, MODEL.parameters(), lr=0.1), DeMoAggregation()),
     "one-bit adam": (partial(OneBitAdam, MODEL.parameters(), lr=0.1), OneBitAggregation()),

@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
+from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
 from mlbench_core.aggregation.pytorch.local_steps.periodic import (
     DiLoCoAggregation,
@@ -44,6 +45,7 @@ __all__ = [
     "ChocoAggregation",
     "ChunkedTopKAggregation",
     "DDPHookState",
+    "DESLOCAggregation",
     "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",

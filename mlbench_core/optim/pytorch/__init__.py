@@ -21,6 +21,7 @@ from mlbench_core.optim.pytorch.fp_optimizers import (
     DynamicLossScaler,
     FP16Optimizer,
 )
+from mlbench_core.optim.pytorch.local_steps.des_loc import DESLOC
 from mlbench_core.optim.pytorch.local_steps.no_loco import NoLoCo
 from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "DESLOC",
     "EF21",
     "LARS",
     "NTASGD",
@@ -88,6 +90,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "choco_sgd": ChocoSGD,
     "decentralized_sgd": DecentralizedSGD,
     "demo": DeMo,
+    "des_loc": DESLOC,
     "diloco": DiLoCo,
     "dion": Dion,
     "ef21": EF21,
