@@ -445,6 +445,7 @@ _TASKS = (
             "streaming_diloco",
             "sparse_loco",
             "no_loco",
+            "sparta",
         ),
     ),
     Task(

@@ -424,6 +424,7 @@ VARIANTS = {
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
     "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
     "no_loco": Variant("NoLoCo, every {steps} steps", periodic("NoLoCo")),
+    "sparta": Variant("SPARTA (AdamW), 0.5 %", partial(ours, "SPARTA")),
     "half_fp16": Variant(
         "FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False
     ),

@@ -231,6 +231,9 @@ VARIANTS = {
     # DiLoCo's period and rate instead of a period of 50, because few steps reach the goal; the
     # rest as in the authors' code. Kolehmainen et al., arXiv:2506.10911.
     "no_loco": Variant(of_model("no_loco", period=20), lr_factor=0.05, scales=False),
+    # Adam's rate, and the share of the code of ExoGym. A weight is averaged every 200 steps, which
+    # is more than the digits take; not tuned.
+    "sparta": Variant(of_model("sparta"), lr_factor=0.05, scales=False),
 }  # fmt: skip
 OPTIMIZERS = get_task("1a").optimizers
 

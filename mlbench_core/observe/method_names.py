@@ -196,6 +196,10 @@ METHODS: dict[str, MethodSpec] = {
         {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.5),
          "gamma": _number(0.7), "seed": _integer(0, least=0)},
     ),
+    "sparta": MethodSpec(
+        "weights", "Average of a few random weights after each step", "sparta",
+        {"share": _number(0.005, most=1), "seed": _integer(0, least=0)},
+    ),
     "decentralized_sgd": MethodSpec(
         "weights", "Average of weights with two neighbors on a ring", "decentralized_sgd"
     ),

@@ -49,6 +49,7 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
     as_ddp_hook,
 )
@@ -382,6 +383,7 @@ _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "streaming_diloco": StreamingDiLoCoAggregation,
     "sparse_loco": _sparse_loco,
     "no_loco": _no_loco,
+    "sparta": SPARTAAggregation,
     "decentralized_sgd": _decentralized_sgd,
     "choco_sgd": _choco_sgd,
 }

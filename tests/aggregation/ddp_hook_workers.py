@@ -203,6 +203,7 @@ def errors() -> dict[str, str]:
         "SparseLoCo": (aggregations.SparseLoCoAggregation(), model),
         "DES-LOC": (aggregations.DESLOCAggregation(), model),
         "NoLoCo": (aggregations.NoLoCoAggregation(), model),
+        "SPARTA": (aggregations.SPARTAAggregation(), model),
         "SCAFFOLD": (aggregations.ScaffoldAggregation(), model),
         "gossip": (aggregations.DecentralizedAggregation(topology=ring(2)), model),
         "CHOCO": (aggregations.ChocoAggregation(topology=ring(2)), model),

@@ -92,7 +92,11 @@ def test_a_run_resumes_exactly_although_its_buckets_start_again(
 
 
 @pytest.mark.parametrize(
-    "kind", ["periodic", "DES-LOC", "DiLoCo", "SparseLoCo", "NoLoCo", "SCAFFOLD", "gossip", "CHOCO"]
+    "kind",
+    [
+        *("periodic", "DES-LOC", "DiLoCo", "SparseLoCo", "NoLoCo", "SPARTA"),
+        *("SCAFFOLD", "gossip", "CHOCO"),
+    ],
 )
 def test_aggregations_of_weights_are_refused(results: Results, kind: str) -> None:
     message = results[0]["errors"][kind]

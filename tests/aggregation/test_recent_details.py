@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch import (
@@ -71,6 +72,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "bits": 8, "block": 256, "rounding": "nearest", "error_decay": None, "seed": 0,
     },
     ScaffoldAggregation: {"world_size": None},
+    SPARTAAggregation: {"world_size": None, "share": 0.005, "seed": 0},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
         "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5,

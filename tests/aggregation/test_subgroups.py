@@ -38,6 +38,7 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
@@ -47,6 +48,7 @@ from mlbench_core.optim.pytorch import (
     EF21,
     QSGD,
     SCAFFOLD,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -152,6 +154,9 @@ MAKE: dict[str, Callable[..., Any]] = {
     ),
     "des loc": lambda m, **group: DESLOC(
         2, m, lr=0.1, aggregation=DESLOCAggregation(period=2, first_moment_period=2, **group)
+    ),
+    "sparta": lambda m, **group: SPARTA(
+        2, m, lr=0.1, aggregation=SPARTAAggregation(share=0.5, **group)
     ),
     "no loco": lambda m, **group: NoLoCo(
         2, m, lr=0.1, period=2, aggregation=NoLoCoAggregation(**group)

@@ -250,7 +250,7 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
             apart.add(name)
     periodic = {"local_sgd", "des_loc", "scaffold", "diloco", "muloco"}
     periodic |= {"streaming_diloco", "sparse_loco"}
-    assert apart <= {"decentralized_sgd", "choco_sgd", "no_loco", *periodic}
+    assert apart <= {"decentralized_sgd", "choco_sgd", "no_loco", "sparta", *periodic}
     assert "choco_sgd" in apart
 
 

@@ -50,6 +50,7 @@ REFUSING = {
         "muloco",
         "sparse loco",
         "no loco",
+        "sparta",
         "streaming",
         "ring",
         "choco",

@@ -46,6 +46,7 @@ from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
     SCAFFOLD,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -282,7 +283,9 @@ MEMBERS: dict[str, Member] = {
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
     ),
     "des loc": Member(
-        lambda m, r, k: DESLOC(k, m, lr=0.01, period=3, first_moment_period=2),
+        lambda m, r, k: DESLOC(
+            k, m, lr=0.01, period=3, first_moment_period=3, second_moment_period=6
+        ),
         period=3,
         sizes_vary=True,
     ),
@@ -323,6 +326,10 @@ MEMBERS: dict[str, Member] = {
         ),
         period=3,
         without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    ),
+    "sparta": Member(
+        lambda m, r, k: SPARTA(k, m, lr=0.01, share=0.5),
+        without=lambda m: AdamW(m.parameters(), lr=0.01),
     ),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),

@@ -34,6 +34,7 @@ from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,
     SCAFFOLD,
+    SPARTA,
     AveragedSGD,
     CentralizedAdam,
     CentralizedSGD,
@@ -144,6 +145,7 @@ MEMBERS: dict[str, Make] = {
     "des loc": lambda model: DESLOC(1, model, lr=0.05, weight_decay=0.01, period=4),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
+    "sparta": lambda model: SPARTA(1, model, lr=0.05),
     "no loco": lambda model: NoLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "one-bit adam": lambda model: OneBitAdam(

@@ -34,6 +34,7 @@ from mlbench_core.optim.pytorch import (
     EF21,
     QSGD,
     SCAFFOLD,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -127,6 +128,7 @@ OPTIMIZERS: dict[str, Make] = {
     "des loc": lambda m, lr: DESLOC(model=m, lr=lr, period=4, first_moment_period=3),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
+    "sparta": lambda m, lr: SPARTA(model=m, lr=lr, share=0.3),
     "no loco": lambda m, lr: NoLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
         model=m,

@@ -28,6 +28,7 @@ from mlbench_core.observe.method_names import parse_method, parse_optimizer
 from mlbench_core.observe.methods import make_method
 from mlbench_core.optim.pytorch import (
     DESLOC,
+    SPARTA,
     ChocoSGD,
     DecentralizedSGD,
     DiLoCo,
@@ -195,6 +196,14 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             model=model,
             period=3,
             aggregation=aggregations.NoLoCoAggregation(outer_momentum=0.3, gamma=0.6, seed=1),
+            **ADAMW_OPTIONS,
+        ),
+    ),
+    "sparta:share=0.2,seed=3": (
+        MAKE_ADAMW,
+        lambda model: SPARTA(
+            model=model,
+            aggregation=aggregations.SPARTAAggregation(share=0.2, seed=3),
             **ADAMW_OPTIONS,
         ),
     ),
@@ -393,6 +402,10 @@ def errors() -> dict[str, str]:
             method.hook(complex_model)
         except ConfigurationError as error:
             messages[text] = str(error)
+    try:
+        script("des_loc", MAKE_SGD)
+    except ConfigurationError as error:
+        messages["des_loc"] = str(error)
     return messages
 
 

@@ -14,13 +14,14 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch import DESLOCAggregation
-from mlbench_core.optim.pytorch import DESLOC
+from mlbench_core.aggregation.pytorch import DESLOCAggregation, SPARTAAggregation
+from mlbench_core.optim.pytorch import DESLOC, SPARTA
 from tests.optim.weight_averaging import Weights, descend, gradient, start
 
 WORKERS, STEPS = 3, 15
 # Kx, Ku and Kv. The third and the fourth have moments that are due when the weights are not.
 PERIODS = ((4, 4, 4), (2, 6, 12), (4, 2, 3), (5, 7, 2))
+SHARE, SEED = 0.2, 3
 
 
 def train(rank: int, steps: range, model: nn.Module, optimizer: Any) -> tuple[Tensor, ...]:
@@ -71,10 +72,47 @@ def one_without_gradients(rank: int) -> dict[str, Any]:
     return {"statistic": model.statistic, "y": model.y.detach(), **optimizer.state.get(model.y, {})}
 
 
+def sparta(rank: int, group: Any) -> dict[str, Any]:
+    """Against the reference, with its bytes, and resumed."""
+
+    def make(model: Weights) -> SPARTA:
+        exchange = SPARTAAggregation(share=SHARE, seed=SEED, process_group=group)
+        return SPARTA(model=model, lr=0.05, aggregation=exchange)
+
+    model = Weights(x=start())
+    optimizer, sent = make(model), []
+    for step in range(STEPS):
+        if step == 5:
+            other = copy.deepcopy(model)
+            resumed = make(other)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        x = descend(rank, model, optimizer, range(step, step + 1))[-1]
+        sent.append(optimizer.aggregation.last_bytes)
+    return {"x": x, "sent": sent, "resumed": descend(rank, other, resumed, range(5, STEPS))[-1]}
+
+
+def spread(rank: int) -> list[Tensor]:
+    """Tensors that start apart, as one, before and after each average of 5 % of them."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors = {
+        "x": torch.randn(100, 99, generator=generator, dtype=torch.float64).t(),
+        "y": torch.randn(100, generator=generator, dtype=torch.float64),
+    }
+    aggregation, history = SPARTAAggregation(share=0.05), []
+    for _ in range(21):
+        history.append(torch.cat([x.flatten() for x in tensors.values()]))
+        aggregation.aggregate(tensors, "avg_world")
+    return history
+
+
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"one without gradients": one_without_gradients(rank)}
+    result: dict[str, Any] = {
+        "one without gradients": one_without_gradients(rank),
+        "spread": spread(rank),
+    }
     for k in (2, 3):
         group = dist.new_group(list(range(k)))
         if rank < k:
             result[f"des_loc {k}"] = des_loc(rank, group)
+            result[f"sparta {k}"] = sparta(rank, group)
     return result

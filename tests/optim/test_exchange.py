@@ -36,6 +36,7 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.optim.pytorch import (
@@ -43,6 +44,7 @@ from mlbench_core.optim.pytorch import (
     EF21,
     QSGD,
     SCAFFOLD,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -103,6 +105,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
     "sparse loco": (partial(SparseLoCo, model=MODEL, lr=0.1), SparseLoCoAggregation()),
     "des loc": (partial(DESLOC, model=MODEL, lr=0.1), DESLOCAggregation()),
+    "sparta": (partial(SPARTA, model=MODEL, lr=0.1), SPARTAAggregation()),
     "no loco": (partial(NoLoCo, model=MODEL, lr=0.1), NoLoCoAggregation()),
     "demo": (partial(DeMo, MODEL.parameters(), lr=0.1), DeMoAggregation()),
     "one-bit adam": (partial(OneBitAdam, MODEL.parameters(), lr=0.1), OneBitAggregation()),

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from mlbench_core.aggregation.pytorch import DESLOCAggregation
+from mlbench_core.aggregation.pytorch import DESLOCAggregation, SPARTAAggregation
+from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
 from mlbench_core.optim.pytorch import DESLOC
 from tests.helpers.ranks import run_ranks
 from tests.optim import partial_averages_workers as workers
 from tests.optim.weight_averaging import Weights, gradient, start
 from tests.references.des_loc import des_loc
+from tests.references.sparta import sparta
 
 Ranks = list[dict[str, Any]]
 
@@ -106,3 +108,49 @@ def test_wrong_arguments_of_des_loc_are_named() -> None:
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(TypeError, match="must be Adam or AdamW without amsgrad"):
             optimizer.step()
+
+
+class TestSPARTA:
+    @pytest.mark.parametrize("k", [2, 3])
+    def test_it_is_the_reference(self, ranks: Ranks, k: int) -> None:
+        generator = torch.Generator().manual_seed(workers.SEED)
+
+        def draw() -> Tensor:
+            return draw_coordinates(35, 7, generator)
+
+        expected = sparta(start(), gradient, k, 0.05, workers.STEPS, draw)
+        for result, x in zip(ranks[:k], expected, strict=True):
+            assert_close(result[f"sparta {k}"]["x"], x)
+
+    @pytest.mark.parametrize("k", [2, 3])
+    def test_bytes_are_those_of_the_share_and_a_resumed_run_is_exact(
+        self, ranks: Ranks, k: int
+    ) -> None:
+        for result in ranks[:k]:
+            found = result[f"sparta {k}"]
+            assert found["sent"] == [8 * 7] * workers.STEPS  # a fifth of 35 float64
+            assert torch.equal(found["resumed"], found["x"])
+
+    def test_the_mean_stays_and_other_weights_keep_their_bits(self, ranks: Ranks) -> None:
+        history = torch.stack([torch.stack(result["spread"]) for result in ranks])
+        for before, after in zip(history.unbind(1), history.unbind(1)[1:], strict=False):
+            assert_close(after.mean(dim=0), before.mean(dim=0))
+            has_changed = (after != before).any(dim=0)
+            assert has_changed.sum() <= 500
+            assert (after[:, has_changed] == after[0, has_changed]).all()
+
+    def test_the_spread_falls_by_the_share(self, ranks: Ranks) -> None:
+        """In the first call exactly, because 500 of 10,000 coordinates become equal. Then on
+        average, since some of these are drawn again."""
+        history = torch.stack([torch.stack(result["spread"]) for result in ranks])
+        is_equal = (history == history[0]).all(dim=0)
+        assert is_equal.sum(dim=1)[:2].tolist() == [0, 500]
+        spread = (history - history.mean(dim=0)).square().sum(dim=(0, 2))
+        assert (spread[-1] / spread[0]).item() == pytest.approx(0.95**20, rel=0.05)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        for share in (0, 1.5):
+            with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
+                SPARTAAggregation(share=share)
+        with pytest.raises(ValueError, match="SPARTAAggregation must have the keys"):
+            SPARTAAggregation().load_state_dict({"memory": {}})

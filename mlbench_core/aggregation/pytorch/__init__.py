@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
     ChunkedTopKAggregation,
     SparseLoCoAggregation,
 )
+from mlbench_core.aggregation.pytorch.local_steps.sparta import SPARTAAggregation
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
@@ -59,6 +60,7 @@ __all__ = [
     "PowerAggregation",
     "QSGDAggregation",
     "QuantizedAllReduceAggregation",
+    "SPARTAAggregation",
     "ScaffoldAggregation",
     "SignAggregation",
     "SparseLoCoAggregation",

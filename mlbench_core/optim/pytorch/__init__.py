@@ -26,6 +26,7 @@ from mlbench_core.optim.pytorch.local_steps.no_loco import NoLoCo
 from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.local_steps.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.local_steps.sparta import SPARTA
 from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
 from mlbench_core.optim.pytorch.power import PowerSGD
@@ -49,6 +50,7 @@ __all__ = [
     "NTASGD",
     "QSGD",
     "SCAFFOLD",
+    "SPARTA",
     "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
@@ -104,6 +106,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
+    "sparta": SPARTA,
     "sparsified_sgd": SparsifiedSGD,
     "streaming_diloco": StreamingDiLoCo,
 }
