@@ -103,11 +103,8 @@ def test_wrong_arguments_of_des_loc_are_named() -> None:
     with pytest.raises(ValueError, match="period must be left out or 8, not 4"):
         DESLOC(model=model, lr=0.1, period=4, aggregation=DESLOCAggregation())
     for other in (SGD(model.parameters(), lr=0.1), Adam(model.parameters(), amsgrad=True)):
-        optimizer = DESLOC(model=model, lr=0.1)
-        optimizer.optimizer = other
-        model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(TypeError, match="must be Adam or AdamW without amsgrad"):
-            optimizer.step()
+            DESLOC(model=model, lr=0.1).optimizer = other
 
 
 class TestSPARTA:

@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.local_steps.periodic import PeriodicAggregation, count_step
 from mlbench_core.arguments import check_int
 
-__all__ = ["DESLOCAggregation"]
+__all__ = ["DESLOCAggregation", "check_adam"]
 
 
 class DESLOCAggregation(PeriodicAggregation):
@@ -102,12 +102,7 @@ class DESLOCAggregation(PeriodicAggregation):
         Raises:
             TypeError: It is another optimizer.
         """
-        is_adam = isinstance(optimizer, (Adam, AdamW))
-        if not is_adam or any(group["amsgrad"] for group in optimizer.param_groups):
-            raise TypeError(
-                "optimizer must be Adam or AdamW without amsgrad, not "
-                f"{type(optimizer).__name__}: only two moments can be averaged"
-            )
+        check_adam(optimizer)
         self._parameters, self._state = parameters, optimizer.state
 
     @torch.no_grad()
@@ -155,3 +150,13 @@ class DESLOCAggregation(PeriodicAggregation):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the moments, which belong to an optimizer."""
         return {**super().__getstate__(), "_parameters": {}, "_state": {}}
+
+
+def check_adam(optimizer: Optimizer) -> None:
+    """Raise a TypeError if an optimizer is not Adam or AdamW without ``amsgrad``."""
+    is_adam = isinstance(optimizer, (Adam, AdamW))
+    if not is_adam or any(group["amsgrad"] for group in optimizer.param_groups):
+        raise TypeError(
+            "optimizer must be Adam or AdamW without amsgrad, not "
+            f"{type(optimizer).__name__}: only their two moments can be averaged"
+        )

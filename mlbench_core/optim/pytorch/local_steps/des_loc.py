@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation
+from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation, check_adam
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.local_steps.periodic import make_inner_optimizer
@@ -103,6 +104,11 @@ class DESLOC(GenericCentralizedOptimizer):
             optimizer=inner,
             aggregation=aggregation,
         )
+
+    def check_inside(self, optimizer: Optimizer) -> None:
+        """Raise an error for an optimizer other than Adam or AdamW of the model's parameters."""
+        super().check_inside(optimizer)
+        check_adam(optimizer)
 
     def _communicate(self, denom: Denominator | None) -> None:
         """Average what is due, with the moments of the wrapped optimizer."""
