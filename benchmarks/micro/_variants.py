@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     PowerAggregation,
     StreamingDiLoCoAggregation,
 )
@@ -246,6 +247,11 @@ def acp(context: Context, rank: int) -> Trainee:
     return ours("PowerSGD", context, momentum=MOMENTUM, aggregation=exchange)
 
 
+def arc(context: Context) -> Trainee:
+    """Make EF21 with the rows of ARC-Top-K."""
+    return ours("EF21", context, aggregation=ARCTopKAggregation(context.model))
+
+
 def sign(context: Context, name: str) -> Trainee:
     """Make an optimizer of signs."""
     # Its steps do not shrink with the gradient, so the learning rate is smaller.
@@ -388,6 +394,7 @@ VARIANTS = {
     "ef_sign": Variant("EFSignSGD", partial(sign, name="EFSignSGD")),
     "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),
     "ef21": Variant("EF21, largest 10 %", partial(ours, "EF21")),
+    "arc": Variant("EF21, 20 % of the rows (ARC-Top-K)", arc),
     "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
@@ -398,6 +405,7 @@ VARIANTS = {
         "LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False
     ),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
+    "des_loc": Variant("DES-LOC (AdamW), weights every {steps} steps", periodic("DESLOC")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
     "quantized": Variant("QuantizedSGD, 8 bits", partial(ours, "QuantizedSGD", momentum=MOMENTUM)),
     "loco": Variant(
@@ -417,6 +425,7 @@ VARIANTS = {
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
     "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
     "no_loco": Variant("NoLoCo, every {steps} steps", periodic("NoLoCo")),
+    "sparta": Variant("SPARTA (AdamW), 0.5 %", partial(ours, "SPARTA")),
     "half_fp16": Variant(
         "FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False
     ),

@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
@@ -192,6 +193,11 @@ VARIANTS = {
     # times SGD's rate, 2.5 was the best with two workers on the digits. Fatkhullin, Tyurin and
     # Richtárik, arXiv:2305.15155.
     "ef21": Variant(of_model("ef21", weight_decay=1e-4), lr_factor=2.5),
+    # EF21's momentum and rate, which were not tuned for it. The share of rows and the rank are
+    # those of a public port of it. Chen et al., arXiv:2510.26709.
+    "arc_top_k": Variant(
+        of_model("ef21", lambda: ARCTopKAggregation(None), weight_decay=1e-4), lr_factor=2.5
+    ),
     # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of
     # that was chosen on the digits: with ten times the rate, four workers diverge at first. The
     # period is that of local SGD. Karimireddy et al., arXiv:1910.06378.
@@ -227,6 +233,9 @@ VARIANTS = {
     "ef21_muon": Variant(ef21_muon, lr_factor=0.15, scales=False),
     # DiLoCo's period and outer step with Muon inside. Thérien et al., arXiv:2505.23725.
     "muloco": Variant(muloco, lr_factor=0.15, scales=False),
+    # The period of local SGD and the rate of Adam, which were not tuned. The periods of the moments
+    # are 3 and 6 times as long, as in the paper. Iacob et al., arXiv:2505.22549.
+    "des_loc": Variant(of_model("des_loc", period=8), lr_factor=0.05, scales=False),
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was
     # chosen on the digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
     "streaming_diloco": Variant(
@@ -248,6 +257,9 @@ VARIANTS = {
     # DiLoCo's period and rate instead of a period of 50, because few steps reach the goal; the
     # rest as in the authors' code. Kolehmainen et al., arXiv:2506.10911.
     "no_loco": Variant(of_model("no_loco", period=20), lr_factor=0.05, scales=False),
+    # Adam's rate, and the share of the code of ExoGym. A weight is averaged every 200 steps, which
+    # is more than the digits take; not tuned.
+    "sparta": Variant(of_model("sparta"), lr_factor=0.05, scales=False),
 }  # fmt: skip
 OPTIMIZERS = get_task("1a").optimizers
 

@@ -146,6 +146,11 @@ METHODS: dict[str, MethodSpec] = {
         "gradients", "Largest changes of each worker's gradient", "ef21",
         {"size": _number(0.1, most=1), "momentum": Option(0.0, float, most=0.999)},
     ),
+    "arc_top_k": MethodSpec(
+        "gradients", "EF21 with rows that all workers choose alike", "arc_top_k",
+        {"size": _number(0.2, most=1), "rank": _integer(4),
+         "momentum": Option(0.0, float, most=0.999), "seed": _integer(0, least=0)},
+    ),
     "qsgd": MethodSpec(
         "gradients", "Random rounding to a few levels", "qsgd",
         {"levels": _integer(7, most=127), "bucket_size": _integer(512),
@@ -180,6 +185,10 @@ METHODS: dict[str, MethodSpec] = {
         "weights", "DiLoCo whose messages travel during the next period", "diloco",
         {"period": _integer(20), "outer_lr": _number(0.4), "outer_momentum": _number(0.9)},
     ),
+    "des_loc": MethodSpec(
+        "weights", "Averages of weights and moments of Adam in three periods", "des_loc",
+        {"period": _integer(8)},
+    ),
     "streaming_diloco": MethodSpec(
         "weights", "DiLoCo in fragments that travel during training", "streaming_diloco",
         {"period": _integer(8), "fragments": _integer(2), "delay": _integer(1, least=0),
@@ -194,6 +203,10 @@ METHODS: dict[str, MethodSpec] = {
         "weights", "Outer step along the average of a random pair every period steps", "no_loco",
         {"period": _integer(20), "outer_lr": _number(0.7), "outer_momentum": _number(0.5),
          "gamma": _number(0.7), "seed": _integer(0, least=0)},
+    ),
+    "sparta": MethodSpec(
+        "weights", "Average of a few random weights after each step", "sparta",
+        {"share": _number(0.005, most=1), "seed": _integer(0, least=0)},
     ),
     "decentralized_sgd": MethodSpec(
         "weights", "Average of weights with two neighbors on a ring", "decentralized_sgd"

@@ -31,10 +31,12 @@ from mlbench_core.aggregation.pytorch import (
     AVG_WORLD,
     Aggregation,
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DiLoCoAggregation,
     DionAggregation,
     EagerDiLoCoAggregation,
@@ -50,10 +52,12 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
     as_ddp_hook,
 )
 from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
+from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
@@ -178,6 +182,8 @@ class _OnWeights(Method):
         trained = sorted(self._trained.items())
         self._trained.clear()
         for _, weights in trained:
+            with _naming(self.choice):
+                weights.watch(optimizer)
             weights.aggregate()
 
 
@@ -202,6 +208,7 @@ class _Weights:
         self._number = number
         self._model = model
         self._aggregate = aggregation.agg_model()
+        self._moments = aggregation if isinstance(aggregation, DESLOCAggregation) else None
         if isinstance(aggregation, PeriodicAggregation):
             aggregation = aggregation.inside
         self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
@@ -212,6 +219,11 @@ class _Weights:
         # Not earlier, because a script may load a checkpoint after it wrapped the model.
         if self._outer is not None:
             self._outer.start(self._model)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Let an aggregation of moments find those of the optimizer that has taken a step."""
+        if self._moments is not None:
+            self._moments.watch(parameters_of(self._model), optimizer)
 
     def aggregate(self) -> None:
         """Replace the weights by the workers' result, if it is due."""
@@ -331,6 +343,7 @@ _ON_GRADIENTS: dict[str, Callable[..., Aggregation]] = {
         model, random=True, **options
     ),
     "ef21": EF21Aggregation,
+    "arc_top_k": ARCTopKAggregation,
     "qsgd": lambda model, **options: QSGDAggregation(norm=math.inf, **options),
     "quantized_sgd": _quantized,
     "loco": _quantized,
@@ -382,9 +395,11 @@ _ON_WEIGHTS: dict[str, Callable[..., Aggregation]] = {
     "diloco": _diloco,
     "edit": _edit,
     "eager_diloco": _eager_diloco,
+    "des_loc": DESLOCAggregation,
     "streaming_diloco": StreamingDiLoCoAggregation,
     "sparse_loco": _sparse_loco,
     "no_loco": _no_loco,
+    "sparta": SPARTAAggregation,
     "decentralized_sgd": _decentralized_sgd,
     "choco_sgd": _choco_sgd,
     "sgp": PushSumAggregation,

@@ -93,7 +93,10 @@ def test_a_run_resumes_exactly_although_its_buckets_start_again(
 
 @pytest.mark.parametrize(
     "kind",
-    ["periodic", "DiLoCo", "eager", "SparseLoCo", "NoLoCo", "SCAFFOLD", "gossip", "CHOCO", "SGP"],
+    [
+        *("periodic", "DES-LOC", "DiLoCo", "eager", "SparseLoCo", "NoLoCo", "SPARTA"),
+        *("SCAFFOLD", "gossip", "CHOCO", "SGP"),
+    ],
 )
 def test_aggregations_of_weights_are_refused(results: Results, kind: str) -> None:
     message = results[0]["errors"][kind]

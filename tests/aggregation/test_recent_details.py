@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch import (
+    ARCTopKAggregation,
     ChunkedTopKAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DionAggregation,
     EagerDiLoCoAggregation,
     EF21Aggregation,
@@ -31,6 +33,7 @@ from mlbench_core.aggregation.pytorch import (
     QuantizedAllReduceAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch import (
@@ -55,10 +58,16 @@ SHAPE = (6, 10)
 # Another default would change the meaning of earlier results.
 DEFAULTS: dict[Any, dict[str, Any]] = {
     ChunkedTopKAggregation: {"density": 0.02, "bits": 2, "decay": 0.95, "chunk_size": 4096},
+    DESLOCAggregation: {
+        "world_size": None, "period": 8, "first_moment_period": None, "second_moment_period": None,
+    },
     DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
     DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
     EagerDiLoCoAggregation: {"outer_optimizer": None},
     EF21Aggregation: {"model": inspect.Parameter.empty, "size": 0.1, "momentum": 0.9},
+    ARCTopKAggregation: {
+        "model": inspect.Parameter.empty, "size": 0.2, "rank": 4, "momentum": 0.9, "seed": 0,
+    },
     OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
     QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
     NoLoCoAggregation: {"outer_lr": 0.7, "outer_momentum": 0.5, "gamma": 0.7, "seed": 0},
@@ -67,6 +76,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "bits": 8, "block": 256, "rounding": "nearest", "error_decay": None, "seed": 0,
     },
     ScaffoldAggregation: {"world_size": None},
+    SPARTAAggregation: {"world_size": None, "share": 0.005, "seed": 0},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
         "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5,
@@ -144,6 +154,7 @@ MAKERS: dict[str, Callable[[], Gradients | Weights]] = {
     "DeMo": lambda: Gradients(DeMoAggregation(top_k=2, decay=0.9)),
     "Dion": lambda: Gradients(DionAggregation(rank=2)),
     "EF21": lambda: Gradients(EF21Aggregation(None, size=3)),
+    "ARC-Top-K": lambda: Gradients(ARCTopKAggregation(None, size=2, rank=2)),
     "one bit": lambda: Gradients(OneBitAggregation(warmup_steps=2)),
     "chunked top-k": lambda: Gradients(ChunkedTopKAggregation(density=3, chunk_size=16)),
     "scaffold": lambda: Weights(ScaffoldAggregation()),
@@ -213,6 +224,7 @@ OWN = {
     "eager": ["shared", "outer_state"],
     "LoCo": ["memory", "owner_memory"],
     "EF21": ["memory", "momentum"],
+    "ARC-Top-K": ["memory", "momentum"],
 }
 
 

@@ -19,10 +19,12 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    DESLOCAggregation,
     DiLoCoAggregation,
     DionAggregation,
     EagerDiLoCoAggregation,
@@ -38,15 +40,18 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     QSGD,
     SCAFFOLD,
     SGP,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -118,6 +123,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         m.parameters(), lr=0.1, aggregation=SparsifiedAggregation(None, size=2, **group)
     ),
     "ef21": lambda m, **group: EF21(2, m, lr=0.1, aggregation=EF21Aggregation(m, size=2, **group)),
+    "arc": lambda m, **group: EF21(
+        2, m, lr=0.1, aggregation=ARCTopKAggregation(m, rank=1, **group)
+    ),
     "random": lambda m, **group: CentralizedSparsifiedSGD(
         m.parameters(),
         lr=0.1,
@@ -147,6 +155,12 @@ MAKE: dict[str, Callable[..., Any]] = {
         lr=0.1,
         period=2,
         aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group)),
+    ),
+    "des loc": lambda m, **group: DESLOC(
+        2, m, lr=0.1, aggregation=DESLOCAggregation(period=2, first_moment_period=2, **group)
+    ),
+    "sparta": lambda m, **group: SPARTA(
+        2, m, lr=0.1, aggregation=SPARTAAggregation(share=0.5, **group)
     ),
     "no loco": lambda m, **group: NoLoCo(
         2, m, lr=0.1, period=2, aggregation=NoLoCoAggregation(**group)

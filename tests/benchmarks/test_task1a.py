@@ -249,8 +249,8 @@ def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[st
         if not all(torch.equal(models[0][key], models[1][key]) for key in learnt):
             apart.add(name)
     periodic = {"local_sgd", "scaffold", "diloco", "muloco", "streaming_diloco", "sparse_loco"}
-    periodic |= {"edit", "eager_diloco"}
-    assert apart <= {"decentralized_sgd", "choco_sgd", "sgp", "no_loco", *periodic}
+    periodic |= {"des_loc", "edit", "eager_diloco"}
+    assert apart <= {"decentralized_sgd", "choco_sgd", "sgp", "no_loco", "sparta", *periodic}
     assert "choco_sgd" in apart
 
 

@@ -31,6 +31,7 @@ from torch.optim import SGD, AdamW
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     DiLoCoAggregation,
     EagerDiLoCoAggregation,
@@ -43,11 +44,13 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     LARS,
     QSGD,
     SCAFFOLD,
     SGP,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -258,6 +261,9 @@ MEMBERS: dict[str, Member] = {
         )
     ),
     "ef21": Member(lambda m, r, k: EF21(k, m, lr=0.05, size=2)),
+    "arc": Member(
+        lambda m, r, k: EF21(k, m, lr=0.05, aggregation=ARCTopKAggregation(m, rank=1, world_size=k))
+    ),
     "ef21 muon": Member(
         lambda m, r, k: GenericCentralizedOptimizer(
             k,
@@ -279,6 +285,13 @@ MEMBERS: dict[str, Member] = {
         lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3, delay=2),
         period=3,
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
+    ),
+    "des loc": Member(
+        lambda m, r, k: DESLOC(
+            k, m, lr=0.01, period=3, first_moment_period=3, second_moment_period=6
+        ),
+        period=3,
+        sizes_vary=True,
     ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
@@ -347,6 +360,10 @@ MEMBERS: dict[str, Member] = {
         ),
         period=3,
         without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    ),
+    "sparta": Member(
+        lambda m, r, k: SPARTA(k, m, lr=0.01, share=0.5),
+        without=lambda m: AdamW(m.parameters(), lr=0.01),
     ),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),

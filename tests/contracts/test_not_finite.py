@@ -288,6 +288,7 @@ AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
     "top-k": lambda: SparsifiedAggregation(None, size=2),
     "random-k": lambda: SparsifiedAggregation(None, size=2, random=True),
     "EF21": lambda: aggregations.EF21Aggregation(None, size=2),
+    "ARC-Top-K": lambda: aggregations.ARCTopKAggregation(None, size=2, rank=1),
     "random-k without memory": lambda: SparsifiedAggregation(
         None, size=2, random=True, error_feedback=False
     ),

@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     ChocoAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
@@ -29,10 +30,12 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     EF21,
     QSGD,
     SCAFFOLD,
     SGP,
+    SPARTA,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -111,6 +114,7 @@ OPTIMIZERS: dict[str, Make] = {
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
     "ef21": lambda m, lr: EF21(model=m, lr=lr, size=3),
+    "arc": lambda m, lr: EF21(model=m, lr=lr, aggregation=ARCTopKAggregation(m, size=2, rank=1)),
     "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
     "loco": lambda m, lr: QuantizedSGD(model=m, lr=lr, bits=4, error_decay=0.8),
     "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
@@ -123,8 +127,10 @@ OPTIMIZERS: dict[str, Make] = {
     "sgp": lambda m, lr: SGP(model=m, lr=lr, momentum=0.9),
     "local": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4),
     "local delayed": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4, delay=3),
+    "des loc": lambda m, lr: DESLOC(model=m, lr=lr, period=4, first_moment_period=3),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
+    "sparta": lambda m, lr: SPARTA(model=m, lr=lr, share=0.3),
     "no loco": lambda m, lr: NoLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
         model=m,
@@ -144,6 +150,7 @@ REMEMBERING = {
     "top-k",
     "random-k",
     "ef21",
+    "arc",
     "choco",
     "choco random-k",
     "choco sign",

@@ -27,7 +27,9 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import parse_method, parse_optimizer
 from mlbench_core.observe.methods import make_method
 from mlbench_core.optim.pytorch import (
+    DESLOC,
     SGP,
+    SPARTA,
     ChocoSGD,
     DecentralizedSGD,
     DiLoCo,
@@ -117,6 +119,12 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
         MAKE_SGD,
         on_gradients(lambda model: aggregations.EF21Aggregation(model, size=0.2, momentum=0.5)),
     ),
+    "arc_top_k:rank=1,seed=3": (
+        MAKE_SGD,
+        on_gradients(
+            lambda model: aggregations.ARCTopKAggregation(model, rank=1, momentum=0, seed=3)
+        ),
+    ),
     "qsgd:levels=3": (
         MAKE_SGD,
         on_gradients(lambda model: aggregations.QSGDAggregation(levels=3, norm=math.inf)),
@@ -205,12 +213,21 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Make]] = {
             **ADAMW_OPTIONS,
         ),
     ),
+    "des_loc:period=2": (MAKE_ADAMW, lambda model: DESLOC(model=model, period=2, **ADAMW_OPTIONS)),
     "no_loco:period=3,outer_momentum=0.3,gamma=0.6,seed=1": (
         MAKE_ADAMW,
         lambda model: NoLoCo(
             model=model,
             period=3,
             aggregation=aggregations.NoLoCoAggregation(outer_momentum=0.3, gamma=0.6, seed=1),
+            **ADAMW_OPTIONS,
+        ),
+    ),
+    "sparta:share=0.2,seed=3": (
+        MAKE_ADAMW,
+        lambda model: SPARTA(
+            model=model,
+            aggregation=aggregations.SPARTAAggregation(share=0.2, seed=3),
             **ADAMW_OPTIONS,
         ),
     ),
@@ -410,6 +427,10 @@ def errors() -> dict[str, str]:
             method.hook(complex_model)
         except ConfigurationError as error:
             messages[text] = str(error)
+    try:
+        script("des_loc", MAKE_SGD)
+    except ConfigurationError as error:
+        messages["des_loc"] = str(error)
     return messages
 
 

@@ -111,6 +111,7 @@ def test_options_and_models_that_do_not_fit_name_the_method(results: Results) ->
         "a message must arrive before the next one is sent"
     )
     assert "size must be" in messages["sparsified_sgd:size=0"]
+    assert "des_loc cannot be used here: optimizer must be Adam" in messages["des_loc"]
     for text in ("qsgd", "streaming_diloco"):
         assert messages[text].startswith(f"{text} cannot be used here: parameter 'weight' must be")
 

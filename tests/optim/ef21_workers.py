@@ -16,13 +16,15 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
+    ARCTopKAggregation,
     EF21Aggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.optim.pytorch import EF21, CentralizedSGD, GenericCentralizedOptimizer, MuonAdamW
-from tests.optim.weight_averaging import Weights, descend, start
+from tests.optim.weight_averaging import Weights, descend, gradient, start
 
 WORKERS, STEPS, SIZE, MOMENTUM = 4, 15, 4, 0.6
+ARC: dict[str, Any] = {"size": 2, "rank": 2, "seed": 3}
 GROWTH_LR, FAR_LR = 0.08, 0.05
 FAR_STEPS = 200
 
@@ -92,9 +94,9 @@ def against_references(rank: int, group: Any) -> dict[str, Any]:
     return result
 
 
-def whole(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+def whole(rank: int, group: Any, kind: Any) -> tuple[Tensor, Tensor]:
     """All coordinates are sent; and SGD on momentum of the average gradient."""
-    exchange = EF21Aggregation(None, size=1.0, momentum=MOMENTUM, process_group=group)
+    exchange = kind(None, size=1.0, momentum=MOMENTUM, process_group=group)
     model, other = Weights(x=start()), Weights(x=start())
     descend(rank, model, EF21(model=model, lr=0.1, aggregation=exchange))
     options = {"momentum": MOMENTUM, "dampening": MOMENTUM}
@@ -142,16 +144,17 @@ def far_optima(rank: int) -> dict[str, Tensor]:
     }
 
 
-def overflow(rank: int) -> dict[str, Any]:
+def overflow(rank: int, make: Callable[..., Any], *shape: int) -> dict[str, Any]:
     """A worker has a value that is not finite in a step: where each worker is afterwards."""
     result = {}
     for value in (float("inf"), float("nan")):
-        aggregation = EF21Aggregation(None, size=3, momentum=0.5)
+        aggregation = make(None, momentum=0.5)
         for step in range(8):
             generator = torch.Generator().manual_seed(10 * step + rank)
             x = torch.randn(12, generator=generator, dtype=torch.float64)
             if rank == 1 and step in (0, 4):
                 x[5:10] = value
+            x = x.view(shape)
             aggregation.aggregate({"x": x}, "avg_world")
             if step in (0, 4):
                 result[value, step] = bool(x.isfinite().all())
@@ -185,15 +188,67 @@ def joined(rank: int) -> dict[str, Any]:
     return resumed.aggregation.state_dict()
 
 
+def arc_step(rank: int, model: Weights, optimizer: Any, step: int) -> None:
+    """Train a matrix x, and y, which has one row of it."""
+    model.x.grad = gradient(rank, model.x.detach(), step)
+    model.y.grad = gradient(rank, model.y.detach().expand(5, 7), step)[0]
+    optimizer.step()
+
+
+def arc_top_k(rank: int, group: Any) -> dict[str, Any]:
+    """ARC-Top-K against the reference, with its bytes, and resumed."""
+    result = {}
+    for momentum in (0.0, MOMENTUM):
+        exchange = partial(ARCTopKAggregation, None, momentum=momentum, process_group=group, **ARC)
+        model = Weights(x=start(), y=start()[0])
+        optimizer, sent = EF21(model=model, lr=0.1, aggregation=exchange()), []
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                resumed_model = copy.deepcopy(model)
+                resumed = EF21(model=resumed_model, lr=0.1, aggregation=exchange())
+                resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            arc_step(rank, model, optimizer, step)
+            sent.append(optimizer.aggregation.last_bytes)
+        for step in range(STEPS // 2, STEPS):
+            arc_step(rank, resumed_model, resumed, step)
+        result[str(momentum)] = {
+            "x": model.x.detach(),
+            "y": model.y.detach(),
+            "resumed": (resumed_model.x.detach(), resumed_model.y.detach()),
+            "state": optimizer.aggregation.state_dict(),
+            "sent": sent,
+        }
+    return result
+
+
+def one_row(rank: int, group: Any) -> list[Tensor]:
+    """What one row of the workers' gradients, whose other rows are zero, becomes."""
+    results = []
+    for row in range(5):
+        exchange = ARCTopKAggregation(None, size=1, rank=1, momentum=0, process_group=group)
+        for factor in (0, rank + 1):
+            x = torch.zeros(5, 7, dtype=torch.float64)
+            x[row] = factor * torch.arange(7)
+            exchange.aggregate({"x": x}, "avg_world")
+        results.append(x)
+    return results
+
+
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for k in (2, 3):
         group = dist.new_group(list(range(k)))
         if rank < k:
             result[f"references {k}"] = against_references(rank, group)
-            result[f"whole {k}"] = whole(rank, group)
+            result[f"whole {k}"] = whole(rank, group, EF21Aggregation)
+            result[f"all rows {k}"] = whole(rank, group, ARCTopKAggregation)
+            result[f"arc {k}"] = arc_top_k(rank, group)
+            result[f"one row {k}"] = one_row(rank, group)
             if k == 3:
                 result["growth"] = growth(rank, group)
-    for scenario in (far_optima, overflow, denominators, joined):
+    for scenario in (far_optima, denominators, joined):
         result[scenario.__name__] = scenario(rank)
+    result["overflow"] = overflow(rank, partial(EF21Aggregation, size=3), 12)
+    rows = partial(ARCTopKAggregation, size=1, rank=1)
+    result["overflow of rows"] = overflow(rank, rows, 6, 2)
     return result

@@ -1,5 +1,5 @@
-"""EF21, EF21-SGDM and EF21-Muon: real processes over Gloo against the reference, closed forms, and
-the claims of the papers that can be computed."""
+"""EF21, EF21-SGDM, EF21-Muon and ARC-Top-K: real processes over Gloo against the references,
+closed forms, and the claims of the papers that can be computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch import EF21Aggregation
+from mlbench_core.aggregation.pytorch import ARCTopKAggregation, EF21Aggregation
 from mlbench_core.optim.pytorch import EF21
 from tests.helpers.ranks import run_ranks
 from tests.optim import ef21_workers as workers
 from tests.optim.weight_averaging import gradient, start
+from tests.references.arc_top_k import arc_top_k
 from tests.references.ef21 import ef21
 from tests.references.muon import newton_schulz
 
@@ -88,6 +89,7 @@ def test_with_all_coordinates_it_is_sgd_with_momentum(ranks: Ranks, k: int) -> N
     """SGD's dampening makes its momentum an average; its first momentum is the gradient, too."""
     for result in ranks[:k]:
         assert_close(*result[f"whole {k}"])
+        assert_close(*result[f"all rows {k}"])
 
 
 def test_it_converges_where_averaged_top_k_grows(ranks: Ranks) -> None:
@@ -112,12 +114,15 @@ def test_it_reaches_the_optimum_of_different_functions(ranks: Ranks) -> None:
     assert (x - optimum).norm() < 1e-14
 
 
+@pytest.mark.parametrize("scenario", ["overflow", "overflow of rows"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_after_an_overflow_the_estimate_is_still_the_average(ranks: Ranks, value: float) -> None:
+def test_after_an_overflow_the_estimate_is_still_the_average(
+    ranks: Ranks, value: float, scenario: str
+) -> None:
     # A nan is not equal to itself, and its key in a result of another process is another object.
     found = []
     for result in ranks:
-        entries = [v for (kind, _), v in result["overflow"].items() if str(kind) == str(value)]
+        entries = [v for (kind, _), v in result[scenario].items() if str(kind) == str(value)]
         assert entries[:2] == [False, False]
         found.append(entries[2])
     G = found[0]["estimates"]["x"]
@@ -136,6 +141,65 @@ def test_workers_without_a_state_of_their_own_start_from_the_estimate(ranks: Ran
     for state in states:
         assert_close(state["estimates"]["x"], average, atol=1e-5)
         assert torch.equal(state["estimates"]["x"], states[0]["estimates"]["x"])
+
+
+class TestARCTopK:
+    @pytest.mark.parametrize("k", [2, 3])
+    @MOMENTA
+    def test_it_is_the_reference(self, ranks: Ranks, k: int, momentum: float) -> None:
+        generator = torch.Generator().manual_seed(workers.ARC["seed"])
+
+        def draw() -> Tensor:
+            return torch.randn(7, workers.ARC["rank"], generator=generator, dtype=torch.float64)
+
+        beta = 1 - momentum
+        x, M, G_i, G = arc_top_k(
+            start(), gradient, k, 0.1, workers.STEPS, workers.ARC["size"], draw, beta
+        )
+        found = [result[f"arc {k}"][str(momentum)] for result in ranks[:k]]
+        for rank, result in enumerate(found):
+            assert_close(result["x"], x)
+            assert torch.equal(result["x"], found[0]["x"])
+            assert_close(result["state"]["momentum"]["x"], M[rank])
+            assert_close(estimate_of(result["state"]), G_i[rank])
+            assert_close(result["state"]["estimates"]["x"], G)
+
+    @pytest.mark.parametrize("k", [2, 3])
+    @MOMENTA
+    def test_a_vector_is_sent_whole(self, ranks: Ranks, k: int, momentum: float) -> None:
+        def of_row(rank: int, y: Tensor, step: int) -> Tensor:
+            return gradient(rank, y.expand(5, 7), step)[0]
+
+        y, *_ = ef21(start()[0], of_row, k, 0.1, workers.STEPS, 7, 1 - momentum)
+        for result in ranks[:k]:
+            assert_close(result[f"arc {k}"][str(momentum)]["y"], y)
+
+    @pytest.mark.parametrize("k", [2, 3])
+    @MOMENTA
+    def test_messages_and_resumed_runs(self, ranks: Ranks, k: int, momentum: float) -> None:
+        for result in ranks[:k]:
+            found = result[f"arc {k}"][str(momentum)]
+            # The sketch and the rows of x, y, and two flags, in float64.
+            later = 8 * (5 * workers.ARC["rank"] + workers.ARC["size"] * 7 + 7 + 2)
+            assert found["sent"] == [8 * (35 + 7 + 2)] + [later] * (workers.STEPS - 1)
+            assert torch.equal(found["resumed"][0], found["x"])
+            assert torch.equal(found["resumed"][1], found["y"])
+
+    @pytest.mark.parametrize("k", [2, 3])
+    def test_the_only_row_that_is_not_zero_is_found(self, ranks: Ranks, k: int) -> None:
+        for result in ranks[:k]:
+            for row, x in enumerate(result[f"one row {k}"]):
+                expected = torch.zeros(5, 7, dtype=torch.float64)
+                expected[row] = (k + 1) / 2 * torch.arange(7)
+                assert_close(x, expected)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="rank must be"):
+            ARCTopKAggregation(None, rank=0)
+        with pytest.raises(ValueError, match="seed must be"):
+            ARCTopKAggregation(None, seed=-1)
+        with pytest.raises(ValueError, match="ARCTopKAggregation must have the keys"):
+            ARCTopKAggregation(None).load_state_dict({"memory": {}})
 
 
 @pytest.mark.parametrize("K", [1, 3, 10])

@@ -2,6 +2,7 @@
 
 from mlbench_core import _torch as _torch
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.arc_top_k import ARCTopKAggregation
 from mlbench_core.aggregation.pytorch.centralized import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -19,6 +20,7 @@ from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
+from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation
 from mlbench_core.aggregation.pytorch.local_steps.eager import EagerDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
 from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
@@ -31,6 +33,7 @@ from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
     ChunkedTopKAggregation,
     SparseLoCoAggregation,
 )
+from mlbench_core.aggregation.pytorch.local_steps.sparta import SPARTAAggregation
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.push_sum import PushSumAggregation
@@ -40,11 +43,13 @@ from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggrega
 __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
+    "ARCTopKAggregation",
     "Aggregation",
     "AllReduceAggregation",
     "ChocoAggregation",
     "ChunkedTopKAggregation",
     "DDPHookState",
+    "DESLOCAggregation",
     "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
@@ -61,6 +66,7 @@ __all__ = [
     "PushSumAggregation",
     "QSGDAggregation",
     "QuantizedAllReduceAggregation",
+    "SPARTAAggregation",
     "ScaffoldAggregation",
     "SignAggregation",
     "SparseLoCoAggregation",

@@ -127,11 +127,17 @@ class EF21Aggregation(SparsifiedAggregation):
             if name not in new:
                 changes[name] = self._change(name, tensor)
         if changes:
-            super()._aggregate_kind(changes, divisor, extra)
+            self._compress(changes, divisor, extra)
         for name, change in changes.items():
             G = recall(self._estimates, name, change)
             tensors[name].copy_((G + change).mul_(scale))
             G.add_(change.nan_to_num_(nan=0, posinf=0, neginf=0))
+
+    def _compress(
+        self, changes: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
+        """Add changes to e_i, and replace them by the average of what the workers send of it."""
+        super()._aggregate_kind(changes, divisor, extra)
 
     def _start(
         self,

@@ -21,10 +21,12 @@ from mlbench_core.optim.pytorch.fp_optimizers import (
     DynamicLossScaler,
     FP16Optimizer,
 )
+from mlbench_core.optim.pytorch.local_steps.des_loc import DESLOC
 from mlbench_core.optim.pytorch.local_steps.no_loco import NoLoCo
 from mlbench_core.optim.pytorch.local_steps.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.local_steps.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.local_steps.sparta import SPARTA
 from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
 from mlbench_core.optim.pytorch.power import PowerSGD
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "DESLOC",
     "EF21",
     "LARS",
     "NTASGD",
     "QSGD",
     "SCAFFOLD",
     "SGP",
+    "SPARTA",
     "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
@@ -89,6 +93,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "choco_sgd": ChocoSGD,
     "decentralized_sgd": DecentralizedSGD,
     "demo": DeMo,
+    "des_loc": DESLOC,
     "diloco": DiLoCo,
     "dion": Dion,
     "ef21": EF21,
@@ -103,6 +108,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "sgp": SGP,
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
+    "sparta": SPARTA,
     "sparsified_sgd": SparsifiedSGD,
     "streaming_diloco": StreamingDiLoCo,
 }

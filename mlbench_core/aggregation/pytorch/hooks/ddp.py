@@ -208,8 +208,8 @@ def as_ddp_hook(
     ``bucket_size_bytes``. All others send their messages at the end of the backward pass.
     Aggregations of weights cannot be used, because a hook sees only gradients:
     DecentralizedAggregation, ChocoAggregation, PushSumAggregation, PeriodicAggregation,
-    ScaffoldAggregation, DiLoCoAggregation, EagerDiLoCoAggregation, StreamingDiLoCoAggregation,
-    SparseLoCoAggregation and NoLoCoAggregation.
+    DESLOCAggregation, ScaffoldAggregation, DiLoCoAggregation, EagerDiLoCoAggregation,
+    StreamingDiLoCoAggregation, SparseLoCoAggregation, NoLoCoAggregation and SPARTAAggregation.
 
     Complex gradients are averaged whole, real and imaginary parts, by AllReduceAggregation and
     PowerAggregation; other aggregations refuse them.
