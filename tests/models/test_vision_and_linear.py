@@ -260,7 +260,7 @@ def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
         (
             ("resnet19", 1, "fp32"),
             (
-                "model must be one of resnet20, .*resnet110, "
+                "model must be one of resnet8, resnet20, .*resnet110, "
                 "resnet18, .*resnet18_imagenet, not 'resnet19'"
             ),
         ),
