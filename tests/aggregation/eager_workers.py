@@ -84,7 +84,7 @@ def moved(rank: int, world_size: int) -> list[Tensor]:
 
 
 def others(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """A buffer and a parameter that comes late, after each of three rounds."""
+    """A buffer of the worker and a parameter that comes late, after each of three rounds."""
     aggregation = EagerDiLoCoAggregation(partial(SGD, lr=1.0))
     seen = []
     tensors = {BUFFER: torch.zeros(1), "late": torch.full((1,), float(rank))}

@@ -52,12 +52,11 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
     outer learning rate is constant. Nothing removes other differences: those of rounding, of a
     changed learning rate, and of a layer that is frozen while it has an outer momentum.
 
-    The message of a buffer travels in the same way. A worker uses the average of its own values and
-    of the others' of the call before; in the first call, its own. For parameters that were not
-    given to :meth:`start`, the first call waits for a plain average. They take outer steps from
-    then on.
+    Buffers stay those of the worker. The others' values of the call before would be out of date, as
+    the running statistics of BatchNorm are after H steps. For parameters that were not given to
+    :meth:`start`, the first call waits for a plain average. They take outer steps from then on.
 
-    A call sends the bytes of the tensors in one all-reduce for each dtype. A copy and a message
+    A call sends the bytes of the parameters in one all-reduce for each dtype. A copy and a message
     need twice their memory. State: :math:`\theta_i`, the state of the outer optimizer, and what
     remains of the last average without the own part. All of it differs between workers.
 
@@ -112,26 +111,20 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
-        """Set tensors to the own part of this call and the others' of the call before."""
-        own, new = dict(outer_gradients), {}
-        for name, tensor in averages.items():
-            if is_buffer(name):
-                own[name] = tensor
-            else:
-                new[name] = tensor
+        """Set gradients to the own part of this call and the others' of the call before."""
+        new = {name: tensor for name, tensor in averages.items() if not is_buffer(name)}
         self._delegate(self._all_reduce, new, AVG_WORLD)
-        corrections = take_corrections(self._flights, own)
-        if own and self.world_size > 1:
-            self._send(own)
-        for name, tensor in own.items():
+        corrections = take_corrections(self._flights, outer_gradients)
+        if outer_gradients and self.world_size > 1:
+            self._send(outer_gradients)
+        for name, gradient in outer_gradients.items():
+            gradient.div_(self.world_size)
             if name in corrections:
-                tensor.div_(self.world_size).add_(corrections[name].to(tensor))
-            elif name in outer_gradients:
-                tensor.div_(self.world_size)
+                gradient.add_(corrections[name].to(gradient))
 
-    def _send(self, own: Mapping[str, Tensor]) -> None:
-        """Start to average copies of tensors, which become the corrections of the next call."""
-        copies = {name: tensor.clone() for name, tensor in own.items()}
+    def _send(self, gradients: Mapping[str, Tensor]) -> None:
+        """Start to average copies of gradients, which become the corrections of the next call."""
+        copies = {name: gradient.clone() for name, gradient in gradients.items()}
         with self._counting_bytes_of(self._all_reduce):
             pending = self._all_reduce.start_averages(
                 copies.values(), self._remove_own_part, overlapped=True
