@@ -105,10 +105,25 @@ def spread(rank: int) -> list[Tensor]:
     return history
 
 
+def whole(rank: int) -> dict[str, Tensor]:
+    """Tensors of many kinds with the value of the rank, of which all is averaged."""
+    value = float(rank)
+    tensors = {
+        "strided": torch.full((2, 3), value).t(),
+        "scalar": torch.tensor(value),
+        "empty": torch.zeros(0, 3),
+        "one": torch.full((1,), value),
+        "f64": torch.full((2,), value, dtype=torch.float64),
+    }
+    SPARTAAggregation(share=1.0).aggregate(tensors, "avg_world")
+    return tensors
+
+
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "one without gradients": one_without_gradients(rank),
         "spread": spread(rank),
+        "whole": whole(rank),
     }
     for k in (2, 3):
         group = dist.new_group(list(range(k)))

@@ -128,6 +128,11 @@ class TestSPARTA:
             assert found["sent"] == [8 * 7] * workers.STEPS  # a fifth of 35 float64
             assert torch.equal(found["resumed"], found["x"])
 
+    def test_a_share_of_1_averages_all_of_every_tensor(self, ranks: Ranks) -> None:
+        for result in ranks:
+            for x in result["whole"].values():
+                assert torch.equal(x, torch.ones_like(x))  # the mean of 0, 1 and 2
+
     def test_the_mean_stays_and_other_weights_keep_their_bits(self, ranks: Ranks) -> None:
         history = torch.stack([torch.stack(result["spread"]) for result in ranks])
         for before, after in zip(history.unbind(1), history.unbind(1)[1:], strict=False):
