@@ -50,6 +50,7 @@ def wire_bytes(op: str, group: int, size_bytes: float) -> float | None:
         "all_gather": others,
         "broadcast": others / group,
         "neighbors": 1,
+        "pair": 1,
         "shared_memory_sum": 0,
     }
     if op not in factors:

@@ -47,7 +47,10 @@ _PACED_SHARE = math.log(2) / 2
 _UNPACED_BYTES = 10 * 1448
 _UNPACED_BYTES_OF_A_PAIR = 1 << 16
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "neighbors", "shared_memory_sum")
+OPS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
+    *("neighbors", "pair", "shared_memory_sum"),
+)
 """The kinds of collectives with a known cost.
 
 A sum through shared memory becomes an all-reduce between hosts.
@@ -77,7 +80,7 @@ class Collective:
 
         The payload stays the same; in an exchange with neighbors, the payload for each neighbor
         does. The neighbors are those of a ring, or of a complete graph if the measured run had one
-        and more than three workers. Other groups that are smaller than the run keep their size.
+        and more than three workers. A pair stays one. Other groups that are smaller than the run keep their size.
 
         Args:
             measured: Number of workers of the run with this collective.
@@ -88,7 +91,9 @@ class Collective:
             peers = workers - 1 if is_complete else min(workers, max(self.group, 3)) - 1
             size_bytes = self.size_bytes / (self.group - 1) * peers
             return Collective(self.op, peers + 1, self.calls, size_bytes, self.overlapped)
-        group = workers if self.group == measured else min(self.group, workers)
+        group = min(self.group, workers)
+        if self.op != "pair" and self.group == measured:
+            group = workers
         return Collective(self.op, group, self.calls, self.size_bytes, self.overlapped)
 
 
@@ -100,7 +105,7 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
         size_bytes: Payload of one worker. For ``all_gather`` it is the worker's own part, for
             ``neighbors`` the sum of its messages.
         workers: Number of workers that take part. They are the first hosts of the network. For
-            ``neighbors``, the number of all workers.
+            ``neighbors`` and ``pair``, the number of all workers.
         network: The network. If its racks have too few hosts, there are further racks of the same
             size. Jitter, loss and cuts are ignored.
 
@@ -120,7 +125,7 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
         return 0.0
     # The distinct links of a ring in the order of the ranks.
     links = {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
-    if op in ("neighbors", "broadcast"):
+    if op in ("neighbors", "pair", "broadcast"):
         of_link = (_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
         # A broadcast is a binomial tree.
         rounds = math.ceil(math.log2(workers)) if op == "broadcast" else 1

@@ -331,8 +331,8 @@ def _communication_s(
     blocking_s = overlapped_s = 0.0
     for entry in measured.collectives:
         scaled = entry.scaled(measured.workers, workers)
-        # The neighbors of a worker are a part of a ring of all workers.
-        count = workers if scaled.op == "neighbors" else scaled.group
+        # The peers of a worker are some of all workers, and each may have the slowest link.
+        count = workers if scaled.op in ("neighbors", "pair") else scaled.group
         seconds = scaled.calls * collective_s(scaled.op, scaled.size_bytes, count, network)
         if scaled.overlapped:
             overlapped_s += seconds

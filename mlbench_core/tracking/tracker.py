@@ -660,7 +660,7 @@ class Tracker(PhaseTimes):
 
         Args:
             op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
-                neighbors at once.
+                neighbors at once, and ``"pair"`` one with one other worker.
             group: Number of workers that take part, this one included.
             size_bytes: Payload of this worker in one call.
             calls: Number of calls.

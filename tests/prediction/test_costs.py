@@ -95,6 +95,7 @@ def test_one_slow_host_slows_the_ring_down() -> None:
         # Four numbers in 8 segments: a third of the second phase.
         ("all_reduce", 16, 4, 4 / 3 * (3 * 0.0201 + 4 * 4 / 2 / RATE)),
         ("neighbors", 20_000, 2, 0.0201 + 20_000 / RATE),
+        ("pair", 20_000, 2, 0.0201 + 20_000 / RATE),
         ("broadcast", 10_000, 8, 3 * (0.0201 + 10_000 / RATE)),
         # Five workers take as many rounds of a binomial tree as eight.
         ("broadcast", 10_000, 5, 3 * (0.0201 + 10_000 / RATE)),
@@ -138,6 +139,7 @@ def test_unknown_kinds_and_wrong_numbers_are_refused() -> None:
         (Collective("neighbors", 2, 1, 100), 2, 64, 3, 200),
         (Collective("neighbors", 3, 1, 200), 4, 2, 2, 100),
         (Collective("neighbors", 4, 1, 300), 4, 64, 64, 6300),
+        (Collective("pair", 2, 1, 100), 2, 64, 2, 100),
     ],
 )
 def test_collectives_of_other_numbers_of_workers(

@@ -86,6 +86,9 @@ class DecentralizedAggregation(Aggregation):
         Gradient Descent. arXiv:1705.09056
     """
 
+    # How the exchanges are counted: with a pair, more workers do not mean more peers.
+    _kind: ClassVar[str] = "neighbors"
+
     def __init__(
         self,
         rank: int | None = None,
@@ -213,7 +216,7 @@ class DecentralizedAggregation(Aggregation):
         # neighbors could wait for each other.
         works = dist.batch_isend_irecv(sends + receives)
         # All neighbors at once: their messages share this worker's link but not their delays.
-        self._count("neighbors", len(targets) + 1, sent.nbytes * len(targets))
+        self._count(self._kind, len(targets) + 1, sent.nbytes * len(targets))
 
         def arrive() -> list[Tensor]:
             for work in works:

@@ -94,6 +94,7 @@ class PushSumAggregation(DecentralizedAggregation):
         (push-sum).
     """
 
+    _kind = "pair"
     _named_state = ("shifts",)
     _own_state = ("weight", "shifts")
 

@@ -34,7 +34,7 @@ def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = Fa
 
     Args:
         op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
-            neighbors at once.
+            neighbors at once, and ``"pair"`` one with one other worker.
         group: Number of workers that take part, this one included.
         size_bytes: Payload of this worker in one call.
         overlapped: True if training goes on while the collective runs.

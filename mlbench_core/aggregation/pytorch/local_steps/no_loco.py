@@ -149,6 +149,8 @@ class NoLoCoAggregation(DiLoCoAggregation):
 class _PairAggregation(DecentralizedAggregation):
     """Average with one worker at a time."""
 
+    _kind = "pair"
+
     def join(self, peer: int) -> None:
         """Average with this worker from now on. The peer must join this worker before its call."""
         self.neighbors = (peer,)
