@@ -80,7 +80,8 @@ class Collective:
 
         The payload stays the same; in an exchange with neighbors, the payload for each neighbor
         does. The neighbors are those of a ring, or of a complete graph if the measured run had one
-        and more than three workers. A pair stays one. Other groups that are smaller than the run keep their size.
+        and more than three workers. A pair stays one. Other groups that are smaller than the run
+        keep their size.
 
         Args:
             measured: Number of workers of the run with this collective.
