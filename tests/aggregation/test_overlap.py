@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.compression.power import PowerAggregation
 from mlbench_core.aggregation.pytorch.transport.buckets import plan_buckets
 from mlbench_core.optim.pytorch import CentralizedAdam, CentralizedSGD
 from tests.aggregation import overlap_workers as workers

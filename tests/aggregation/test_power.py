@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch import power
 from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, PowerAggregation
+from mlbench_core.aggregation.pytorch.compression import power
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,10 +12,10 @@ import torch._dynamo
 from torch import nn
 
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
+from mlbench_core.aggregation.pytorch.compression.sign import EFSignAggregation
+from mlbench_core.aggregation.pytorch.compression.sparsified import SparsifiedAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks

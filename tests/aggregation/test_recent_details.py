@@ -39,7 +39,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
-from mlbench_core.aggregation.pytorch.demo import dct_matrix
+from mlbench_core.aggregation.pytorch.compression.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.local_steps.streaming import _Fragment
 from mlbench_core.aggregation.pytorch.transport import messages
 from mlbench_core.optim.pytorch import (

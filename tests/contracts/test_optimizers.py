@@ -64,7 +64,7 @@ from mlbench_core.optim.pytorch import (
     get_optimizer,
     optimizers,
 )
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
+from mlbench_core.optim.pytorch.compression.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.distributed import OptimizerWrapper
 
 Make = Callable[[nn.Module], Optimizer]

@@ -22,11 +22,11 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SignAggregation,
     SparsifiedAggregation,
 )
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compression.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.compression.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.compression.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import ChunkedTopKAggregation
-from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
-from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -35,7 +35,7 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparsifiedSGD,
 )
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
+from mlbench_core.optim.pytorch.compression.compressed import CompressedOptimizer
 from tests.helpers.collectives import recording_collectives
 
 STEPS = 12

@@ -31,7 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.compression.one_bit import OneBitAggregation
 from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,

@@ -20,7 +20,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SignAggregation,
     SparsifiedAggregation,
 )
-from mlbench_core.aggregation.pytorch.sign import (
+from mlbench_core.aggregation.pytorch.compression.sign import (
     pack_bits,
     pack_signs,
     pack_with_torch,
@@ -29,7 +29,7 @@ from mlbench_core.aggregation.pytorch.sign import (
     unpack_part,
     unpack_with_torch,
 )
-from mlbench_core.aggregation.pytorch.sparsified import (
+from mlbench_core.aggregation.pytorch.compression.sparsified import (
     coordinates_sent,
     draw_coordinates,
     largest_entries,

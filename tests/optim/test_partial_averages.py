@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from mlbench_core.aggregation.pytorch import DESLOCAggregation, SPARTAAggregation
-from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
+from mlbench_core.aggregation.pytorch.compression.sparsified import draw_coordinates
 from mlbench_core.optim.pytorch import DESLOC
 from tests.helpers.ranks import run_ranks
 from tests.optim import partial_averages_workers as workers

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch import ChocoAggregation
-from mlbench_core.aggregation.pytorch.power import PowerAggregation
-from mlbench_core.aggregation.pytorch.sign import SignAggregation
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.compression.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.compression.sign import SignAggregation
+from mlbench_core.aggregation.pytorch.compression.sparsified import SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     ChocoSGD,

@@ -16,7 +16,7 @@ import torch._dynamo
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
-from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
+from mlbench_core.aggregation.pytorch.compression.sparsified import draw_coordinates
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks

@@ -2,7 +2,6 @@
 
 from mlbench_core import _torch as _torch
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
-from mlbench_core.aggregation.pytorch.arc_top_k import ARCTopKAggregation
 from mlbench_core.aggregation.pytorch.centralized import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -13,11 +12,15 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
+from mlbench_core.aggregation.pytorch.compression.arc_top_k import ARCTopKAggregation
+from mlbench_core.aggregation.pytorch.compression.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.compression.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.compression.ef21 import EF21Aggregation
+from mlbench_core.aggregation.pytorch.compression.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.compression.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.compression.quantized import QuantizedAllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
-from mlbench_core.aggregation.pytorch.dion import DionAggregation
-from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.hooks.fsdp import FSDPHookState, set_fsdp_hooks
 from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation
@@ -35,10 +38,7 @@ from mlbench_core.aggregation.pytorch.local_steps.sparse_loco import (
 )
 from mlbench_core.aggregation.pytorch.local_steps.sparta import SPARTAAggregation
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
-from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.push_sum import PushSumAggregation
-from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
-from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggregation
 
 __all__ = [
     "AVG_CUSTOM",

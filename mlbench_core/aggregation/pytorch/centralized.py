@@ -6,9 +6,9 @@ from mlbench_core.aggregation.pytorch.all_reduce import (
     AllReduceAggregation,
     check_world_size,
 )
-from mlbench_core.aggregation.pytorch.power import PowerAggregation
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.compression.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.compression.sign import EFSignAggregation, SignAggregation
+from mlbench_core.aggregation.pytorch.compression.sparsified import SparsifiedAggregation
 from mlbench_core.aggregation.pytorch.transport.horovod import AllReduceAggregationHVD
 
 __all__ = [

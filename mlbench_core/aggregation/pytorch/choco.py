@@ -36,23 +36,23 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import ratio_of, recall
-from mlbench_core.aggregation.pytorch.decentralized import (
-    TAG_BYTES,
-    DecentralizedAggregation,
-    check_average,
-    refuse_gradients,
-)
-from mlbench_core.aggregation.pytorch.sign import (
+from mlbench_core.aggregation.pytorch.compression.compressed import ratio_of, recall
+from mlbench_core.aggregation.pytorch.compression.sign import (
     mean_in_range,
     pack_signs,
     scaled_signs,
     unpack_part,
 )
-from mlbench_core.aggregation.pytorch.sparsified import (
+from mlbench_core.aggregation.pytorch.compression.sparsified import (
     coordinates_sent,
     draw_coordinates,
     largest_entries,
+)
+from mlbench_core.aggregation.pytorch.decentralized import (
+    TAG_BYTES,
+    DecentralizedAggregation,
+    check_average,
+    refuse_gradients,
 )
 from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,

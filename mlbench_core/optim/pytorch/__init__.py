@@ -11,11 +11,20 @@ from mlbench_core.optim.pytorch.all_reduce import (
     CustomCentralizedOptimizer,
 )
 from mlbench_core.optim.pytorch.choco import ChocoSGD
+from mlbench_core.optim.pytorch.compression.demo import DeMo
+from mlbench_core.optim.pytorch.compression.dion import Dion
+from mlbench_core.optim.pytorch.compression.ef21 import EF21
+from mlbench_core.optim.pytorch.compression.one_bit import OneBitAdam
+from mlbench_core.optim.pytorch.compression.power import PowerSGD
+from mlbench_core.optim.pytorch.compression.qsgd import QSGD
+from mlbench_core.optim.pytorch.compression.quantized import QuantizedSGD
+from mlbench_core.optim.pytorch.compression.sign import EFSignSGD, SignSGD
+from mlbench_core.optim.pytorch.compression.sparsified import (
+    CentralizedSparsifiedSGD,
+    SparsifiedSGD,
+)
 from mlbench_core.optim.pytorch.decentralized import SGP, DecentralizedSGD
-from mlbench_core.optim.pytorch.demo import DeMo
-from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
-from mlbench_core.optim.pytorch.ef21 import EF21
 from mlbench_core.optim.pytorch.fp_optimizers import (
     DistributedGradScaler,
     DynamicLossScaler,
@@ -28,12 +37,6 @@ from mlbench_core.optim.pytorch.local_steps.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.local_steps.sparse_loco import SparseLoCo
 from mlbench_core.optim.pytorch.local_steps.sparta import SPARTA
 from mlbench_core.optim.pytorch.local_steps.streaming import StreamingDiLoCo
-from mlbench_core.optim.pytorch.one_bit import OneBitAdam
-from mlbench_core.optim.pytorch.power import PowerSGD
-from mlbench_core.optim.pytorch.qsgd import QSGD
-from mlbench_core.optim.pytorch.quantized import QuantizedSGD
-from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
-from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.updates.dion2 import Dion2, Dion3
 from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.optim.pytorch.updates.muon import MuonAdamW

@@ -5,9 +5,9 @@ from mlbench_core.optim.pytorch.all_reduce import (
     CentralizedSGD,
     CustomCentralizedOptimizer,
 )
+from mlbench_core.optim.pytorch.compression.power import PowerSGD
+from mlbench_core.optim.pytorch.compression.sparsified import CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
-from mlbench_core.optim.pytorch.power import PowerSGD
-from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD
 
 __all__ = [
     "CentralizedAdam",

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import AVG_WORLD, Aggregation
-from mlbench_core.aggregation.pytorch.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.compression.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.compression.power import PowerAggregation
 from mlbench_core.aggregation.pytorch.hooks.ddp import check_combines_gradients
-from mlbench_core.aggregation.pytorch.power import PowerAggregation
 from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_names, plain_name
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 

@@ -43,7 +43,7 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
-from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
+from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.transport.layout import Layout

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.sparsified import check_size, coordinates_sent
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
-from mlbench_core.aggregation.pytorch.sparsified import check_size, coordinates_sent
 from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes, unpack
 from mlbench_core.aggregation.pytorch.transport.packing import (
     bits_for,

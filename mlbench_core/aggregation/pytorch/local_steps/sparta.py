@@ -10,8 +10,11 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.compression.sparsified import (
+    coordinates_sent,
+    draw_coordinates,
+)
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates
 from mlbench_core.aggregation.pytorch.transport.messages import by_dtype_and_device
 from mlbench_core.aggregation.pytorch.transport.names import check_keys
 from mlbench_core.arguments import check_finite_at_least_0, check_int

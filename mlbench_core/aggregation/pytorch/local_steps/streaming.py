@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import AggregationFunction, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
-from mlbench_core.aggregation.pytorch.compressed import ratio_of
+from mlbench_core.aggregation.pytorch.compression.compressed import ratio_of
 from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.local_steps.periodic import (
     DiLoCoAggregation,

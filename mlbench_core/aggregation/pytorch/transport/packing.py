@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
+from mlbench_core.aggregation.pytorch.compression.sign import pack_bits, unpack_bits
 from mlbench_core.aggregation.pytorch.transport.messages import in_blocks
 
 __all__ = ["bits_for", "pack_codes", "packed_bytes", "unpack_codes"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.arguments import check_int
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
+from mlbench_core.optim.pytorch.compression.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
     OptimizerWrapper,

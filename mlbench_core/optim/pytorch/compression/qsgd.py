@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.compression.qsgd import QSGDAggregation
 from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
     check_aggregation,
@@ -21,7 +21,8 @@ __all__ = ["QSGD"]
 class QSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on the average of randomly rounded gradients.
 
-    With :math:`Q` the rounding of :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`,
+    With :math:`Q` the rounding of
+    :class:`~mlbench_core.aggregation.pytorch.compression.qsgd.QSGDAggregation`,
     which is right on average, every worker takes the step of :class:`torch.optim.SGD` with the
     gradient
 
@@ -44,7 +45,7 @@ class QSGD(GenericCentralizedOptimizer):
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
             a number is out of range, or ``levels`` contradicts the aggregation.
         TypeError: The aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.compression.qsgd.QSGDAggregation`.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import refuse_complex, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
-from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
+from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
 from mlbench_core.arguments import check_finite_at_least_0, check_number

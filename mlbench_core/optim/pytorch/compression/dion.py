@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.dion import DionAggregation, is_matrix
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, adam_defaults
+from mlbench_core.aggregation.pytorch.compression.dion import DionAggregation, is_matrix
+from mlbench_core.optim.pytorch.compression.compressed import (
+    CompressedOptimizer,
+    Params,
+    adam_defaults,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 
 __all__ = ["Dion"]
@@ -19,8 +23,8 @@ __all__ = ["Dion"]
 class Dion(CompressedOptimizer):
     r"""Distributed orthonormal updates of low rank (Dion).
 
-    :class:`~mlbench_core.aggregation.pytorch.dion.DionAggregation` makes :math:`P Q^\top` of the
-    gradients of a parameter with :math:`n` rows and :math:`m` columns, from a momentum of each
+    :class:`~mlbench_core.aggregation.pytorch.compression.dion.DionAggregation` makes
+    :math:`P Q^\top` of the gradients of a parameter with :math:`n` rows and :math:`m` columns, from a momentum of each
     worker. With the learning rate :math:`\eta` and the decoupled weight decay :math:`\lambda`,
 
     .. math:: x \leftarrow (1 - \eta \lambda) x - \eta \sqrt{n / m} \, P Q^\top.

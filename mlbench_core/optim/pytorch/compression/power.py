@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
-from mlbench_core.aggregation.pytorch.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.compression.power import PowerAggregation
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import make_sgd
 
@@ -19,8 +19,8 @@ class PowerSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent whose gradients are averaged at low rank, with error feedback.
 
     :math:`P Q^\top` is the result of
-    :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` for the workers' gradients.
-    With the momentum buffer :math:`v`, every worker takes the same step, that of
+    :class:`~mlbench_core.aggregation.pytorch.compression.power.PowerAggregation` for the workers'
+    gradients. With the momentum buffer :math:`v`, every worker takes the same step, that of
     :class:`torch.optim.SGD`:
 
     .. math::
@@ -53,7 +53,7 @@ class PowerSGD(GenericCentralizedOptimizer):
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
             a number is out of range, or an argument contradicts the aggregation.
         TypeError: The aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.compression.power.PowerAggregation`.
 
     Example:
         >>> import torch

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.qsgd import uniform_source
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.qsgd import uniform_source
 from mlbench_core.aggregation.pytorch.transport.messages import divide, pack, unpack
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.packing import pack_codes, unpack_codes

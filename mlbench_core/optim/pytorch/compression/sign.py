@@ -8,9 +8,13 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compression.sign import EFSignAggregation, SignAggregation
+from mlbench_core.optim.pytorch.compression.compressed import (
+    CompressedOptimizer,
+    Params,
+    sgd_defaults,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 
 __all__ = ["EFSignSGD", "SignSGD"]
@@ -51,8 +55,8 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
       \operatorname{sign}(d_i)\Bigr).
 
     With momentum this is Signum. A tie moves nothing. For zeros and bytes see
-    :class:`~mlbench_core.aggregation.pytorch.sign.SignAggregation`. Every step has the size
-    :math:`\eta`, so the rate must decay for the parameters to settle. The class is a
+    :class:`~mlbench_core.aggregation.pytorch.compression.sign.SignAggregation`. Every step has the
+    size :math:`\eta`, so the rate must decay for the parameters to settle. The class is a
     :class:`torch.optim.SGD`, since its options are those of SGD; only the step is another one.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,

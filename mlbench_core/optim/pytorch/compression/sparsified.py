@@ -7,12 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.sparsified import (
+from mlbench_core.aggregation.pytorch.compression.sparsified import (
     SparsifiedAggregation,
     check_size,
     coordinates_sent,
 )
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
+from mlbench_core.optim.pytorch.compression.compressed import (
+    CompressedOptimizer,
+    Params,
+    sgd_defaults,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation, grouped_parameters
 
 __all__ = ["CentralizedSparsifiedSGD", "SparsifiedSGD"]
@@ -34,7 +38,7 @@ class SparsifiedSGD(CompressedOptimizer):
     The memory :math:`m_i` is in units of steps: the learning rate is inside.
     :class:`~mlbench_core.lr_scheduler.pytorch.lr.SparsifiedSGDLR` is the paper's schedule. For
     messages and bytes see
-    :class:`~mlbench_core.aggregation.pytorch.sparsified.SparsifiedAggregation`.
+    :class:`~mlbench_core.aggregation.pytorch.compression.sparsified.SparsifiedAggregation`.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.

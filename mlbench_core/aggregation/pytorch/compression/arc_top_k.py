@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import recall
-from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent
+from mlbench_core.aggregation.pytorch.compression.compressed import recall
+from mlbench_core.aggregation.pytorch.compression.ef21 import EF21Aggregation
+from mlbench_core.aggregation.pytorch.compression.sparsified import coordinates_sent
 from mlbench_core.aggregation.pytorch.transport.messages import divide
 from mlbench_core.aggregation.pytorch.transport.names import check_keys
 from mlbench_core.arguments import check_int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.ef21 import EF21Aggregation
+from mlbench_core.aggregation.pytorch.compression.ef21 import EF21Aggregation
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import make_sgd
 
@@ -16,7 +16,8 @@ class EF21(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on compressed changes of momentum (EF21-SGDM), or EF21.
 
     With the estimate :math:`G` of
-    :class:`~mlbench_core.aggregation.pytorch.ef21.EF21Aggregation`, every worker takes the step
+    :class:`~mlbench_core.aggregation.pytorch.compression.ef21.EF21Aggregation`, every worker takes
+    the step
 
     .. math:: x \leftarrow x - \text{lr} \cdot G.
 
@@ -46,7 +47,7 @@ class EF21(GenericCentralizedOptimizer):
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
             a number is out of range, or an argument contradicts the aggregation.
         TypeError: The aggregation is not an
-            :class:`~mlbench_core.aggregation.pytorch.ef21.EF21Aggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.compression.ef21.EF21Aggregation`.
 
     Example:
         >>> import torch

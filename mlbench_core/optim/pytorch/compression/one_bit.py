@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.compression.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import all_finite
 from mlbench_core.arguments import check_int
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, adam_defaults
+from mlbench_core.optim.pytorch.compression.compressed import (
+    CompressedOptimizer,
+    Params,
+    adam_defaults,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 
 __all__ = ["OneBitAdam"]
@@ -24,8 +28,8 @@ class OneBitAdam(CompressedOptimizer):
     In the warm-up it is :class:`torch.optim.Adam` on the average gradient. Then the second moment
     :math:`v` is frozen, and the momentum :math:`m` is averaged with one bit per weight and error
     feedback on the workers and on the average; see
-    :class:`~mlbench_core.aggregation.pytorch.one_bit.OneBitAggregation`. In step :math:`t`, with
-    :math:`T` steps of warm-up and the learning rate :math:`\eta`,
+    :class:`~mlbench_core.aggregation.pytorch.compression.one_bit.OneBitAggregation`. In step
+    :math:`t`, with :math:`T` steps of warm-up and the learning rate :math:`\eta`,
 
     .. math:: x \leftarrow x - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, T)})}
       + \epsilon}.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import recall
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.compression.compressed import recall
+from mlbench_core.aggregation.pytorch.compression.sparsified import SparsifiedAggregation
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.distributed.pytorch import process_groups

@@ -8,8 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import recall
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, mean_in_range, scaled_signs
+from mlbench_core.aggregation.pytorch.compression.compressed import recall
+from mlbench_core.aggregation.pytorch.compression.sign import (
+    EFSignAggregation,
+    mean_in_range,
+    scaled_signs,
+)
 from mlbench_core.aggregation.pytorch.transport.names import (
     check_keys,
     copies_by_plain_name,

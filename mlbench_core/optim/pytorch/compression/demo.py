@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
-from mlbench_core.aggregation.pytorch.sign import signs_or_nan
+from mlbench_core.aggregation.pytorch.compression.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.compression.sign import signs_or_nan
 from mlbench_core.arguments import check_finite_at_least_0
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params
+from mlbench_core.optim.pytorch.compression.compressed import CompressedOptimizer, Params
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 
 __all__ = ["DeMo"]
@@ -30,7 +30,7 @@ class DeMo(CompressedOptimizer):
             \operatorname{DCT}^{-1}\Bigl(\frac{1}{k} \sum_i q_i\Bigr)\Bigr).
 
     The momenta of the workers differ and are never averaged. For the blocks and the bytes see
-    :class:`~mlbench_core.aggregation.pytorch.demo.DeMoAggregation`.
+    :class:`~mlbench_core.aggregation.pytorch.compression.demo.DeMoAggregation`.
 
     :math:`\beta` is the option ``momentum`` of the first parameter group, which schedulers such as
     :class:`torch.optim.lr_scheduler.OneCycleLR` may change; at first it is the ``decay`` of the

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,
     all_finite,

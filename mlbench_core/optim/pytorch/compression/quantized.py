@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.quantized import QuantizedAllReduceAggregation
+from mlbench_core.aggregation.pytorch.compression.quantized import QuantizedAllReduceAggregation
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import make_sgd
 
@@ -16,8 +16,8 @@ class QuantizedSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on gradients that are averaged in 8 or 4 bits.
 
     Every worker takes the step of :class:`torch.optim.SGD` with the result of
-    :class:`~mlbench_core.aggregation.pytorch.quantized.QuantizedAllReduceAggregation`. With
-    ``bits=4`` and ``error_decay=0.8``, the communication is that of LoCo.
+    :class:`~mlbench_core.aggregation.pytorch.compression.quantized.QuantizedAllReduceAggregation`.
+    With ``bits=4`` and ``error_decay=0.8``, the communication is that of LoCo.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -39,7 +39,7 @@ class QuantizedSGD(GenericCentralizedOptimizer):
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
             a number is out of range, or an argument contradicts the aggregation.
         TypeError: The aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.quantized.QuantizedAllReduceAggregation`.
+            :class:`~mlbench_core.aggregation.pytorch.compression.quantized.QuantizedAllReduceAggregation`.
 
     Example:
         >>> import torch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import (
     BLOCK_ELEMENTS,
     all_finite,

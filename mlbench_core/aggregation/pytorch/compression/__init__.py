@@ -1,0 +1,1 @@
+"""Aggregations that send gradients in a compressed form."""

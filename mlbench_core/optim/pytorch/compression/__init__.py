@@ -1,0 +1,1 @@
+"""Optimizers that send gradients or updates in a compressed form."""
