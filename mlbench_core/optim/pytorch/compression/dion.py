@@ -24,8 +24,8 @@ class Dion(CompressedOptimizer):
     r"""Distributed orthonormal updates of low rank (Dion).
 
     :class:`~mlbench_core.aggregation.pytorch.compression.dion.DionAggregation` makes
-    :math:`P Q^\top` of the gradients of a parameter with :math:`n` rows and :math:`m` columns, from a
-    momentum of each worker. With the learning rate :math:`\eta` and the decoupled weight decay
+    :math:`P Q^\top` of the gradients of a parameter with :math:`n` rows and :math:`m` columns, from
+    a momentum of each worker. With the learning rate :math:`\eta` and the decoupled weight decay
     :math:`\lambda`,
 
     .. math:: x \leftarrow (1 - \eta \lambda) x - \eta \sqrt{n / m} \, P Q^\top.
