@@ -1,7 +1,8 @@
 """Time steps of a small network with and without the observation of ``mlbench run SCRIPT``.
 
 The workers train with a DataLoader, and with DDP if there are several. Short blocks with and
-without observation alternate in the same processes, so that both meet the same disturbances. The
+without observation alternate in the same processes, so that both meet the same disturbances. A
+block takes about a second, so that it contains the work that the observer does once a second. The
 processor time is that of the slowest worker's whole process, with the threads of Gloo.
 
     python benchmarks/micro/observe_overhead.py [--workers 2] [--save]
@@ -79,10 +80,10 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
-    parser = make_parser(__doc__, blocks=101)
+    parser = make_parser(__doc__, blocks=41)
     add = parser.add_argument
     add("--workers", type=positive, nargs="+", default=[1, 2])
-    add("--steps", type=positive, default=200, help="steps of a block, a multiple of 4")
+    add("--steps", type=positive, default=1000, help="steps of a block, a multiple of 4")
     add("--width", type=positive, default=16, help="width of the four layers")
     add("--batch", type=positive, default=8, help="samples of a step")
     arguments = parse(parser, argv, steps=4)
