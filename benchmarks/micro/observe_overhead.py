@@ -1,6 +1,6 @@
 """Time steps of a small network with and without the observation of ``mlbench run SCRIPT``.
 
-The workers train with a DataLoader, and with DDP if there are several. Short blocks with and
+The workers train with a DataLoader, and with DDP if there are several. Blocks with and
 without observation alternate in the same processes, so that both meet the same disturbances. A
 block takes about a second, so that it contains the work that the observer does once a second. The
 processor time is that of the slowest worker's whole process, with the threads of Gloo.
