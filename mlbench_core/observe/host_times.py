@@ -31,6 +31,8 @@ class HostTimes:
         self._batches: list[tuple[float, float]] = []
         self._steps_s: defaultdict[str, float] = defaultdict(float)
         self._batch_s = self._mark_s = 0.0
+        # Seconds of an open batch that the tracker has already.
+        self._passed_s = 0.0
         self._cpu_s = 0.0
         self._validation: tuple[float, float] | None = None
 
@@ -45,6 +47,7 @@ class HostTimes:
         """End a batch."""
         now = time.perf_counter()
         self._batches.append((now, now - self._batch_s))
+        self._batch_s = self._mark_s = now
 
     def record_batch_step(self, name: str) -> None:
         """Mark the end of a step, whose time runs from the previous mark."""
@@ -68,15 +71,14 @@ class HostTimes:
             self._cpu_s += work_s() - cpu_s
             self._validation = None
 
-    def pass_on(self, is_last: bool = False) -> None:
-        """Pass the times since the last call on.
-
-        Args:
-            is_last: True to pass on the time of a batch that has not ended, too.
-        """
+    def pass_on(self) -> None:
+        """Pass the times since the last call on, those of a batch that has not ended included."""
         cpu_s = work_s()
-        open_s = self._mark_s - self._batch_s if is_last else 0.0
-        self._tracker.add_batches(self._batches, self._steps_s, cpu_s - self._cpu_s, open_s)
+        open_s = self._mark_s - self._batch_s
+        passed_s, self._passed_s = self._passed_s, open_s
+        self._tracker.add_batches(
+            self._batches, self._steps_s, cpu_s - self._cpu_s, open_s - passed_s
+        )
         self._batches = []
         self._steps_s.clear()
         self._cpu_s = cpu_s

@@ -321,11 +321,8 @@ class StepClock:
         self.end_evaluation()
         if self.began_s is None:
             return
-        # The part of a step after the last one has times, too.
-        if isinstance(self._times, HostTimes):
-            self._times.pass_on(is_last=True)
-        else:
-            # A new batch adds them to the total.
+        # The part of a step after the last one has times too, which a new batch adds to the total.
+        if not isinstance(self._times, HostTimes):
             self._times.batch_start()
         self.is_open = False
         self.traffic.end_step()

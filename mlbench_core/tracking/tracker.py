@@ -502,7 +502,7 @@ class Tracker(PhaseTimes):
             steps_s: Seconds of their steps.
             cpu_s: Processor seconds of the training thread in them, see
                 :func:`~mlbench_core.processor_time.work_s`.
-            open_s: Seconds of a batch that has not ended, which count as training time.
+            open_s: Seconds of training in a batch that has not ended, less those of the last call.
         """
         counters = self._counters
         for end_s, seconds in batches:

@@ -91,8 +91,15 @@ def test_an_open_batch_counts_up_to_its_last_mark(clock: Clock) -> None:
     clock.now += 3
     times.record_batch_step("fwd_pass")
     clock.now += 1
-    times.pass_on(is_last=True)
+    # In a batch and again, as when a script prints metrics.
+    for _ in range(2):
+        times.pass_on()
+        after = tracker.totals()
+        assert after["train_s"] - before["train_s"] == 3
+        assert after["steps_s"]["fwd_pass"] - before["steps_s"]["fwd_pass"] == 3
+        assert after["batches"] == before["batches"] == 2
+    times.batch_end()
+    times.pass_on()
     after = tracker.totals()
-    assert after["train_s"] - before["train_s"] == 3
-    assert after["steps_s"]["fwd_pass"] - before["steps_s"]["fwd_pass"] == 3
-    assert after["batches"] == before["batches"] == 2
+    assert after["train_s"] - before["train_s"] == 4
+    assert after["batches"] == 3 and tracker.batch_times[-1] == 4
