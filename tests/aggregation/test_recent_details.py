@@ -36,9 +36,7 @@ from mlbench_core.aggregation.pytorch import (
     SPARTAAggregation,
     StreamingDiLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch import (
-    qsgd as qsgd_module,
-)
+from mlbench_core.aggregation.pytorch.compression import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.compression.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.local_steps.streaming import _Fragment
 from mlbench_core.aggregation.pytorch.transport import messages

@@ -14,12 +14,12 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlbench_core.aggregation.pytorch import sparsified
 from mlbench_core.aggregation.pytorch.centralized import (
     EFSignAggregation,
     SignAggregation,
     SparsifiedAggregation,
 )
+from mlbench_core.aggregation.pytorch.compression import sparsified
 from mlbench_core.aggregation.pytorch.compression.sign import (
     pack_bits,
     pack_signs,

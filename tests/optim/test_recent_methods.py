@@ -34,8 +34,8 @@ from mlbench_core.aggregation.pytorch import (
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
+from mlbench_core.aggregation.pytorch.compression import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.compression.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import draw_peer
 from mlbench_core.aggregation.pytorch.local_steps.streaming import from_float4, to_float4

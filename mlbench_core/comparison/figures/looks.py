@@ -26,9 +26,9 @@ METHODS = (
 Append new ones at the end, so that no look changes.
 """
 
-# Seven colors with five hatches distinguish 35 methods on a map; markers and dashes repeat at
+# Seven colors with six hatches distinguish 42 methods on a map; markers and dashes repeat at
 # other lengths.
-_HATCHES = ("", "....", "xxxx", "////", "oooo")
+_HATCHES = ("", "....", "xxxx", "////", "oooo", "++++")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = (
     "-",
