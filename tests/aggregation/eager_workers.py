@@ -1,4 +1,4 @@
-"""What the tests of eager updates run in each worker process."""
+"""The parts of the tests of eager updates that run in each worker process."""
 
 from __future__ import annotations
 

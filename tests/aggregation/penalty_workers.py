@@ -1,4 +1,4 @@
-"""What the tests of EDiT's penalty run in each worker process."""
+"""The parts of the tests of EDiT's penalty that run in each worker process."""
 
 from __future__ import annotations
 

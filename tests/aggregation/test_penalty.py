@@ -17,7 +17,7 @@ Ranks = list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    """The results of each worker, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all)
 
 

@@ -222,7 +222,7 @@ def arc_top_k(rank: int, group: Any) -> dict[str, Any]:
 
 
 def one_row(rank: int, group: Any) -> list[Tensor]:
-    """What one row of the workers' gradients, whose other rows are zero, becomes."""
+    """Return the averages of gradients of which one row is not zero, for each row."""
     results = []
     for row in range(5):
         exchange = ARCTopKAggregation(None, size=1, rank=1, momentum=0, process_group=group)
