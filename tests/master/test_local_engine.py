@@ -32,7 +32,7 @@ print("to stderr", rank, file=sys.stderr)
 print("pid", os.getpid())
 seconds, status = float(sys.argv[1]), int(sys.argv[2])
 end = time.monotonic() + seconds
-while time.monotonic() < end:
+while time.monotonic() < end and not (sys.argv[3:] and os.path.exists(sys.argv[3])):
     time.sleep(0.05)
 sys.exit(status if rank == "0" else 0)
 """
@@ -358,22 +358,27 @@ def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Pat
 
 def test_a_run_survives_the_master_and_a_lost_one_is_marked(script: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
+    enough = tmp_path / "enough"  # ends the kept run, which no slow machine ends too early
     with server(data) as (base, master):
-        kept = create(httpx, f"python {script} 4 0", workers=1, name="kept", base=base)
+        kept = create(httpx, f"python {script} 100 0 {enough}", workers=1, name="kept", base=base)
         lost = create(httpx, "sleep 100", workers=1, name="lost", base=base)
         wait_state(httpx, kept["id"], "started", base=base)
         wait_state(httpx, lost["id"], "started", base=base)
-        wait_for(lambda: len(processes_of(data / "runs" / str(lost["id"]))) == 2)
+        for run in (kept, lost):
+            folder = data / "runs" / str(run["id"])
+            wait_for(lambda folder=folder: len(processes_of(folder)) == 2)
         master.kill()
+        master.wait()
     assert len(processes_of(data / "runs" / str(kept["id"]))) == 2
     for process in processes_of(data / "runs" / str(lost["id"])):
         if "supervise" in " ".join(process.cmdline()):
             process.kill()
     with server(data) as (base, _):
-        assert wait_state(httpx, kept["id"], "started", "finished", base=base)["name"] == "kept"
+        assert wait_state(httpx, kept["id"], "started", base=base)["name"] == "kept"
         gone = wait_state(httpx, lost["id"], "failed", base=base)
         assert gone["job_metadata"]["reason"].startswith("lost")
         assert processes_of(data / "runs" / str(lost["id"])) == []
+        enough.touch()
         assert wait_state(httpx, kept["id"], "finished", "failed", base=base)["state"] == "finished"
 
 
