@@ -57,9 +57,6 @@ _ON_STREAMS = "the time of asynchronous collectives on GPUs, outside Distributed
 # Works that are not waited for are forgotten beyond this number.
 _MOST_WORKS = 1000
 
-# The clock of the script of this process.
-_clock: StepClock | None = None
-
 _ALWAYS_ASYNC = ("isend", "irecv")
 
 
@@ -135,10 +132,10 @@ class CommunicationObserver:
             patches.replace(dist, name, wrap)
             # Functions of this module, such as all_gather_object, call each other by its names.
             patches.put(dist.distributed_c10d, name, getattr(dist, name))
-        global _clock
-        _clock = self.clock
         patches.replace(dist.Work, "wait", self._wait)
         patches.replace(DistributedDataParallel, "__init__", self._constructor)
+        # A hook of each model would cost more, and a script may copy its model with the hook.
+        patches.replace(DistributedDataParallel, "forward", self._forward)
         if self._methods:
             patches.replace(CommunicationClock, "report", self._report)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
@@ -170,7 +167,7 @@ class CommunicationObserver:
                 workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
                 if workers > 1:
                     traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
-            waits = not (is_async or traffic.in_hook) and clock.is_here()
+            waits = not (is_async or traffic.in_hook) and threading.get_ident() == clock.thread
             begin_s = time.perf_counter()
             nested.is_inside = True
             if waits:
@@ -248,10 +245,24 @@ class CommunicationObserver:
         @functools.wraps(original)
         def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             original(model, *args, **kwargs)
-            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
             self._observe(model)
 
         return init
+
+    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        clock, timed = self.clock, self.clock.traffic.timed
+
+        @functools.wraps(original)
+        def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            is_compiling = torch.compiler.is_dynamo_compiling()
+            if not is_compiling and torch.is_grad_enabled() and not clock.is_evaluating:
+                clock.forward_begins((args, kwargs))
+                for times in timed:
+                    if times.model() is model:
+                        times.forward_begins(model)
+            return original(model, *args, **kwargs)
+
+        return forward
 
     def _observe(self, model: DistributedDataParallel) -> None:
         """Register the hook that measures, unless the constructor has registered one of its own."""
@@ -301,9 +312,8 @@ class CommunicationObserver:
             if model in self._exchanged:
                 raise refusal(self._exchanged[model].choice, "own hook")
             ours = self._hooks.get(model)
-            times = self.clock.traffic.times_of(model)
-            if times is not None:
-                self.clock.traffic.timed.remove(times)
+            timed = self.clock.traffic.timed
+            timed[:] = [times for times in timed if times.model() is not model]
             if ours is None:
                 self._register_observed(model, state, hook)
             elif ours.hook is None:
@@ -313,20 +323,6 @@ class CommunicationObserver:
                 original(model, state, hook)
 
         return register_comm_hook
-
-
-def _before_forward(model: DistributedDataParallel, args: Any, kwargs: Any) -> None:
-    """Note the begin of DDP's forward pass, and count its samples; a hook of the model.
-
-    It is a function of this module, because a script may copy or pickle its model with the hook.
-    """
-    if torch.compiler.is_compiling() or _clock is None:
-        return
-    if torch.is_grad_enabled() and not _clock.is_evaluating:
-        _clock.forward_begins((args, kwargs))
-        times = _clock.traffic.times_of(model)
-        if times is not None:
-            times.forward_begins(model)
 
 
 def _has_dense_cpu_gradients(model: DistributedDataParallel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class DataObserver:
 
         @functools.wraps(original)
         def observed(iterator: Any) -> Any:
-            if not clock.is_here():
+            if get_ident() != clock.thread:
                 return original(iterator)
             clock.fetch_begins(torch.is_grad_enabled())
             batch = None
@@ -77,7 +78,7 @@ class DataObserver:
         @functools.wraps(original)
         def observed(module: nn.Module) -> Any:
             result = original(module)
-            if not self._clock.is_open or not self._clock.is_here():
+            if not self._clock.is_open or get_ident() != self._clock.thread:
                 return result
             # A model that is never trained, such as a teacher, begins no evaluation.
             if module not in self._trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class LossObserver:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             # Reentrant checkpointing runs a backward pass within another one.
-            if clock.is_in_backward or not clock.is_here():
+            if clock.is_in_backward or get_ident() != clock.thread:
                 original(tensors, *args, **kwargs)
                 return
             self._keep(tensors)

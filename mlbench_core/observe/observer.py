@@ -60,7 +60,8 @@ class Observer:
         self.tracker = tracker
         self._methods = methods
         self.losses = LossObserver(tracker)
-        self.clock = StepClock(tracker, Traffic(), self._read, self._end_step, on_begin, interval_s)
+        end_step = self._end_step if methods else self.losses.end_step
+        self.clock = StepClock(tracker, Traffic(), self._read, end_step, on_begin, interval_s)
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
@@ -166,10 +167,9 @@ class Observer:
 
     def _end_step(self, position: tuple[int, float]) -> None:
         self.losses.end_step(position)
-        if self._methods:
-            if not self.clock.has_optimizer:
-                self._check_by_hand()
-            self.communication.end_step()
+        if not self.clock.has_optimizer:
+            self._check_by_hand()
+        self.communication.end_step()
 
     def _read(self) -> None:
         self.losses.read()

@@ -44,6 +44,9 @@ def _first_tensor(batch: Any) -> Tensor | None:
     elif isinstance(batch, Mapping):
         parts = batch.values()
     for part in parts:
+        # Mostly the first part is one, which saves a call in each step.
+        if isinstance(part, Tensor):
+            return part
         tensor = _first_tensor(part)
         if tensor is not None:
             return tensor

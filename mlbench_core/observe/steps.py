@@ -60,6 +60,7 @@ class StepClock:
         optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
+        thread: The thread that trains, as :func:`threading.get_ident` names it.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StepClock:
         self._on_begin = on_begin
         self._interval_s = interval_s
         self._interval_end_s = 0.0
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         # The step of the tracker that the time until the next event belongs to.
         self._label = "other"
         self.optimizer_depth = 0
@@ -103,10 +104,6 @@ class StepClock:
         self._since_last = 0
         self._fetched_in_evaluation = False
         self._wait_cpu_s = 0.0
-
-    def is_here(self) -> bool:
-        """Return True in the thread that trains."""
-        return threading.get_ident() == self._thread
 
     def begin(self) -> None:
         """Begin training."""
@@ -238,8 +235,10 @@ class StepClock:
         self.optimizer_depth += 1
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
-            # The time since the backward pass is that of clipping and of unscaling.
-            self._times.record_batch_step("opt_step")
+            if self.is_in_backward:
+                self._times.record_batch_step("backprop")
+            # The time since the end of the backward pass is that of clipping and of unscaling. It
+            # has the same label, so the mark at the end of the optimizer's step is enough.
             self._label = "opt_step"
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:

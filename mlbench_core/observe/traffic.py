@@ -8,8 +8,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from mlbench_core.observe.ddp_times import DDPTimes
 from mlbench_core.tracking.clock import cuda_event, cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
@@ -80,24 +78,6 @@ class Traffic:
 
     def end_backward(self) -> None:
         """Book the buckets of a backward pass, which DDP has waited for."""
-        if self.timed:
-            self._add_timed()
-        if not self._begins:
-            return
-        if isinstance(self._begins[0], float):
-            self._book(self._begins, self._ends)
-        else:
-            self._on_device.append((self._begins, self._ends))
-        self._begins, self._ends = [], []
-
-    def times_of(self, model: DistributedDataParallel) -> DDPTimes | None:
-        """Return the times of a model; None if it does not take them itself."""
-        for times in self.timed:
-            if times.model() is model:
-                return times
-        return None
-
-    def _add_timed(self) -> None:
         for times in self.timed:
             model = times.model()
             if model is not None and times.took_part(model):
@@ -106,6 +86,13 @@ class Traffic:
                 self.size_bytes += times.sent_bytes
                 for size_bytes in times.bucket_bytes:
                     self.counts["all_reduce", times.workers, size_bytes, True] += 1
+        if not self._begins:
+            return
+        if isinstance(self._begins[0], float):
+            self._book(self._begins, self._ends)
+        else:
+            self._on_device.append((self._begins, self._ends))
+        self._begins, self._ends = [], []
 
     def forget_backward(self) -> None:
         """Forget the buckets of a backward pass that has failed."""
