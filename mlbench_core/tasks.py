@@ -595,6 +595,7 @@ _TASKS = (
             "demo",
             "one_bit_adam",
             "dion",
+            "local_adamw",
             "diloco",
             "muloco",
             "streaming_diloco",

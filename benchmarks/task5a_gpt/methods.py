@@ -142,6 +142,10 @@ METHODS = {
     "dion": Method(
         of_parameters("dion", lambda: DionAggregation(rank=16, momentum=0.9)), lr_factor=4.0
     ),
+    # The average of the workers' weights, an outer step of length 1. Stich, arXiv:1805.09767.
+    "local_adamw": Method(
+        of_model("diloco", period=20, outer_lr=1.0, outer_momentum=0.0, **ADAMW), lr_factor=0.6
+    ),
     # Douillard et al., arXiv:2311.08105. Its outer momentum of 0.9 is for longer trainings.
     "diloco": Method(of_model("diloco", period=20, outer_momentum=0.5, **ADAMW), lr_factor=0.6),
     # Thérien et al., arXiv:2505.23725.

@@ -19,7 +19,7 @@ METHODS = (
     *("centralized_adam", "sign_sgd", "scaffold", "muon", "lars", "lamb"),
     *("decentralized_sgd", "sparsified_sgd", "normuon", "dion2", "dion3", "no_loco"),
     *("quantized_sgd", "loco", "ef21", "ef21_muon", "acp_sgd", "edit", "eager_diloco"),
-    *("sgp", "arc_top_k", "des_loc", "sparta"),
+    *("sgp", "arc_top_k", "des_loc", "sparta", "adamw", "local_adamw"),
 )
 """Methods with a fixed look, those that are most often on one page first.
 
