@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -208,8 +209,7 @@ def compare(
             f'methods must be a list, not {methods!r}: write for example ["as-is", "bf16"]'
         )
     if output is None:
-        user_folder("comparisons").mkdir(parents=True, exist_ok=True)
-        output = tempfile.mkdtemp(prefix="comparison-", dir=user_folder("comparisons"))
+        output = user_folder("comparisons", f"comparison-{secrets.token_hex(4)}")
     folder = Path(output).expanduser().absolute()
     names: list[str] = []
     modules: dict[Path, str] = {}
@@ -304,7 +304,7 @@ def _run(file: Path, folder: Path, modules: Mapping[Path, str]) -> None:
         text = _in_words_of_call(progress.last)
         for name, failure in sweeps.failures(sweeps.planned(sweep)).items():
             # A notebook has no terminal in which to look at the file.
-            if failure.log:
+            if name in text and failure.log:
                 text += f"\n{name} ended with:\n{failure.log}"
                 break
         raise MLBenchError(text)
