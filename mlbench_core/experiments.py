@@ -301,13 +301,7 @@ def _run(file: Path, folder: Path, modules: Mapping[Path, str]) -> None:
         finally:
             progress.end()
     if process.returncode:
-        text = _in_words_of_call(progress.last)
-        for name, failure in sweeps.failures(sweeps.planned(sweep)).items():
-            # A notebook has no terminal in which to look at the file.
-            if name in text and failure.log:
-                text += f"\n{name} ended with:\n{failure.log}"
-                break
-        raise MLBenchError(text)
+        raise MLBenchError(_in_words_of_call(progress.last))
 
 
 class _Progress:
