@@ -223,12 +223,11 @@ def compare(
             name, path, source = describe_own_class(method, folder)
             modules[path] = source
         names.append(name)
-    content: dict[str, Any] = {"script": script, "task": task}
+    content: dict[str, Any] = {"title": folder.name, "script": script, "task": task}
     content["algorithms" if script is None else "methods"] = names
     content.update(workers=workers, networks=networks, seeds=seeds, **settings)
     with tempfile.TemporaryDirectory() as temporary:
-        # Its name is the title of the sweep.
-        file = Path(temporary) / f"{folder.name}.toml"
+        file = Path(temporary) / COPY
         with file.open("w", encoding="utf-8") as lines:
             for key, value in content.items():
                 if value is not None:

@@ -76,7 +76,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
             calls.append([*words, Path(words[2]).read_text()])
             # The command leaves a copy of the file.
             output = Path(words[4])
-            output.mkdir(exist_ok=True)
+            output.mkdir(parents=True, exist_ok=True)
             (output / "sweep.toml").write_bytes(Path(words[2]).read_bytes())
             return [sys.executable, "-c", f"import sys, signal, time\n{code}"]
 
@@ -171,6 +171,7 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
         title=sweep.title,
     )
     assert Path(calls[0][4]).parent.name == "comparisons", "the folder of the user's data"
+    assert sweep.title == Path(calls[0][4]).name
 
 
 @pytest.mark.parametrize(
