@@ -15,6 +15,7 @@ from mlbench_cli._output import remark
 from mlbench_core.caller import observe_command
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.options import parse_options
+from mlbench_core.observe.own_class import check_own_class
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import Task
 
@@ -78,7 +79,8 @@ def script_options(command: Command) -> Command:
             metavar="METHOD",
             help=(
                 "With a script: how workers exchange gradients or weights, "
-                "for example bf16 or power_sgd:rank=4 (default: as-is)."
+                "for example bf16, power_sgd:rank=4, or an aggregation of yours as FILE.py:CLASS "
+                "(default: as-is)."
             ),
         ),
     ):
@@ -191,7 +193,7 @@ class Script:
         """
         check_script(self.words, folder)
         try:
-            parse_options([*self.options, *self.words])
+            check_own_class(parse_options([*self.options, *self.words]).method, folder)
         except ConfigurationError as error:
             raise click.UsageError(str(error)) from None
 

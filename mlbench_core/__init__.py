@@ -26,6 +26,7 @@ _SUBPACKAGES = (
     "distributed",
     "errors",
     "evaluation",
+    "experiments",
     "install_cuda_extensions",
     "lr_scheduler",
     "models",

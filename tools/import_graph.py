@@ -45,6 +45,8 @@ LAYERS |= {
     "prediction": {"comparison", "network"},
     # Only the names of the methods and the options of a script.
     "sweep": {"client", "results", "comparison", "network", "observe", "prediction"},
+    # One call for a sweep. The aggregations only to judge a class of the user.
+    "experiments": {"sweep", "comparison", "observe", "aggregation"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
     # networks of runs.
     "mlbench_master": {"client", "results", "comparison", "network", "observe"},

@@ -27,6 +27,8 @@ from mlbench_cli._script import check_script
 from mlbench_core.caller import FORK_VARIABLE, describe_call
 from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MLBenchError
+from mlbench_core.observe.method_names import parse_method
+from mlbench_core.observe.own_class import check_own_class
 from mlbench_core.sweep.estimate import Estimate, estimate
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
@@ -58,6 +60,12 @@ _RESULTS = (
     metavar="FOLDER",
     help="Folder for the results; the same command continues a sweep that was ended.",
 )
+@click.option(
+    "--cwd",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder in which the workers start, and from which FILE names files (default: its own).",
+)
 @click.option("--dry-run", is_flag=True, help="Only show the runs and the estimate of their time.")
 @click.option(
     "--oversubscribe",
@@ -70,6 +78,7 @@ _RESULTS = (
 def sweep(
     file: Path,
     output: Path,
+    cwd: Path | None,
     dry_run: bool,
     oversubscribe: bool,
     fork: bool,
@@ -86,10 +95,12 @@ def sweep(
 
     The workers start in the folder of FILE, with the environment of this call.
     """
-    described = load_sweep(file)
+    start = cwd or file.parent
+    described = load_sweep(file, start)
     if described.script:
-        # The workers start in the folder of the file.
-        check_script(described.script, file.parent)
+        check_script(described.script, start)
+        for variant in described.variants:
+            check_own_class(parse_method(variant.arguments[-1]), start)
     folder = SweepFolder(output)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)
@@ -107,7 +118,7 @@ def sweep(
     with folder.open(file, described.files):
         # Workers that share cores change no modelled time.
         oversubscribe = oversubscribe or described.is_modelled
-        call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
+        call = {"caller": describe_call(start), "oversubscribe": oversubscribe}
         if fork:
             call["environment"] = {FORK_VARIABLE: "1"}
         is_whole = _run(described, folder, points, pending, done, dashboard_url, call)

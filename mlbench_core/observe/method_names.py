@@ -5,7 +5,9 @@ This module does not import torch, so that the command can check the names befor
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -259,13 +261,18 @@ _REFUSED = {
 }
 
 
+# An aggregation of the user: its file, its class, and the text of its options.
+_OWN = re.compile(r"(?P<name>.+\.py:[^\W\d]\w*)(?P<colon>:?)(?P<options>.*)")
+
+
 @dataclass(frozen=True)
 class MethodChoice:
     """A method with its options.
 
     Attributes:
-        name: A name of :data:`METHODS`.
-        options: All options of the method by name, with the defaults of those left out.
+        name: A name of :data:`METHODS`, or ``FILE.py:CLASS`` for an aggregation of the user.
+        options: All options of the method by name, with the defaults of those left out. Of an
+            aggregation of the user, only the given ones.
 
     Example:
         >>> str(MethodChoice("diloco", {"period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}))
@@ -276,17 +283,31 @@ class MethodChoice:
     options: Mapping[str, Any]
 
     @property
+    def own_class(self) -> tuple[str, str] | None:
+        """The file and the class of an aggregation of the user; None for a known method."""
+        file, _, name = self.name.rpartition(":")
+        return (file, name) if file else None
+
+    @property
     def kind(self) -> Kind:
         """The kind of the method."""
-        return METHODS[self.name].kind
+        return METHODS[self.name].kind if self.own_class is None else "gradients"
+
+    @property
+    def label(self) -> str:
+        """The text for tables and figures: without the file of the user's class."""
+        return str(self) if self.own_class is None else str(self)[len(self.own_class[0]) + 1 :]
 
     def __str__(self) -> str:
         """Return the text that :func:`parse_method` reads, without options at their default."""
+        defaults: dict[str, Any] = {}
+        if self.own_class is None:
+            for name, option in METHODS[self.name].options.items():
+                defaults[name] = option.default
         words = []
-        for name, option in METHODS[self.name].options.items():
-            value = self.options[name]
-            if value != option.default:
-                word = str(value).lower() if option.type is bool else str(value)
+        for name, value in self.options.items():
+            if name not in defaults or value != defaults[name]:
+                word = str(value).lower() if isinstance(value, bool) else str(value)
                 words.append(f"{name}={word}")
         return f"{self.name}:{','.join(words)}" if words else self.name
 
@@ -295,7 +316,8 @@ def parse_method(text: str) -> MethodChoice:
     """Read the value of ``--method``.
 
     Args:
-        text: ``NAME`` or ``NAME:key=value,...``.
+        text: ``NAME`` or ``NAME:key=value,...``. ``FILE.py:CLASS`` in place of the name is an
+            aggregation of the user.
 
     Returns:
         The method with all its options.
@@ -355,7 +377,10 @@ def check_together(method: MethodChoice, optimizer: MethodChoice) -> None:
 
 
 def _parse(flag: str, text: str) -> MethodChoice:
-    """Read a name of the table with its options."""
+    """Read a name of the table, or a class of the user, with its options."""
+    own = _OWN.fullmatch(text.strip())
+    if own is not None and flag == "--method":
+        return _own_choice(own)
     name, colon, rest = text.strip().partition(":")
     if name in _REFUSED:
         raise ConfigurationError(f"{flag} must not be {name}: {_REFUSED[name]}")
@@ -365,6 +390,10 @@ def _parse(flag: str, text: str) -> MethodChoice:
             for known, spec in METHODS.items()
             if (spec.kind == "optimizer") == (flag == "--optimizer")
         ]
+        if name.endswith(".py") and flag == "--method":
+            raise ConfigurationError(
+                f"--method must name a class of its file, not {text!r}: write {name}:CLASS"
+            )
         raise ConfigurationError(
             f"{flag} must be NAME or NAME:key=value,..., not {text!r}: "
             + hint_for(name, names, "the names are")
@@ -394,6 +423,22 @@ def _parse(flag: str, text: str) -> MethodChoice:
                 f"{flag} {name}:{key}={_example(allowed[key])}"
             ) from error
     return MethodChoice(name, options)
+
+
+def _own_choice(match: re.Match[str]) -> MethodChoice:
+    """Read a class of the user; its constructor checks the options."""
+    options: dict[str, Any] = {}
+    for word in match["options"].split(",") if match["colon"] else ():
+        key, equals, value = word.strip().partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise ConfigurationError(
+                f"--method {match['name']} must have options as key=value, each once, not {word!r}"
+            )
+        options[key] = {"true": True, "false": False}.get(value.lower(), value)
+        for number in (float, int):
+            with contextlib.suppress(ValueError):
+                options[key] = number(value)
+    return MethodChoice(match["name"], options)
 
 
 def _options(name: str) -> str:

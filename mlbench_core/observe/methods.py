@@ -14,11 +14,14 @@ again from zero.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -61,6 +64,7 @@ from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.method_names import METHODS, MethodChoice
+from mlbench_core.observe.own_class import check_own_class
 from mlbench_core.optim.pytorch import Dion, Dion2, Dion3, MuonAdamW, NorMuon, OneBitAdam
 from mlbench_core.optim.pytorch.distributed import is_called_by_checkpoint_functions
 from mlbench_core.optim.pytorch.local_steps.periodic import make_outer_optimizer
@@ -142,12 +146,50 @@ def _naming(choice: MethodChoice) -> Iterator[None]:
 class _OnGradients(Method):
     """A method whose result takes the place of DDP's average of gradients."""
 
+    def __init__(self, choice: MethodChoice) -> None:
+        super().__init__(choice)
+        # Of a class of the user, here: before the script starts.
+        self._make = _ON_GRADIENTS.get(choice.name) or _own_maker(choice)
+
     def hook(self, ddp_model: DistributedDataParallel) -> tuple[Any, Any]:
         """See :meth:`Method.hook`."""
-        make, group = _ON_GRADIENTS[self.choice.name], ddp_model.process_group
+        group = ddp_model.process_group
         with _naming(self.choice):
-            aggregation = make(ddp_model.module, process_group=group, **self.choice.options)
+            aggregation = self._make(ddp_model.module, process_group=group, **self.choice.options)
             return as_ddp_hook(aggregation, ddp_model)
+
+
+def _own_maker(choice: MethodChoice) -> Callable[..., Aggregation]:
+    """Import the file of a class of the user, and return a function that makes an aggregation."""
+    assert choice.own_class is not None, "the other methods are in the tables below"
+    check_own_class(choice, Path.cwd())
+    file, name = choice.own_class
+    spec = importlib.util.spec_from_file_location("mlbench_own_method", file)
+    assert spec is not None and spec.loader is not None, "the name ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up their module.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigurationError(
+            f"--method {choice}: {file} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    cls = getattr(module, name)
+    if not (isinstance(cls, type) and issubclass(cls, Aggregation)):
+        raise ConfigurationError(
+            f"--method must name a class of mlbench_core.aggregation.pytorch.Aggregation, "
+            f"not {name} of {file}: derive it from Aggregation"
+        )
+    accepted = inspect.signature(cls).parameters
+
+    def make(model: nn.Module, process_group: Any, **options: Any) -> Aggregation:
+        given = {"model": model, "process_group": process_group}
+        taken = {key: value for key, value in given.items() if key in accepted}
+        aggregation: Aggregation = cls(**taken, **options)
+        return aggregation
+
+    return make
 
 
 class _OnWeights(Method):

@@ -273,11 +273,12 @@ class Sweep:
         return Point(name, variant.name, workers, network, seed, request, trial)
 
 
-def load_sweep(path: Path) -> Sweep:
+def load_sweep(path: Path, folder: Path | None = None) -> Sweep:
     """Read a sweep from its TOML file.
 
     Args:
-        path: The file. Names of other files in it are relative to its folder.
+        path: The file.
+        folder: The folder to which names of other files in it are relative; None for its own.
 
     Raises:
         ConfigurationError: The file cannot be read, or a key is unknown or has a wrong value.
@@ -288,7 +289,7 @@ def load_sweep(path: Path) -> Sweep:
         import tomli as tomllib
     try:
         text = read_text(path)
-        return parse_sweep(tomllib.loads(text), path.parent, path.stem)
+        return parse_sweep(tomllib.loads(text), folder or path.parent, path.stem)
     except OSError as error:
         raise ConfigurationError(
             f"cannot read the sweep {path}: {error.strerror or error}"
@@ -505,8 +506,8 @@ def _methods(content: Mapping[str, Any]) -> list[Variant]:
     """Return the variants of a script, which are its methods."""
     variants = []
     for text in _words(content.get("methods", []), "methods", '["as-is", "bf16"]'):
-        name = str(parse_method(text))
-        variants.append(Variant(name, ("--method", name)))
+        method = parse_method(text)
+        variants.append(Variant(method.label, ("--method", str(method))))
     if not variants:
         raise ValueError(
             'methods must be given with script: write for example methods = ["as-is", "bf16"]'
@@ -593,7 +594,7 @@ def _networks(
     value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]
 ) -> dict[str, Network]:
     networks: dict[str, Network] = {}
-    for name in _words(value, "networks"):
+    for name in _words(value, "networks", '["lan-1g"]'):
         if name in networks:
             raise ValueError(f"networks must differ, not {name!r} twice: remove one")
         text = name

@@ -278,8 +278,8 @@ class Runner:
             )
         details = item.get("job_metadata") or {}
         # The cause of a failure is mostly at the end of standard error.
-        log = str(details.get("stderr") or details.get("stdout") or "")
-        return Failure(reason, log="\n".join(log.splitlines()[-_LOG_LINES:]))
+        lines = details.get("stderr") or details.get("stdout") or []
+        return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))
 
     def _save(self, point: Point, item: Mapping[str, Any]) -> Done | Failure:
         """Save the result of a run."""

@@ -21,6 +21,7 @@ __all__ = [
     "UTILIZATION_COLUMNS",
     "as_csv",
     "cell_row",
+    "csv_columns",
     "known_columns",
     "known_median",
     "table_rows",
@@ -248,12 +249,14 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return columns
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the columns as CSV, without those of modelled sweeps in others.
-
-    A value that is unknown is empty.
-    """
+def csv_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Return the columns of the CSV file: without those of modelled sweeps in others."""
     columns = list(COLUMNS)
     if all(row["modelled"] is None for row in rows):
         columns = [column for column in COLUMNS if column.key not in _ONLY_MODELLED]
-    return csv_text(columns, rows)
+    return columns
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as CSV; a value that is unknown is empty."""
+    return csv_text(csv_columns(rows), rows)

@@ -190,3 +190,23 @@ def test_a_script_that_does_not_exist_starts_no_run(
     answer = call("sweep", str(path), "--output", str(tmp_path / "out"), "--dry-run")
     assert answer.stdout.splitlines()[1].split()[:3] == ["as-is-1-s42", "as-is", "1"]
     assert not fake.requests
+
+
+def test_the_workers_of_a_sweep_can_start_in_another_folder(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    start.mkdir()
+    file.write_text(
+        'script = "train.py"\nmethods = ["own.py:Mean"]\nworkers = [2]\nnetworks = ["lan-1g"]\n'
+    )
+    words = ("sweep", str(file), "--output", str(tmp_path / "out"), "--cwd", str(start))
+    assert "train.py does not exist" in call(*words, code=2).stderr
+    (start / "train.py").touch()
+    assert "must name a file from" in call(*words, code=1).stderr
+    (start / "own.py").write_text("class Mean: pass\n")
+    call(*words)
+    assert [caller["cwd"] for caller in fake.callers if caller] == [str(start)]
+    (request,) = fake.requests
+    assert request["command"].endswith("--method own.py:Mean train.py")
+    assert request["name"].startswith("mean-2-lan-1g-s42-")

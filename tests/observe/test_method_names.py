@@ -187,3 +187,41 @@ def test_the_page_has_the_table() -> None:
         assert (ROOT / "docs" / "algorithms" / f"{spec.page}.md").is_file()
     page = (ROOT / "docs" / "reference" / "methods.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "label", "options"),
+    [
+        ("median.py:Median", ("median.py", "Median"), "Median", {}),
+        (
+            "a/b-1.py:Top_K:size=1e-3,rank=4,exact=true,mode=fast",
+            ("a/b-1.py", "Top_K"),
+            "Top_K:size=0.001,rank=4,exact=true,mode=fast",
+            {"size": 0.001, "rank": 4, "exact": True, "mode": "fast"},
+        ),
+    ],
+)
+def test_a_class_of_the_user_keeps_its_options(
+    text: str, own: tuple[str, str], label: str, options: dict[str, Any]
+) -> None:
+    choice = parse_method(text)
+    assert (choice.own_class, choice.label, choice.kind) == (own, label, "gradients")
+    assert choice.options == options
+    assert [type(value) for value in choice.options.values()] == list(map(type, options.values()))
+    assert parse_method(str(choice)) == choice
+    assert parse_method("bf16").own_class is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m.py", "--method must name a class of its file, not 'm.py': write m.py:CLASS"),
+        ("m.py:4", "--method must name a class of its file, not 'm.py:4': write m.py:CLASS"),
+        ("m.py:A:4", "--method m.py:A must have options as key=value, each once, not '4'"),
+        ("m.py:A:a=1,a=2", "--method m.py:A must have options as key=value, each once, not 'a=2'"),
+    ],
+)
+def test_a_class_of_the_user_must_be_named_in_full(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_method(text)
+    assert str(raised.value) == message

@@ -103,5 +103,5 @@ class MemoryMaster:
     def _end(self, item: dict[str, Any], reason: str) -> None:
         item["state"] = "failed" if reason else "finished"
         item["finished_at"] = "2026-01-01T00:01:00Z"
-        item["job_metadata"] = {"reason": reason, "stderr": "the last line"} if reason else {}
+        item["job_metadata"] = {"reason": reason, "stderr": ["the last line"]} if reason else {}
         json.dumps(item)
