@@ -98,6 +98,8 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     if not command and isinstance(job, Mapping):
         command = job.get("command")
     configuration: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
+    if isinstance(job, Mapping):
+        configuration["network"] = job.get("network")
     if not isinstance(command, str) or not command.strip():
         with contextlib.suppress(ValueError):
             configuration["task"] = find_image(str(run.get("image")))[0].key

@@ -13,19 +13,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_core.run_terms import GoalAim
-from mlbench_core.tasks import option_value
 from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.runs.goals import (
-    PLAN_METRIC,
-    RunGoal,
-    RunPlan,
-    goal_of_task,
-    split_command,
-    task_of_image,
-)
+from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan
+from mlbench_master.web.fields import MOST_READ, Fields, RunQuery, condition, fields_of, goal_of
 from mlbench_master.web.render import page
 
 __all__ = ["ListedRun", "list_runs", "router"]
@@ -41,9 +34,13 @@ _COLUMNS = {
     "duration": "Duration",
     "goal": "Goal",
 }
+# The database cannot sort by these; one without a value in the list is not shown.
+_FIELD_COLUMNS = {"method": "Method", "network": "Network", "tag": "Tags"}
 # The first click on a column sorts texts from A and numbers from the largest or latest.
 _TEXTS = ("name", "state", "image", "backend")
 _PAGE = 50
+# A condition for a value of 100 characters fits.
+_MOST_TEXT = 500
 # A page with this number would begin after the largest id.
 _MOST_PAGES = 2**31
 
@@ -55,7 +52,7 @@ class View:
     """The part of the list that an address asks for.
 
     Attributes:
-        q: Words in the name, image, command or backend of the runs.
+        q: The text of a search, see :class:`~mlbench_master.web.fields.RunQuery`.
         state: Their state; empty for all.
         sort: One of :data:`~mlbench_master.database.store.RUN_SORTS`, with a ``-`` before it for
             the largest value first.
@@ -72,7 +69,7 @@ class View:
         """Return the view of a request, in which unknown values count as left out."""
         query = request.query_params
         # PostgreSQL refuses NUL in a parameter.
-        view = cls(q=query.get("q", "").replace("\x00", "")[:200])
+        view = cls(q=query.get("q", "").replace("\x00", "")[:_MOST_TEXT])
         if query.get("state") in STATES:
             view = replace(view, state=query["state"])
         if query.get("sort", "").removeprefix("-") in RUN_SORTS:
@@ -113,7 +110,8 @@ class ListedRun:
     Attributes:
         run: The run.
         program: Its task, or its command.
-        details: Options of the task that change what is computed.
+        details: Data set and preset of the task.
+        fields: Its configuration, see :func:`~mlbench_master.web.fields.fields_of`.
         duration_s: Seconds since its start, until its end if it has ended; None before its start.
         goal: Its goal, if it has one.
         value: Latest value of the goal's metric, as text; None if it is not known.
@@ -122,6 +120,7 @@ class ListedRun:
     run: Run
     program: str
     details: str
+    fields: Fields
     duration_s: float | None
     goal: RunGoal | None
     value: str | None
@@ -138,13 +137,7 @@ class ListedRun:
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     """Return runs with their goals and durations, with at most two statements for all of them."""
     now = now_us()
-    # A damaged record may hold any type.
-    goals: dict[int, RunGoal | None] = {}
-    for run in runs:
-        goal = run.goal_record
-        if goal is None:
-            goal = goal_of_task(str(run.image), str(run.command), run.light_target)
-        goals[run.id] = goal
+    goals = {run.id: goal_of(run) for run in runs}
     _add_plans(store, goals)
     wanted = []
     for run_id, goal in goals.items():
@@ -155,9 +148,11 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
         values[owner] = point.value
     listed = []
     for run in runs:
-        program, details = _program(run)
+        fields = fields_of(run)
+        program, details = _program(run, fields)
         value = values.get(run_owner(run.id))
-        listed.append(ListedRun(run, program, details, run.lasted_s(now), goals[run.id], value))
+        duration_s = run.lasted_s(now)
+        listed.append(ListedRun(run, program, details, fields, duration_s, goals[run.id], value))
     return listed
 
 
@@ -172,13 +167,11 @@ def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
             goals[run_ids[owner]] = RunGoal(**fields, reached=False)
 
 
-def _program(run: Run) -> tuple[str, str]:
-    task = task_of_image(str(run.image))
-    if task is None:
+def _program(run: Run, fields: Fields) -> tuple[str, str]:
+    if "task" not in fields:
         return str(run.command), ""
-    words = split_command(str(run.command))
-    options = (option_value(words, option) for option in ("--dataset", "--preset", "--optimizer"))
-    return f"Task {task.key}", ", ".join(filter(None, options))
+    details = [*fields.get("dataset", ()), *fields.get("preset", ())]
+    return f"Task {fields['task'][0]}", ", ".join(details)
 
 
 @router.get("/runs/")
@@ -188,20 +181,38 @@ def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     if view.state == "failed":
         # For the store, a run that a user stopped has failed, too.
         states = ["failed itself"]
-    count = store.count_runs(*states, text=view.q)
+    query = RunQuery.parse(view.q)
+    count = store.count_runs(*states, text=query.text)
+    left_out = 0
+    if query.conditions:
+        runs = query.find(store, *states, sort=view.sort)
+        left_out = max(count - MOST_READ, 0)
+        count = len(runs)
     # A run that was deleted may have been the only one of the last page.
     last = max(math.ceil(count / _PAGE), 1)
     view = replace(view, page=min(view.page, last))
     first = (view.page - 1) * _PAGE
-    runs = store.runs(*states, text=view.q, sort=view.sort, offset=first, limit=_PAGE)
+    if query.conditions:
+        runs = runs[first : first + _PAGE]
+    else:
+        runs = store.runs(*states, text=query.text, sort=view.sort, offset=first, limit=_PAGE)
+    listed = list_runs(store, runs)
+    # Each field of the listed runs, and the conditions for its values.
+    fields: dict[str, set[str]] = {}
+    for item in listed:
+        for name, values in item.fields.items():
+            fields.setdefault(name, set()).update(condition(name, value) for value in values)
     return page(
         request,
         "runs.html",
         view=view,
         states=STATES,
         columns=_COLUMNS,
-        runs=list_runs(store, runs),
+        field_columns={name: _FIELD_COLUMNS[name] for name in _FIELD_COLUMNS if name in fields},
+        fields=dict(sorted(fields.items())),
+        runs=listed,
         count=count,
         first=first + 1,
         last_page=last,
+        left_out=left_out,
     )

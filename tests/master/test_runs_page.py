@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mlbench_master import create_app
@@ -126,6 +127,39 @@ def test_texts_of_users_are_text(client: Any) -> None:
     for query in ("", f"?q={ATTACK}"):
         page = get(client, query)
         assert names(page) == ["run"] and ATTACK not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_runs_are_found_by_any_field_of_their_configuration(client: Any) -> None:
+    store = client.app.state.store
+    task = {"image": "task1a_resnet20_cifar10"}
+    add(store, "slow", **task, command="main.py --lr 0.1 --optimizer power_sgd --dataset digits",
+        job_metadata='{"network": "100mbit,20ms"}')  # fmt: skip
+    add(store, "plain", **task, command="main.py --lr 0.2", num_workers=4)
+    add(store, "own", command="train.py network=none --lr 0.1", backend="mpi")
+    for query, found in (
+        ("network=100MBIT,20ms", ["slow"]),
+        ("lr=0.1", ["own", "slow"]),
+        ("lr=0.1 backend=mpi", ["own"]),
+        ("lr=0.1 power", ["slow"]),
+        ("workers=4", ["plain"]),
+        # The optimizer of the task without --optimizer.
+        ("method=centralized_sgd", ["plain"]),
+        ('goal="Prec@1 >= 95"', ["slow"]),
+        # An empty value finds the runs without one.
+        ("network=", ["own", "plain"]),
+        # A command may hold the same text.
+        ("network=none", ["own"]),
+        ("lr=0.1 nothing=1", []),
+        ('goal="Prec', []),
+    ):
+        assert names(get(client, f"?{httpx.QueryParams(q=query)}")) == found, query
+    page = get(client)
+    assert '<th scope="col">Method</th><th scope="col">Network</th>' in page
+    assert '<td class="field network">100mbit,20ms</td>' in page
+    assert '<option value="network=100mbit,20ms">' in page
+    # A column without a value in the list is left out.
+    page = get(client, "?q=lr=0.1+backend=mpi")
+    assert ">Network</th>" not in page and ">Method</th>" not in page
 
 
 def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
