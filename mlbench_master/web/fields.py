@@ -48,7 +48,7 @@ def fields_of(run: Run) -> Fields:
     goal = goal_of(run)
     aim = None if goal is None else goal.aim
     values = {"method": method, **options, **configuration, "goal": aim}
-    fields = {}
+    fields = {"tag": run.tags} if run.tags else {}
     for name, value in values.items():
         text = str(value)[:_MOST_CHARACTERS]
         if value is not None and text:
