@@ -16,10 +16,13 @@ from mlbench_core.comparison.published import describe_run
 from mlbench_master.database.store import Run, Store
 from mlbench_master.runs.goals import RunGoal, goal_of_task, task_of_image
 
-__all__ = ["MOST_READ", "Fields", "RunQuery", "condition", "fields_of", "goal_of"]
+__all__ = ["MOST_READ", "MOST_TEXT", "Fields", "RunQuery", "condition", "fields_of", "goal_of"]
 
 MOST_READ = 2000
 """The number of runs among which a search by a field looks: the database has no fields."""
+
+MOST_TEXT = 500
+"""Most characters of a search: a condition for a long value fits."""
 
 Fields = Mapping[str, Sequence[str]]
 
@@ -117,15 +120,22 @@ class RunQuery:
                 return False
         return True
 
-    def find(self, store: Store, *states: str, sort: str = "-created_at") -> list[Run]:
+    def find(
+        self, store: Store, *states: str, sort: str = "-created_at"
+    ) -> list[tuple[Run, Fields]]:
         """Return the runs that match, of the first :data:`MOST_READ` with some states.
 
         Args:
             store: The database.
             *states: As for :meth:`~mlbench_master.database.store.Store.runs`, as is ``sort``.
             sort: Their order.
+
+        Returns:
+            The runs, each with its fields.
         """
-        runs = store.runs(*states, text=self.text, sort=sort, limit=MOST_READ)
-        if not self.conditions:
-            return runs
-        return [run for run in runs if self.matches(run, fields_of(run))]
+        found = []
+        for run in store.runs(*states, text=self.text, sort=sort, limit=MOST_READ):
+            fields = fields_of(run)
+            if self.matches(run, fields):
+                found.append((run, fields))
+        return found

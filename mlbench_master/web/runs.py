@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -18,8 +21,17 @@ from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan
-from mlbench_master.web.fields import MOST_READ, Fields, RunQuery, condition, fields_of, goal_of
-from mlbench_master.web.render import page
+from mlbench_master.web.comparing import FINAL_STATES
+from mlbench_master.web.fields import (
+    MOST_READ,
+    MOST_TEXT,
+    Fields,
+    RunQuery,
+    condition,
+    fields_of,
+    goal_of,
+)
+from mlbench_master.web.render import duration, page
 
 __all__ = ["ListedRun", "list_runs", "router"]
 
@@ -39,8 +51,9 @@ _FIELD_COLUMNS = {"method": "Method", "network": "Network", "tag": "Tags"}
 # The first click on a column sorts texts from A and numbers from the largest or latest.
 _TEXTS = ("name", "state", "image", "backend")
 _PAGE = 50
-# A condition for a value of 100 characters fits.
-_MOST_TEXT = 500
+# The search offers these, and an option of thousands of runs may have a value of its own in each.
+_MOST_CONDITIONS = 300
+_FIELD = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 # A page with this number would begin after the largest id.
 _MOST_PAGES = 2**31
 
@@ -54,6 +67,7 @@ class View:
     Attributes:
         q: The text of a search, see :class:`~mlbench_master.web.fields.RunQuery`.
         state: Their state; empty for all.
+        group: The field by which the runs are grouped; empty for a list of runs.
         sort: One of :data:`~mlbench_master.database.store.RUN_SORTS`, with a ``-`` before it for
             the largest value first.
         page: The number of the page, from 1.
@@ -61,6 +75,7 @@ class View:
 
     q: str = ""
     state: str = ""
+    group: str = ""
     sort: str = "-created_at"
     page: int = 1
 
@@ -69,9 +84,11 @@ class View:
         """Return the view of a request, in which unknown values count as left out."""
         query = request.query_params
         # PostgreSQL refuses NUL in a parameter.
-        view = cls(q=query.get("q", "").replace("\x00", "")[:_MOST_TEXT])
+        view = cls(q=query.get("q", "").replace("\x00", "")[:MOST_TEXT])
         if query.get("state") in STATES:
             view = replace(view, state=query["state"])
+        if _FIELD.fullmatch(query.get("group", "")):
+            view = replace(view, group=query["group"])
         if query.get("sort", "").removeprefix("-") in RUN_SORTS:
             view = replace(view, sort=query["sort"])
         number = query.get("page", "")
@@ -134,6 +151,75 @@ class ListedRun:
         return round(GoalAim.of(self.goal).fraction(value), 4)
 
 
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs with one value of a field, which the list shows as one row.
+
+    Attributes:
+        value: The value, empty for the runs without one.
+        q: The text of a search that finds them.
+        found: The runs and their fields, in the order of the list.
+    """
+
+    value: str
+    q: str
+    found: list[tuple[Run, Fields]]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Return the runs."""
+        return [run for run, _ in self.found]
+
+    @property
+    def states(self) -> Counter[str]:
+        """Return the number of runs in each state."""
+        return Counter(run.shown_state for run in self.runs)
+
+    @property
+    def to_goal(self) -> str:
+        """Return the best and the median time to the goal, in which a miss counts as infinite."""
+        times = []
+        goals = set()
+        for run, fields in self.found:
+            goal = run.goal_record
+            if goal is not None and goal.budget_s is None and run.state in FINAL_STATES:
+                goals.add(tuple(str(fields.get(name)) for name in ("task", "dataset", "goal")))
+                seconds = goal.time_to_goal_s if goal.reached else None
+                times.append(math.inf if seconds is None else seconds)
+        if not times:
+            return ""
+        if len(goals) > 1:
+            return "different goals"
+        reached = len(times) - times.count(math.inf)
+        text = f"{reached} of {len(times)} reached it"
+        if not reached:
+            return text
+        median = statistics.median(times)
+        median_text = "not reached" if math.isinf(median) else duration(median)
+        return f"best {duration(min(times))}, median {median_text}; {text}"
+
+
+def group_runs(found: Iterable[tuple[Run, Fields]], field: str, q: str) -> list[RunGroup]:
+    """Return runs by the values of a field, in the order of the first run of each.
+
+    A run with several values, such as tags, is in several groups. Those without one come last.
+
+    Args:
+        found: The runs and their fields.
+        field: The field.
+        q: The text of the search that has found the runs.
+    """
+    groups: dict[str, RunGroup] = {}
+    for run, fields in found:
+        for value in fields.get(field, [""]):
+            if value not in groups:
+                words = " ".join(filter(None, [q, condition(field, value)]))
+                groups[value] = RunGroup(value, words, [])
+            groups[value].found.append((run, fields))
+    without = groups.pop("", None)
+    return [*groups.values(), *([without] if without is not None else [])]
+
+
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     """Return runs with their goals and durations, with at most two statements for all of them."""
     now = now_us()
@@ -184,35 +270,50 @@ def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     query = RunQuery.parse(view.q)
     count = store.count_runs(*states, text=query.text)
     left_out = 0
-    if query.conditions:
-        runs = query.find(store, *states, sort=view.sort)
+    found: list[tuple[Run, Fields]] = []
+    groups: list[RunGroup] = []
+    if query.conditions or view.group:
+        found = query.find(store, *states, sort=view.sort)
         left_out = max(count - MOST_READ, 0)
-        count = len(runs)
+        if view.group:
+            groups = group_runs(found, view.group, view.q)
+        count = len(groups or found)
     # A run that was deleted may have been the only one of the last page.
     last = max(math.ceil(count / _PAGE), 1)
     view = replace(view, page=min(view.page, last))
     first = (view.page - 1) * _PAGE
-    if query.conditions:
-        runs = runs[first : first + _PAGE]
-    else:
+    runs: Sequence[Run] = ()
+    if query.conditions and not view.group:
+        runs = [run for run, _ in found[first : first + _PAGE]]
+    elif not view.group:
         runs = store.runs(*states, text=query.text, sort=view.sort, offset=first, limit=_PAGE)
     listed = list_runs(store, runs)
-    # Each field of the listed runs, and the conditions for its values.
-    fields: dict[str, set[str]] = {}
-    for item in listed:
-        for name, values in item.fields.items():
-            fields.setdefault(name, set()).update(condition(name, value) for value in values)
+    conditions = _conditions([*found, *((item.run, item.fields) for item in listed)])
+    columns = {name: title for name, title in _FIELD_COLUMNS.items() if name in conditions}
+    # Tags come first: they are what most groups are made of.
+    fields = dict.fromkeys(["tag", *sorted(conditions), view.group])
     return page(
         request,
         "runs.html",
         view=view,
         states=STATES,
         columns=_COLUMNS,
-        field_columns={name: _FIELD_COLUMNS[name] for name in _FIELD_COLUMNS if name in fields},
-        fields=dict(sorted(fields.items())),
+        field_columns=columns,
+        fields=list(filter(None, fields)),
+        conditions=list(itertools.chain.from_iterable(conditions.values()))[:_MOST_CONDITIONS],
         runs=listed,
+        groups=groups[first : first + _PAGE],
         count=count,
         first=first + 1,
         last_page=last,
         left_out=left_out,
     )
+
+
+def _conditions(found: Iterable[tuple[Run, Fields]]) -> dict[str, list[str]]:
+    """Return the conditions for the values of each field of some runs."""
+    conditions: dict[str, set[str]] = {}
+    for _, fields in found:
+        for name, values in fields.items():
+            conditions.setdefault(name, set()).update(condition(name, value) for value in values)
+    return {name: sorted(conditions[name]) for name in sorted(conditions)}

@@ -19,7 +19,9 @@ function runs() {
 }
 
 const isChosen = (id) => runs().some((run) => run.id === id);
-on("state", (data) => { if (isChosen(data.id)) refresh(); });
+// A search may also find runs that start later, as those of a sweep do.
+const isSearch = new URLSearchParams(location.search).has("q");
+on("state", (data) => { if (isSearch || isChosen(data.id)) refresh(); });
 on("deleted", (data) => {
   if (!isChosen(data.id)) return;
   // The page of no runs has other parts.

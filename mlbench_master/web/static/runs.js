@@ -88,6 +88,7 @@ window.addEventListener("popstate", () => {
   const address = new URLSearchParams(location.search);
   filter.elements.q.value = address.get("q") || "";
   filter.elements.state.value = address.get("state") || "";
+  filter.elements.group.value = address.get("group") || "";
   filter.elements.sort.value = address.get("sort") || "-created_at";
   go(location.href);
 });
