@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.comparison.published import describe_run
+from mlbench_core.network.named import NETWORKS
 from mlbench_master.database.store import Run, Store
 from mlbench_master.runs.goals import RunGoal, goal_of_task, task_of_image
 
@@ -23,6 +24,9 @@ MOST_READ = 2000
 
 MOST_TEXT = 500
 """Most characters of a search: a condition for a long value fits."""
+
+# The record of a run has the text of its network, also if the network has a name.
+_NETWORK_NAMES = {network.text: name for name, network in NETWORKS.items()}
 
 Fields = Mapping[str, Sequence[str]]
 
@@ -48,6 +52,8 @@ def fields_of(run: Run) -> Fields:
         configuration["task"] = task.key
         if not method and task.optimizers:
             method = task.optimizers[0]
+    network = str(configuration.get("network", ""))
+    configuration["network"] = _NETWORK_NAMES.get(network, network)
     goal = goal_of(run)
     aim = None if goal is None else goal.aim
     values = {"method": method, **options, **configuration, "goal": aim}

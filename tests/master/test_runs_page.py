@@ -134,11 +134,11 @@ def test_runs_are_found_by_any_field_of_their_configuration(client: Any) -> None
     store = client.app.state.store
     task = {"image": "task1a_resnet20_cifar10"}
     add(store, "slow", **task, command="main.py --lr 0.1 --optimizer power_sgd --dataset digits",
-        job_metadata='{"network": "100mbit,20ms"}')  # fmt: skip
+        job_metadata='{"network": "100mbit,21ms"}')  # fmt: skip
     add(store, "plain", **task, command="main.py --lr 0.2", num_workers=4)
     add(store, "own", command="train.py network=none --lr 0.1", backend="mpi")
     for query, found in (
-        ("network=100MBIT,20ms", ["slow"]),
+        ("network=100MBIT,21ms", ["slow"]),
         ("lr=0.1", ["own", "slow"]),
         ("lr=0.1 backend=mpi", ["own"]),
         ("lr=0.1 power", ["slow"]),
@@ -156,8 +156,8 @@ def test_runs_are_found_by_any_field_of_their_configuration(client: Any) -> None
         assert names(get(client, f"?{httpx.QueryParams(q=query)}")) == found, query
     page = get(client)
     assert '<th scope="col">Method</th><th scope="col">Network</th>' in page
-    assert '<td class="field" title="100mbit,20ms">100mbit,20ms</td>' in page
-    assert '<option value="network=100mbit,20ms">' in page
+    assert '<td class="field" title="100mbit,21ms">100mbit,21ms</td>' in page
+    assert '<option value="network=100mbit,21ms">' in page
     # A column without a value in the list is left out.
     page = get(client, "?q=lr=0.1+backend=mpi")
     assert ">Network</th>" not in page and ">Method</th>" not in page
