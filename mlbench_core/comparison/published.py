@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import operator
@@ -186,12 +187,14 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     return None, program, options
 
 
-def _words(command: str) -> list[str]:
+# The dashboard describes all runs of a list each time one of them changes.
+@functools.lru_cache(maxsize=2048)
+def _words(command: str) -> tuple[str, ...]:
     try:
-        return shlex.split(command)
+        return tuple(shlex.split(command))
     except ValueError:
         # A quote is not closed, which a custom command may have.
-        return command.split()
+        return tuple(command.split())
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
