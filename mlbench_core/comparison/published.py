@@ -164,7 +164,7 @@ def _goal_of(
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     """Split a command line into task, program and options, see ``command_options``."""
-    words = _words(command)
+    words: Sequence[str] = _words(command)
     observed = split_observed(words)
     if observed is not None:
         words = observed[1]

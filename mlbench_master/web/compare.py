@@ -23,7 +23,7 @@ from mlbench_master.web.render import page
 
 __all__ = ["MOST_RUNS", "router"]
 
-MOST_RUNS = 50
+MOST_RUNS = 100
 """Maximum number of runs in a comparison."""
 
 # The latest runs that the form offers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,12 +16,13 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from mlbench_core.caller import split_observed
 from mlbench_core.run_terms import GoalAim
 from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan
+from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan, split_command
 from mlbench_master.web.comparing import FINAL_STATES
 from mlbench_master.web.fields import (
     MOST_READ,
@@ -255,7 +257,9 @@ def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
 
 def _program(run: Run, fields: Fields) -> tuple[str, str]:
     if "task" not in fields:
-        return str(run.command), ""
+        # Of a script that is measured unchanged, only the script: the method has its own column.
+        observed = split_observed(split_command(str(run.command)))
+        return str(run.command) if observed is None else shlex.join(observed[1]), ""
     details = [*fields.get("dataset", ()), *fields.get("preset", ())]
     return f"Task {fields['task'][0]}", ", ".join(details)
 

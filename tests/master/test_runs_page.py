@@ -158,6 +158,10 @@ def test_runs_are_found_by_any_field_of_their_configuration(client: Any) -> None
     assert '<th scope="col">Method</th><th scope="col">Network</th>' in page
     assert '<td class="field" title="100mbit,21ms">100mbit,21ms</td>' in page
     assert '<option value="network=100mbit,21ms">' in page
+    # Of a script that is measured unchanged, the list has the script and its method.
+    add(store, "seen", command="python -m mlbench_core.observe --method ddp /x/train.py --lr 3")
+    page = get(client, "?q=method=ddp")
+    assert re.findall(r'class="program".*?>(.*?)</td>', page) == ["/x/train.py --lr 3"]
     # A column without a value in the list is left out.
     page = get(client, "?q=lr=0.1+backend=mpi")
     assert ">Network</th>" not in page and ">Method</th>" not in page
