@@ -97,7 +97,7 @@ def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         # A list of such objects is allowed, too.
         schema = schema.get("oneOf", [schema])[0]
-        fields, required = schema["properties"], schema["required"]
+        fields, required = schema["properties"], schema.get("required", [])
     rows = []
     for name, field in fields.items():
         default = "required" if name in required else _show_default(field.get("default"))

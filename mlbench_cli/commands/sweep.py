@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,8 @@ def sweep(
         # Workers that share cores change no modelled time.
         oversubscribe = oversubscribe or described.is_modelled
         call = {"caller": describe_call(start), "oversubscribe": oversubscribe}
+        # The runs of a sweep are one group in the dashboard. A tag has at most 64 characters.
+        call["tags"] = [re.sub(r"[^\w.-]+", "-", output.absolute().name)[:64] or "sweep"]
         if fork:
             call["environment"] = {FORK_VARIABLE: "1"}
         is_whole = _run(described, folder, points, pending, done, dashboard_url, call)

@@ -176,17 +176,23 @@ class RunSeries:
             )
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the bodies of ``POST /api/runs/``, one for each run."""
+        """Return the bodies of ``POST /api/runs/``, one for each run.
+
+        Several runs have the name of the series as their tag, so the dashboard shows one group.
+        """
         is_seeded = self.seed_option is not None or self._has_seed_placeholder()
         first = FIRST_SEED if self.seed is None else self.seed
         requests = []
-        for index, (name, workers) in enumerate(self.names()):
+        names = self.names()
+        tags = {"tags": [self.name]} if len(names) > 1 else {}
+        for index, (name, workers) in enumerate(names):
             seed = None
             if is_seeded:
                 # The same seeds for all numbers of workers, so that their times can be compared in
                 # pairs.
                 seed = first + index // len(self.num_workers)
-            requests.append({**self._request(seed), "name": name, "num_workers": workers})
+            request = {**self._request(seed), "name": name, "num_workers": workers, **tags}
+            requests.append(request)
         return requests
 
     def _has_seed_placeholder(self) -> bool:

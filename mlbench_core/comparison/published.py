@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import operator
@@ -98,6 +99,8 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     if not command and isinstance(job, Mapping):
         command = job.get("command")
     configuration: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
+    if isinstance(job, Mapping):
+        configuration["network"] = job.get("network")
     if not isinstance(command, str) or not command.strip():
         with contextlib.suppress(ValueError):
             configuration["task"] = find_image(str(run.get("image")))[0].key
@@ -161,7 +164,7 @@ def _goal_of(
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     """Split a command line into task, program and options, see ``command_options``."""
-    words = _words(command)
+    words: Sequence[str] = _words(command)
     observed = split_observed(words)
     if observed is not None:
         words = observed[1]
@@ -184,12 +187,14 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     return None, program, options
 
 
-def _words(command: str) -> list[str]:
+# The dashboard describes all runs of a list each time one of them changes.
+@functools.lru_cache(maxsize=2048)
+def _words(command: str) -> tuple[str, ...]:
     try:
-        return shlex.split(command)
+        return tuple(shlex.split(command))
     except ValueError:
         # A quote is not closed, which a custom command may have.
-        return command.split()
+        return tuple(command.split())
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:

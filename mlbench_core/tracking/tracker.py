@@ -358,8 +358,9 @@ class Tracker(PhaseTimes):
         Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of
         the epoch, and ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and
         ``cum_hidden_communication`` (that ran while training went on). Rank 0 also sends
-        ``samples_per_s``, ``tokens_per_s`` (both of this worker in this epoch) and ``lr`` if they
-        are known. Nothing is sent after an epoch without batches.
+        ``samples_per_s``, ``tokens_per_s`` (both of this worker in this epoch), ``lr``, and
+        ``tokens`` and ``bytes_on_wire`` (both of this worker so far) if they are known. Nothing is
+        sent after an epoch without batches.
 
         After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of
         epochs.
@@ -869,9 +870,6 @@ class Tracker(PhaseTimes):
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
         now = self._totals()
-        wire_bytes = None
-        if self._collectives is not None:
-            wire_bytes = total_wire_bytes(self._collectives.as_list())
         counters = asdict(self._counters)
         # In an open batch, its communication is counted already, and its computation is not.
         if counters["compute_cpu_s"] is not None:
@@ -884,7 +882,7 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **counters,
-            "communication_wire_bytes": wire_bytes,
+            "communication_wire_bytes": self._wire_bytes(),
         }
 
     def summary(self) -> TrackerSummary:
@@ -1217,7 +1215,19 @@ class Tracker(PhaseTimes):
                 numbers[f"{name}_per_s"] = count / train_s
         if self.learning_rate is not None:
             numbers["lr"] = self.learning_rate
+        # Dashboards draw curves against these two.
+        if now.tokens:
+            numbers["tokens"] = now.tokens
+        wire_bytes = self._wire_bytes()
+        if wire_bytes:
+            numbers["bytes_on_wire"] = wire_bytes
         return numbers
+
+    def _wire_bytes(self) -> int | None:
+        """Return the bytes that this worker put on the wire so far; None if they are unknown."""
+        if self._collectives is None:
+            return None
+        return total_wire_bytes(self._collectives.as_list())
 
     def _wall_s(self, now: float | None = None) -> float:
         if self._start_s is None:

@@ -20,12 +20,21 @@ from fastapi import HTTPException, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-__all__ = ["MAX_METRICS_BYTES", "MAX_RUN_BYTES", "parse_body", "read_body", "read_login"]
+__all__ = [
+    "MAX_CHANGE_BYTES",
+    "MAX_METRICS_BYTES",
+    "MAX_RUN_BYTES",
+    "parse_body",
+    "read_body",
+    "read_login",
+]
 
 # The client sends at most 8 MiB of metrics at once, and one metric more.
 MAX_METRICS_BYTES = 16 * 2**20
 # A run has at most 256 arguments of 4096 characters.
 MAX_RUN_BYTES = 2 * 2**20
+# Twenty tags and a note, each character of up to 12 bytes in URL encoding.
+MAX_CHANGE_BYTES = 2**17
 # A metric has at most two texts of 65,536 characters, each of up to 12 bytes in URL encoding.
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096

@@ -13,6 +13,8 @@ _COMMAND = "python train.py --rank {rank} --hosts {hosts} --backend {backend}"
 _RUN: dict[str, Any] = {
     "id": 1,
     "name": "my-run",
+    "tags": [],
+    "note": "",
     "created_at": "2026-01-31T12:00:00.000000Z",
     "started_at": "2026-01-31T12:00:00.250000Z",
     "finished_at": "2026-01-31T12:07:30.500000Z",
@@ -120,6 +122,9 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
             "light_target": False,
         },
     },
+    ("patch", "/api/runs/{run_id}/"): {
+        "Both": {"tags": "paper, baseline", "note": "the machine was busy"},
+    },
     ("post", "/api/runs/import/"): {
         "A finished run": {
             "fingerprint": "0123456789abcdef" * 4,
@@ -191,6 +196,13 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
         }
     },
     ("get", "/api/runs/{run_id}/"): {"A finished run": _RUN},
+    ("patch", "/api/runs/{run_id}/"): {
+        "A run that waits": {
+            **_NEW_RUN,
+            "tags": ["paper", "baseline"],
+            "note": "the machine was busy",
+        }
+    },
     ("post", "/api/runs/{run_id}/stop/"): {
         "A run that had not started": {
             **_NEW_RUN,
@@ -244,6 +256,9 @@ MESSAGES: dict[int | tuple[int, str, str], str] = {
         "/api/runs/{run_id}/curves/",
     ): "points: Input should be greater than or equal to 1 (got '0')",
     (400, "post", "/api/metrics/"): "value: is required",
+    (400, "patch", "/api/runs/{run_id}/"): (
+        "tags.0: must not contain a comma, which separates tags (got 'a,b')"
+    ),
     (400, "post", "/api/runs/"): "num_workers: Input should be greater than or equal to 1 (got 0)",
     (
         400,
@@ -270,6 +285,11 @@ MESSAGES: dict[int | tuple[int, str, str], str] = {
         "fingerprint: it was imported before as 'imported' (id 2); delete that run to import "
         "it again"
     ),
+    (
+        413,
+        "patch",
+        "/api/runs/{run_id}/",
+    ): "body: must have at most 131072 bytes: send it in parts",
     413: "body: must have at most 2097152 bytes: send it in parts",
     (413, "post", "/api/metrics/"): "body: must have at most 16777216 bytes: send it in parts",
     415: (

@@ -108,12 +108,14 @@ class RunOut(BaseModel):
     """A run. Dates are ISO 8601 in UTC, with microseconds.
 
     A run that a user stopped has the state ``failed``, as in version 3.0, and ``stopped`` is true.
-    ``goal`` is null until the workers have sent the result of the goal. ``goal_result`` is its
-    text, as in version 3.0.
+    ``tags`` and ``note`` are words of people about it. ``goal`` is null until the workers have sent
+    the result of the goal. ``goal_result`` is its text, as in version 3.0.
     """
 
     id: int
     name: str
+    tags: list[str]
+    note: str
     created_at: str
     started_at: str | None
     finished_at: str | None

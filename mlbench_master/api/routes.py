@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master.access.guard import client_address
 from mlbench_master.api import export
-from mlbench_master.api.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
+from mlbench_master.api.bodies import MAX_CHANGE_BYTES, MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.api.intake import read_metrics
 from mlbench_master.api.openapi import (
     Added,
@@ -45,6 +45,7 @@ from mlbench_master.api.schemas import (
     MetricIn,
     MetricQuery,
     PodsQuery,
+    RunChange,
     RunImport,
     RunIn,
     RunsQuery,
@@ -67,7 +68,7 @@ from mlbench_master.runs.result_files import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.runs.starting import start_runs
 
-__all__ = ["POD_PHASES", "read_query", "results_of", "router", "run_or_404"]
+__all__ = ["POD_PHASES", "change_run", "read_query", "results_of", "router", "run_or_404"]
 
 POD_PHASES = {
     "initialized": "Pending",
@@ -358,6 +359,27 @@ def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str
     if run.state == "started":
         shown["job_metadata"].update(scheduler.tails(run))
     return shown
+
+
+@runs_router.patch(
+    "/{run_id}/",
+    summary="Change the tags and the note of a run",
+    openapi_extra=request_body(RunChange),
+    **documented(RunOut, 400, 404, 408, 413, 415),
+)
+def change_run(
+    run_id: str,
+    body: Annotated[Any, Depends(read_body(MAX_CHANGE_BYTES))],
+    store: StorePart,
+    events: EventsPart,
+) -> dict[str, Any]:
+    """Change the tags and the note of a run, and return it as the API shows it."""
+    changes = _validated(RunChange, body).model_dump(exclude_none=True)
+    run = store.update_run(run_or_404(store, run_id).id, changes)
+    if run is None:  # another request has deleted it in the meantime
+        raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
+    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
+    return run.to_json()
 
 
 @runs_router.delete(

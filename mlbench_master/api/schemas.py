@@ -40,6 +40,7 @@ __all__ = [
     "MetricIn",
     "MetricQuery",
     "PodsQuery",
+    "RunChange",
     "RunImport",
     "RunIn",
     "RunsQuery",
@@ -63,7 +64,7 @@ DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _RANK = re.compile(r"master|[0-9]{1,9}")
 # Fields of which an empty text is a value.
-_MAY_BE_EMPTY = ("value", "metadata")
+_MAY_BE_EMPTY = ("value", "metadata", "tags", "note")
 # Control characters, and those that nobody sees: marks that turn the direction of the text,
 # separators of lines, and characters without width. A name with them looks like another one.
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp")
@@ -141,6 +142,22 @@ def _split(value: object) -> object:
     return value
 
 
+def _split_tags(value: object) -> object:
+    if isinstance(value, str):
+        return list(filter(None, map(str.strip, value.split(","))))
+    return value
+
+
+def _tag(text: str) -> str:
+    if "," in text:
+        raise ValueError("must not contain a comma, which separates tags")
+    return text.strip()
+
+
+def _each_once(tags: list[str]) -> list[str]:
+    return list(dict.fromkeys(tags))
+
+
 def _command(text: str) -> str:
     try:
         if not shlex.split(text):
@@ -162,6 +179,12 @@ RunName = Annotated[
     Text,
     AfterValidator(_dns_label),
     Field(json_schema_extra={"pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "maxLength": 63}),
+]
+Tags = Annotated[
+    list[Annotated[Line, Field(max_length=64), AfterValidator(_tag)]],
+    BeforeValidator(_split_tags, list[str] | str),
+    Field(max_length=20),
+    AfterValidator(_each_once),
 ]
 Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
 Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
@@ -313,6 +336,7 @@ class RunIn(_Body):
             workers run in containers, which have their own folder and environment.
         oversubscribe: True to start more workers than the cores can serve; otherwise, more than
             four on a core are refused.
+        tags: Words under which the dashboard shows several runs as one group.
     """
 
     model_config = ConfigDict(
@@ -355,6 +379,20 @@ class RunIn(_Body):
     environment: Variables = {}
     caller: Caller | None = None
     oversubscribe: bool = False
+    tags: Tags = []
+
+
+class RunChange(_Body):
+    """The words about a run that people may change at any time; one that is left out stays.
+
+    Attributes:
+        tags: Words under which the dashboard shows several runs as one group, as a list or as one
+            text with commas.
+        note: Any text about the run.
+    """
+
+    tags: Tags | None = None
+    note: Annotated[Text, Field(max_length=4096)] | None = None
 
 
 class RunImport(_Body):

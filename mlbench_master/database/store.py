@@ -160,9 +160,22 @@ class Run(_Base):
             metadata = None
         return metadata if isinstance(metadata, dict) else {}
 
+    @property
+    def tags(self) -> list[str]:
+        """Return the tags of the run."""
+        tags = self.metadata_dict().get("tags")
+        return list(map(str, tags)) if isinstance(tags, list) else []
+
+    @property
+    def note(self) -> str:
+        """Return the note of a user about the run."""
+        return str(self.metadata_dict().get("note") or "")
+
     def public_metadata(self) -> dict[str, Any]:
-        """Return the job's metadata without the values of secret variables."""
+        """Return the job's metadata without tags and note, and without secret variables' values."""
         metadata = self.metadata_dict()
+        for name in ("tags", "note"):
+            metadata.pop(name, None)
         metadata.pop(CALLER_ENVIRONMENT, None)  # it is long, and environment.json of the run has it
         if isinstance(variables := metadata.get("environment"), dict):
             metadata["environment"] = mask_variables(variables)
@@ -180,6 +193,7 @@ class Run(_Base):
                 shown[name] = format_date(shown[name])
         shown["job_id"] = self.job_id or ""
         shown["stopped"] = self.is_stopped
+        shown["tags"], shown["note"] = self.tags, self.note
         goal = self.goal_record
         shown["goal"] = None if goal is None else goal.model_dump()
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}

@@ -1,9 +1,10 @@
-"""Store the metrics that the workers of a run could not deliver before they ended.
+"""Store the metrics that the workers of a run could not deliver themselves.
 
 A worker keeps metrics in an outbox while the master does not answer, see
 :mod:`mlbench_core.client.outbox`. The workers of a run have their own folder for it. The master
 reads it at the end of the run, so no metric depends on the address, the port or the token that the
-workers knew.
+workers knew. Workers on emulated hosts never deliver, so the master also reads their outboxes while
+they run: the rows stay, and the ids of metrics make the second reading at the end harmless.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +24,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from mlbench_core.client.delivery import MAX_BATCH
 from mlbench_core.client.outbox import LOST_NAME, MAX_BATCH_BYTES
 from mlbench_master.api.schemas import MetricIn
-from mlbench_master.database.store import NewMetric, Store, pod_owner, run_owner
+from mlbench_master.database.store import NewMetric, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import now_us, to_us
+from mlbench_master.engines.interface import Engine
+from mlbench_master.events import EventBus
 
-__all__ = ["new_metric", "store_leftovers"]
+__all__ = ["READ_EVERY_S", "OutboxReader", "new_metric", "store_leftovers"]
+
+READ_EVERY_S = 2.0
+"""Seconds between two readings of the outboxes of a run that goes on."""
 
 # An outbox has at most 1 GiB, and so has its journal.
 _MOST_BYTES = 2**30
@@ -34,6 +41,8 @@ _MOST_LINE_BYTES = 16 * 2**20
 # Other runs wait while the metrics of one are stored, about 100,000 of them in a second.
 _LONGEST_S = 60.0
 _OUTBOX_COLUMNS = [("key", "TEXT", 0), ("line", "TEXT", 0)]
+# While rows are read, for about 2 ms, a worker that logs a metric waits.
+_MOST_ROWS = 1000
 # SQLite asks after this number of steps of its machine if it may go on; 1 ms or less.
 _STEPS = 10_000
 
@@ -85,6 +94,76 @@ def store_leftovers(spool: Path, store: Store) -> str:
     return f"metrics are missing: {', '.join(problems)}"
 
 
+class OutboxReader:
+    """Store the metrics of runs on emulated networks while they run.
+
+    Args:
+        store: The database.
+        engine: The engine, which knows the folders of outboxes.
+        events: The bus that notifies subscribers.
+    """
+
+    def __init__(self, store: Store, engine: Engine, events: EventBus) -> None:
+        self._store = store
+        self._engine = engine
+        self._events = events
+        # The scheduler polls a run while a request ends it.
+        self._lock = threading.Lock()
+        self._finished: set[int] = set()
+        self._next_s: dict[int, float] = {}
+        # The key of the last row that was read, by run and file.
+        self._read: dict[tuple[int, str], str] = {}
+
+    def keep(self, run: Run) -> None:
+        """Store new metrics of a run, at most every :data:`READ_EVERY_S`; the end reports errors.
+
+        Args:
+            run: A run that is running.
+        """
+        with self._lock:
+            now = time.monotonic()
+            is_early = now < self._next_s.get(run.id, 0.0)
+            # After the run has been deleted, its metrics would stay for good.
+            if is_early or run.id in self._finished or not run.metadata_dict().get("network"):
+                return
+            self._next_s[run.id] = now + READ_EVERY_S
+            spool = None if run.job_id is None else self._engine.spool(run.job_id)
+            if spool is None:
+                return
+            for path in sorted(spool.glob("*.sqlite3")):
+                # Also if a worker is writing, which must not wait for long: the next call reads it.
+                with contextlib.suppress(Exception):
+                    self._keep_file(run.id, path)
+
+    def finish(self, run: Run) -> None:
+        """Read nothing more of a run, which has ended."""
+        with self._lock:
+            self._finished.add(run.id)
+            self._next_s.pop(run.id, None)
+            self._read = {key: last for key, last in self._read.items() if key[0] != run.id}
+
+    def _keep_file(self, run_id: int, path: Path) -> None:
+        place = run_id, path.name
+        lines = []
+        size = 0
+        last = self._read.get(place, "")
+        deadline = time.monotonic() + READ_EVERY_S
+        query = "SELECT key, line FROM metrics WHERE key > ? ORDER BY key LIMIT ?"
+        with contextlib.closing(_open(path, deadline, is_used=True)) as connection:
+            for key, line in connection.execute(query, (last, _MOST_ROWS)):
+                last = str(key)
+                lines.append(str(line))
+                size += len(lines[-1])
+                if size >= MAX_BATCH_BYTES:
+                    break
+        # Without an id, a metric would be stored again at the end.
+        metrics = [metric for metric in _valid(lines, self._store) if metric.client_id is not None]
+        self._store.add_metrics(metrics)
+        self._read[place] = last
+        if metrics and self._events.has_subscribers:
+            self._events.publish("metric", *map(NewMetric.to_json, metrics))
+
+
 def _count_lost(spool: Path) -> int:
     """Return the number of metrics that workers could not keep, from the names of files."""
     count = 0
@@ -95,8 +174,13 @@ def _count_lost(spool: Path) -> int:
     return count
 
 
-def _open(path: Path, deadline: float) -> sqlite3.Connection:
+def _open(path: Path, deadline: float, *, is_used: bool = False) -> sqlite3.Connection:
     """Open the outbox of a worker, which may be a file of any kind and may hold any statements.
+
+    Args:
+        path: The file.
+        deadline: Time of the monotonic clock at which statements end.
+        is_used: True if its worker may write it: nothing is changed in it, and nothing waits.
 
     Raises:
         ValueError: It is not an outbox.
@@ -111,8 +195,10 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
                 raise ValueError(
                     f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB"
                 )
-    # Not read-only: SQLite undoes what a killed worker has not finished.
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
+    # Not read-only at the end: SQLite undoes what a killed worker has not finished.
+    mode, timeout_s = ("ro", 0.0) if is_used else ("rw", 1.0)
+    address = f"{path.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(address, uri=True, timeout=timeout_s)
     try:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
         if hasattr(connection, "setlimit"):  # from Python 3.11 on
@@ -183,6 +269,13 @@ def new_metric(metric: MetricIn, now: int) -> NewMetric:
 
 def _store(lines: list[str], store: Store) -> int:
     """Store metrics, and return the number of those that the API would refuse."""
+    metrics = _valid(lines, store)
+    store.add_metrics(metrics)
+    return len(lines) - len(metrics)
+
+
+def _valid(lines: list[str], store: Store) -> list[NewMetric]:
+    """Return the metrics that the API would not refuse."""
     metrics = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -193,5 +286,4 @@ def _store(lines: list[str], store: Store) -> int:
     for metric in metrics:
         if metric.run_id is None or metric.run_id in existing:
             added.append(new_metric(metric, now))
-    store.add_metrics(added)
-    return len(lines) - len(added)
+    return added

@@ -106,4 +106,6 @@ def _first_metadata(wanted: RunIn, notes: list[str], cwd: str) -> dict[str, Any]
         metadata["cwd"] = cwd
     if wanted.oversubscribe:
         metadata["oversubscribe"] = True
+    if wanted.tags:
+        metadata["tags"] = wanted.tags
     return metadata

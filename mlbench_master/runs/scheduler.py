@@ -21,7 +21,7 @@ from mlbench_master.engines.interface import STOPPED, Engine, JobStatus, LogRang
 from mlbench_master.events import EventBus
 from mlbench_master.runs.commands import check_gpus
 from mlbench_master.runs.lease import Lease
-from mlbench_master.runs.leftovers import store_leftovers
+from mlbench_master.runs.leftovers import OutboxReader, store_leftovers
 from mlbench_master.runs.load_samples import LoadKeeper
 from mlbench_master.runs.new_runs import make_job
 
@@ -106,6 +106,7 @@ class Scheduler:
         self._thread: threading.Thread | None = None
         self._log_lines: dict[int, int] = {}
         self._load = LoadKeeper(store, engine, events)
+        self._outboxes = OutboxReader(store, engine, events)
         self._noted: set[tuple[int, str]] = set()
         self._problems: dict[int, str] = {}  # of runs that continue
         self._waits: dict[int, str] = {}  # why runs did not start at the last poll
@@ -314,6 +315,7 @@ class Scheduler:
         if status.state in ("waiting", "running"):
             if status.state == "running":
                 self._load.keep(run)
+                self._outboxes.keep(run)
             self._show_problem(run, status)
             return True
         if status.state == "unstarted":
@@ -397,6 +399,7 @@ class Scheduler:
         """Record the end of a run with the last lines of its output and its last metrics."""
         # Metrics and load come before the state: a run that is finished has all of them.
         missing = ""
+        self._outboxes.finish(run)
         if run.job_id is not None:
             spool = self._engine.spool(run.job_id)
             if spool is not None:

@@ -17,12 +17,13 @@ from mlbench_core.comparison.table import Column, cell
 from mlbench_master.api.routes import StorePart, run_or_404
 from mlbench_master.database.store import Run, Store
 from mlbench_master.web.comparing import Compared, compare
+from mlbench_master.web.fields import MOST_TEXT, RunQuery
 from mlbench_master.web.figures import TITLES, Figures, can_draw, draw, figures_key
 from mlbench_master.web.render import page
 
 __all__ = ["MOST_RUNS", "router"]
 
-MOST_RUNS = 50
+MOST_RUNS = 100
 """Maximum number of runs in a comparison."""
 
 # The latest runs that the form offers.
@@ -45,12 +46,18 @@ class Choice:
 
     Attributes:
         runs: The chosen runs, each once.
+        picked: The ids of those that the address names.
+        q: The text of a search, which has found the others.
+        left_out: The number of further runs that it has found.
         unknown: The ids without a run, for example because it was deleted.
         baseline: Label of the baseline, or an empty text.
         pricing: The price of the chosen machine.
     """
 
     runs: tuple[Run, ...]
+    picked: tuple[int, ...]
+    q: str
+    left_out: int
     unknown: tuple[str, ...]
     baseline: str
     pricing: Pricing
@@ -62,13 +69,13 @@ class Choice:
 
         Args:
             path: The path.
-            only: The ids of the runs; by default those of all chosen runs.
+            only: The ids of the runs; by default the chosen runs, whatever the search finds then.
             **more: Further parameters.
         """
-        if only is None:
-            only = [run.id for run in self.runs]
+        q = self.q if only is None else ""
+        only = self.picked if only is None else only
         machine = self.pricing.machine.name if self.pricing.machine else ""
-        values = {"run": only, "baseline": self.baseline, "machine": machine, **more}
+        values = {"q": q, "run": only, "baseline": self.baseline, "machine": machine, **more}
         parameters = {name: value for name, value in values.items() if value}
         return f"{path}?{urlencode(parameters, doseq=True)}"
 
@@ -84,6 +91,7 @@ class Choice:
 def _choice(
     store: StorePart,
     run: Annotated[Sequence[str], Query()] = (),
+    q: str = "",
     baseline: str = "",
     machine: str = "",
 ) -> Choice:
@@ -101,11 +109,18 @@ def _choice(
         except HTTPException:
             # An address may hold a text of any length.
             unknown.append(run_id[:80])
+    picked = tuple(found.id for found in runs)
+    q = q.replace("\x00", "")[:MOST_TEXT]
+    if q:
+        runs += [found for found, _ in RunQuery.parse(q).find(store) if found.id not in picked]
+    left_out = max(len(runs) - MOST_RUNS, 0)
     machines = load_prices()
     if machine and machine not in machines:
         message = f"machine: must be one of {', '.join(machines)}, not {machine[:80]!r}"
         raise HTTPException(400, message)
-    return Choice(tuple(runs), tuple(unknown), baseline, Pricing(machines.get(machine)))
+    pricing = Pricing(machines.get(machine))
+    chosen = tuple(runs[:MOST_RUNS])
+    return Choice(chosen, picked, q, left_out, tuple(unknown), baseline, pricing)
 
 
 ChoicePart = Annotated[Choice, Depends(_choice)]

@@ -7,15 +7,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic_core
-from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 from mlbench_core.comparison.published import describe_run
+from mlbench_master.api.bodies import MAX_CHANGE_BYTES, read_body
 from mlbench_master.api.export import result_json
-from mlbench_master.api.routes import EnginePart, StorePart, results_of, run_or_404
+from mlbench_master.api.routes import (
+    EnginePart,
+    EventsPart,
+    StorePart,
+    change_run,
+    results_of,
+    run_or_404,
+)
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
@@ -30,6 +38,7 @@ from mlbench_master.runs.phases import (
 )
 from mlbench_master.runs.progress import progress_of
 from mlbench_master.runs.result_files import RESULT_METRIC, ResultFolder
+from mlbench_master.web.fields import condition
 from mlbench_master.web.logs import log_view
 from mlbench_master.web.render import moment, page
 from mlbench_master.web.workers import list_workers
@@ -105,7 +114,20 @@ def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart
         metric_count=len(listed),
         filter=wanted,
         log=log_view(run, engine),
+        condition=condition,
     )
+
+
+@router.post("/runs/{run_id}/")
+def change(
+    run_id: str,
+    body: Annotated[Any, Depends(read_body(MAX_CHANGE_BYTES))],
+    store: StorePart,
+    events: EventsPart,
+) -> RedirectResponse:
+    """Change the tags and the note of a run by the form of its page."""
+    changed = change_run(run_id, body, store, events)
+    return RedirectResponse(f"/runs/{changed['id']}/", status_code=303)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def test_several_numbers_start_several_runs(fake: FakeMaster, call: Call) -> Non
         "light_target": True,
         "task": "1a",
         "arguments": ["--dataset", "digits"],
+        # The dashboard shows them as one group.
+        "tags": ["demo"],
     }
     assert text.stdout.splitlines()[1].split() == ["demo-1", "1", "1", "initialized"]
 

@@ -125,6 +125,8 @@ def test_a_sweep_with_too_many_workers_starts_no_run(
     assert fake.requests == []
     call("sweep", str(file), "--output", str(tmp_path / "out"), "--oversubscribe")
     assert [request["oversubscribe"] for request in fake.requests] == [True] * 4
+    # The dashboard shows the runs of a sweep as one group.
+    assert [request["tags"] for request in fake.requests] == [["out"]] * 4
 
 
 def test_the_workers_of_a_modelled_sweep_may_share_cores(

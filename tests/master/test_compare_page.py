@@ -218,7 +218,7 @@ def test_addresses_that_are_wrong_are_answered_with_a_sentence(
     answer = client.get(address(range(MOST_RUNS + 1)))
     assert (
         answer.status_code == 400
-        and "at most 50 runs are compared, not 51" in answer.json()["message"]
+        and "at most 100 runs are compared, not 101" in answer.json()["message"]
     )
     assert "machine: must be one of" in client.get(address(four, machine="x")).json()["message"]
     assert (

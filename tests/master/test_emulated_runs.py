@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,20 @@ from typing import Any
 import psutil
 import pytest
 
+from mlbench_core.client.api import ApiClient
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.network.named import NETWORKS
 from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
 from mlbench_master.engines import Job
 from mlbench_master.engines.local.engine import LocalEngine, worker_commands
+from mlbench_master.runs import leftovers
 from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
 BODY = {"name": "a", "num_workers": 2, "command": "true", "network": "100mbit,20ms"}
+URL = "http://127.0.0.1:5080"
 WORKER = """
 import os, socket, sys, time
 rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
@@ -168,8 +172,88 @@ def test_the_text_of_a_named_network_is_recorded_with_the_run(client: Any, able:
     run = client.post("/api/runs/", json={**BODY, "network": "two-racks", "num_workers": 4}).json()
     assert run["job_metadata"]["network"] == NETWORKS["two-racks"].text
     assert any(
-        "their metrics arrive when the run ends" in note for note in run["job_metadata"]["notes"]
+        "it reads their metrics from disk every 2 s" in note
+        for note in run["job_metadata"]["notes"]
     )
+    # The list has the name.
+    assert '<td class="field" title="two-racks">two-racks</td>' in client.get("/runs/").text
+
+
+def outbox(spool: Path, patch: pytest.MonkeyPatch) -> ApiClient:
+    """A client as that of a worker on an emulated host, which only keeps its metrics."""
+    for name, value in (("SPOOL", str(spool)), ("SPOOL_ONLY", "1"), ("MASTER_URL", URL)):
+        patch.setenv(f"MLBENCH_{name}", value)
+    return ApiClient(url=URL)
+
+
+def test_metrics_on_disk_are_stored_while_the_run_goes_on(
+    client: Any, able: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = client.post("/api/runs/", json=BODY).json()["id"]
+    plain_id = client.post("/api/runs/", json={**BODY, "name": "b", "network": ""}).json()["id"]
+    store = client.app.state.store
+    for one in (run_id, plain_id):
+        store.update_run(one, state="started", job_id=str(one))
+    monkeypatch.setattr(leftovers, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(Emulating, "spool", lambda self, job_id: tmp_path / "spools" / job_id)
+    tick = client.app.state.scheduler.tick
+
+    def values(of: int = run_id) -> list[str]:
+        metrics = client.get(f"/api/metrics/{of}/?metric_type=run").json()
+        return [entry["value"] for entry in metrics.get("loss @ 0", [])]
+
+    spool = tmp_path / "spools" / str(run_id)
+    with contextlib.closing(outbox(spool, monkeypatch)) as worker:
+        tick()  # there is no folder yet
+        worker.post_metric(str(run_id), "loss @ 0", 0.5)
+        tick()
+        assert values() == ["0.5"]
+        worker.post_metric(str(run_id), "loss @ 0", 0.25)
+        (path,) = spool.glob("*.sqlite3")
+        # A file in which a worker is writing is read later.
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writing:
+            writing.execute("BEGIN EXCLUSIVE")
+            tick()
+            assert values() == ["0.5"]
+            writing.execute("ROLLBACK")
+        tick()
+        assert values() == ["0.5", "0.25"]
+        # One more, which only the end finds.
+        worker.post_metric(str(run_id), "loss @ 0", 0.125)
+    with contextlib.closing(sqlite3.connect(path)) as kept:
+        assert kept.execute("SELECT count(*) FROM metrics").fetchone() == (3,)
+    client.app.state.scheduler.stop_run(run_id)
+    assert values() == ["0.5", "0.25", "0.125"]
+    # A worker on the machine of the master delivers its metrics itself, until its end.
+    with contextlib.closing(outbox(tmp_path / "spools" / str(plain_id), monkeypatch)) as worker:
+        worker.post_metric(str(plain_id), "loss @ 0", 1.5)
+        tick()
+        assert values(plain_id) == []
+
+
+def test_a_file_of_a_worker_that_is_no_outbox_is_left_to_the_end(
+    client: Any, able: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = client.post("/api/runs/", json=BODY).json()["id"]
+    store = client.app.state.store
+    store.update_run(run_id, state="started", job_id="1")
+    monkeypatch.setattr(Emulating, "spool", lambda self, job_id: tmp_path / "spool")
+    with contextlib.closing(outbox(tmp_path / "spool", monkeypatch)) as worker:
+        worker.post_metric(str(run_id), "loss @ 0", 0.5)
+    (good,) = (tmp_path / "spool").glob("*.sqlite3")
+    (tmp_path / "spool" / "0.sqlite3").write_bytes(b"no database" * 100)
+    (tmp_path / "spool" / "1.sqlite3").symlink_to(good)
+    lines = {"2": {"value": 1}, "3": {"value": 2, "id": "own"}}
+    with contextlib.closing(sqlite3.connect(tmp_path / "spool" / "2.sqlite3")) as own, own:
+        own.execute("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID")
+        for key, line in lines.items():
+            metric = {"run_id": run_id, "name": "own @ 0", **line}
+            own.execute("INSERT INTO metrics VALUES (?, ?)", (key, json.dumps(metric)))
+    leftovers.OutboxReader(store, Emulating(), client.app.state.events).keep(store.run(run_id))
+    found = client.get(f"/api/metrics/{run_id}/?metric_type=run").json()
+    assert [entry["value"] for entry in found["loss @ 0"]] == ["0.5"]
+    # Without an id, the end would store it again.
+    assert [entry["value"] for entry in found["own @ 0"]] == ["2"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         fill(page, "q", "")
         wait_for(lambda: page(NAMES) == "a", what="the run that is left")
         page("document.querySelector('#runs tbody input').click()")
-        page("document.querySelector('#chosen button').click()")
+        page("document.querySelector('#chosen button:not([type])').click()")
         wait_for(
             lambda: page("location.pathname + location.search") == f"/compare/?run={other['id']}",
             what="compare",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mlbench_master import create_app
@@ -126,6 +128,99 @@ def test_texts_of_users_are_text(client: Any) -> None:
     for query in ("", f"?q={ATTACK}"):
         page = get(client, query)
         assert names(page) == ["run"] and ATTACK not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_runs_are_found_by_any_field_of_their_configuration(client: Any) -> None:
+    store = client.app.state.store
+    task = {"image": "task1a_resnet20_cifar10"}
+    add(store, "slow", **task, command="main.py --lr 0.1 --optimizer power_sgd --dataset digits",
+        job_metadata='{"network": "100mbit,21ms"}')  # fmt: skip
+    add(store, "plain", **task, command="main.py --lr 0.2", num_workers=4)
+    add(store, "own", command="train.py network=none --lr 0.1", backend="mpi")
+    for query, found in (
+        ("network=100MBIT,21ms", ["slow"]),
+        ("lr=0.1", ["own", "slow"]),
+        ("lr=0.1 backend=mpi", ["own"]),
+        ("lr=0.1 power", ["slow"]),
+        ("workers=4", ["plain"]),
+        # The optimizer of the task without --optimizer.
+        ("method=centralized_sgd", ["plain"]),
+        ('goal="Prec@1 >= 95"', ["slow"]),
+        # An empty value finds the runs without one.
+        ("network=", ["own", "plain"]),
+        # A command may hold the same text.
+        ("network=none", ["own"]),
+        ("lr=0.1 nothing=1", []),
+        ('goal="Prec', []),
+    ):
+        assert names(get(client, f"?{httpx.QueryParams(q=query)}")) == found, query
+    page = get(client)
+    assert '<th scope="col">Method</th><th scope="col">Network</th>' in page
+    assert '<td class="field" title="100mbit,21ms">100mbit,21ms</td>' in page
+    assert '<option value="network=100mbit,21ms">' in page
+    # Of a script that is measured unchanged, the list has the script and its method.
+    add(store, "seen", command="python -m mlbench_core.observe --method ddp /x/train.py --lr 3")
+    page = get(client, "?q=method=ddp")
+    assert re.findall(r'class="program".*?>(.*?)</td>', page) == ["/x/train.py --lr 3"]
+    # A column without a value in the list is left out.
+    page = get(client, "?q=lr=0.1+backend=mpi")
+    assert ">Network</th>" not in page and ">Method</th>" not in page
+
+
+def groups(page: str) -> list[list[str]]:
+    """The texts of the cells of each row of the table of groups, without the date."""
+    table = page.partition('<table id="groups">')[2].partition("</table>")[0]
+    texts = []
+    for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)[1:]:
+        cells = re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row, re.DOTALL)
+        texts.append([" ".join(re.sub(r"<.*?>", "", cell).split()) for cell in cells[:-1]])
+    return texts
+
+
+def test_runs_with_one_value_of_a_field_are_one_row(client: Any) -> None:
+    store = client.app.state.store
+    aim = {"metric": "val_global_Prec@1", "threshold": 80.0, "minimize": False}
+
+    def trained(name: str, seconds: float | None, tags: list[str], **values: Any) -> Run:
+        goal = {**aim, "reached": seconds is not None, "time_to_goal_s": seconds}
+        metadata = json.dumps({"tags": tags, "network": values.pop("network", "")})
+        return add(store, name, goal=json.dumps(goal), job_metadata=metadata, **values)
+
+    trained("a-1", 30.0, ["a"], created_at=1)
+    trained("a-2", 10.0, ["a"], created_at=2, network="lan-1g")
+    trained("a-3", None, ["a", "b & <i>"], created_at=3)
+    trained("b-1", None, ["b & <i>"], created_at=4, state="failed")
+    trained("c-1", 5.0, ["c"], created_at=5)
+    trained("c-2", 7.0, ["c"], created_at=6, command="sleep 2", image="task5a_gpt")
+    add(store, "lonely", created_at=7, state="started")
+    page = get(client, "?group=tag")
+    assert groups(page) == [
+        ["c", "2 runs", "2 finished", "different goals"],
+        ["b &amp; &lt;i&gt;", "2 runs", "1 failed 1 finished", "0 of 2 reached it"],
+        # A run that missed is slower than each that reached it.
+        ["a", "3 runs", "3 finished", "best 10.0 s, median 30.0 s; 2 of 3 reached it"],
+        ["without tag", "1 run", "1 started", ""],
+    ]
+    assert names(page) == [] and "1 to 4 of 4" in page
+    # The rows lead to their runs, and to the comparison of these.
+    for link, found in zip(
+        re.findall(r'id="group-runs-\d+" href="(.*?)"', page),
+        (["c-2", "c-1"], ["b-1", "a-3"], ["a-3", "a-2", "a-1"], ["lonely"]),
+        strict=True,
+    ):
+        assert names(client.get(html.unescape(link)).text) == found
+    link = re.findall(r'id="group-\d+" href="(.*?)"', page)[2]
+    compared = client.get(html.unescape(link)).text
+    assert re.findall(r'<tr data-run="\d+" data-name="(.*?)"', compared) == ["a-3", "a-2", "a-1"]
+    assert (
+        "Compare: tag=a" in compared and '<input type="hidden" name="q" value="tag=a">' in compared
+    )
+    # By any field, of the runs that a search finds.
+    page = get(client, "?group=network&q=tag=a")
+    assert [row[:2] for row in groups(page)] == [["lan-1g", "1 run"], ["without network", "2 runs"]]
+    assert groups(get(client, "?group=nothing"))[0][:2] == ["without nothing", "7 runs"]
+    # What is no name of a field counts as left out.
+    assert names(get(client, "?group=%3Ci%3E&sort=name"))[0] == "a-1"
 
 
 def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:

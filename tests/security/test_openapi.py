@@ -52,6 +52,7 @@ ERRORS = {
     ("post", "/api/runs/"): {400, 408, 409, 413, 415},
     ("post", "/api/runs/import/"): {400, 408, 409, 413, 415},
     ("get", "/api/runs/{run_id}/"): {404},
+    ("patch", "/api/runs/{run_id}/"): {400, 404, 408, 413, 415},
     ("delete", "/api/runs/{run_id}/"): {404},
     ("post", "/api/runs/{run_id}/stop/"): {404},
     ("get", "/api/runs/{run_id}/curves/"): {400, 404},
@@ -247,8 +248,9 @@ def test_every_example_of_a_body_is_accepted(client: Any, run: dict[str, Any], k
                 if kind == "form"
                 else {"json": items if isinstance(body, list) else items[0]}
             )
-            answer = client.request(method, path, **sent)
-            assert answer.status_code == 201, (title, answer.text)
+            place = path.replace("{run_id}", str(run["id"] + 1))
+            answer = client.request(method, place, **sent)
+            assert answer.status_code == (200 if method == "patch" else 201), (title, answer.text)
             shapes = [shape(example) for example in examples.ANSWERS[method, path].values()]
             assert shape(answer.json()) in shapes, (title, answer.json())
 
@@ -264,6 +266,7 @@ WRONG: dict[tuple[str, str], dict[str, Any]] = {
     ("get", "/api/pods/{name}/curves/"): {"params": "points=0"},
     ("get", "/api/runs/{run_id}/curves/"): {"params": "points=0"},
     ("get", "/api/runs/{run_id}/logs/"): {"params": "since_line=-1"},
+    ("patch", "/api/runs/{run_id}/"): {"json": {"tags": ["a,b"]}},
     ("post", "/api/metrics/"): {"json": {"run_id": 1, "name": "m"}},
     ("post", "/api/runs/"): {"json": {"name": "x", "num_workers": 0}},
     ("post", "/api/runs/import/"): {
@@ -333,11 +336,11 @@ def test_every_path_of_get_answers_head_and_refusals_name_the_methods(
         ("/api/runs/", "GET, HEAD, POST"),
         ("/api/pods/r-worker-0/curves/", "GET, HEAD"),
         (f"/api/runs/{run['id']}/curves/", "GET, HEAD"),
-        (f"/api/runs/{run['id']}/", "DELETE, GET, HEAD"),
+        (f"/api/runs/{run['id']}/", "DELETE, GET, HEAD, PATCH"),
         (f"/api/runs/{run['id']}/logs/", "GET, HEAD"),
         (f"/api/runs/{run['id']}/result/", "GET, HEAD"),
         ("/", "GET, HEAD"),
-        (f"/runs/{run['id']}/", "GET, HEAD"),
+        (f"/runs/{run['id']}/", "GET, HEAD, POST"),
         ("/static/app.js", "GET, HEAD"),
     ):
         answer = client.head(path)

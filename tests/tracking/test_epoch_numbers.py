@@ -50,8 +50,20 @@ def test_the_first_worker_sends_throughput_and_all_send_validation_and_hidden_co
     run_epoch(resumed, clock, 4, 8)
     assert sent(log, "samples_per_s") == ([4, 3] if rank == 0 else [])
     assert sent(log, "tokens_per_s") == ([40, 20] if rank == 0 else [])
+    assert sent(log, "tokens") == ([80, 160] if rank == 0 else [])
+    # The bytes that were recorded without their collectives may be others than those on the wire.
+    assert sent(log, "bytes_on_wire") == []
     assert sent(log, "cum_validation") == [5, 10]
     assert sent(log, "cum_hidden_communication") == [2, 4]
+
+
+def test_the_first_worker_sends_its_bytes_on_the_wire(clock: Clock, log: MagicMock) -> None:
+    tracker = Tracker([], "7", 0)
+    for _ in range(2):
+        # Of a ring of two workers, each sends the whole payload once: 2 (n - 1) / n.
+        tracker.record_collective("all_reduce", 2, 1000, 3, overlapped=False)
+        run_epoch(tracker, clock, 2, 8)
+    assert sent(log, "bytes_on_wire") == [3000, 6000]
 
 
 def test_a_round_tells_the_learning_rate_at_its_start(log: MagicMock) -> None:

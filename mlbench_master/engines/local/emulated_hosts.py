@@ -18,8 +18,8 @@ _WHY_NOT = {
     "mpi": "mpirun starts all workers on one host",
 }
 _NOTE = (
-    "note: the workers cannot reach the master from their emulated hosts, so their metrics "
-    "arrive when the run ends"
+    "note: the workers cannot reach the master from their emulated hosts, so it reads their "
+    "metrics from disk every 2 s"
 )
 
 

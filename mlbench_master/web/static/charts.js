@@ -23,6 +23,28 @@ export function bytes(value) {
   return `${Number(value.toPrecision(3))} ${units[power]}`;
 }
 
+/** Return the value of a curve, [xs, ys], at a place between its first and its last one, interpolated. */
+export function valueAt([xs, ys], x) {
+  const next = xs.findIndex((one) => one >= x);
+  if (xs[next] === x) return ys[next];
+  const share = (x - xs[next - 1]) / (xs[next] - xs[next - 1]);
+  return ys[next - 1] + share * (ys[next] - ys[next - 1]);
+}
+
+// Counts of worker 0 since the start, against which curves can be drawn. The Tracker sends them at the end of an epoch.
+export const COUNTS = {
+  tokens: { name: "tokens @ 0", title: "tokens of worker 0", units: [[1e9, "billion"], [1e6, "million"], [1e3, "thousand"], [1, ""]] },
+  bytes: { name: "bytes_on_wire @ 0", title: "on the wire by worker 0", units: [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "bytes"]] },
+};
+
+/** Return the count at each place, which is an epoch or a step as those of the count; null where it was not measured yet. */
+export function countsAt(places, countPlaces, counts) {
+  // At the place 0 nothing has been counted. A resumed run has some places twice.
+  const known = [...new Map([[0, 0], ...countPlaces.map((place, index) => [place, counts[index]])])].sort((a, b) => a[0] - b[0]);
+  const curve = [known.map(([place]) => place), known.map(([, count]) => count)];
+  return places.map((place) => (place < 0 || place > curve[0].at(-1) ? null : valueAt(curve, place)));
+}
+
 /** Join the points of several curves, each [xs, ys], to the columns of one chart: [all xs, ys of each curve]. */
 export function join(curves) {
   return uPlot.join(curves.map(([xs, ys]) => [xs, ys]));

@@ -1,6 +1,6 @@
 // The compare page: it reads itself again when a chosen run changes, and draws the curves of all chosen runs.
 import { on, refresh, root } from "./app.js";
-import { chart, join } from "./charts.js";
+import { COUNTS, chart, countsAt, join, valueAt } from "./charts.js";
 
 const element = document.getElementById("curves");
 const metric = document.getElementById("metric");
@@ -8,7 +8,7 @@ const against = document.getElementById("against");
 const repeats = document.getElementById("repeats");
 // The page shows many curves at once, and each has fewer points than on the page of its run.
 const POINTS = 400;
-const AXES = { time_s: "seconds since the start", epoch: "epoch, or step of a run that counts steps", step: "number of the entry" };
+const AXES = { time_s: "seconds since the start", epoch: "epoch, or step of a run that counts steps", step: "number of the entry", tokens: "tokens of worker 0", bytes: "bytes on the wire by worker 0" };
 const DASHES = [undefined, [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [14, 4], [1, 5]];
 
 /** Return the chosen runs: id, name, and row in the table ("" without one). */
@@ -19,7 +19,9 @@ function runs() {
 }
 
 const isChosen = (id) => runs().some((run) => run.id === id);
-on("state", (data) => { if (isChosen(data.id)) refresh(); });
+// A search may also find runs that start later, as those of a sweep do.
+const isSearch = new URLSearchParams(location.search).has("q");
+on("state", (data) => { if (isSearch || isChosen(data.id)) refresh(); });
 on("deleted", (data) => {
   if (!isChosen(data.id)) return;
   // The page of no runs has other parts.
@@ -74,6 +76,9 @@ async function addNames(ids) {
     const after = [...metric.options].find((option) => option.value > name) ?? null;
     metric.add(new Option(name.replace(/ @ 0$/, ""), name), after);
   }
+  for (const [axis, { name }] of Object.entries(COUNTS)) {
+    if (known.has(name) && ![...against.options].some((option) => option.value === axis)) against.add(new Option(AXES[axis], axis));
+  }
   const first = [metric.dataset.first, "train_loss @ 0"].find((name) => known.has(name));
   if (!shown && !isTouched && first) metric.value = first;
 }
@@ -82,8 +87,9 @@ async function read(ids) {
   const name = metric.value;
   if (!name) return;
   await Promise.all(ids.map(async (id) => {
-    const found = await ask(id, `?metric=${encodeURIComponent(name)}&points=${POINTS}`);
-    if (found) curves.set(`${id} ${name}`, found[0]);
+    const names = [name, ...Object.values(COUNTS).map((count) => count.name).filter((one) => known.has(one))];
+    const found = await ask(id, `?${new URLSearchParams([["points", POINTS], ...names.map((one) => ["metric", one])])}`);
+    for (const curve of found ?? []) curves.set(`${id} ${curve.name}`, curve);
   }));
 }
 
@@ -91,19 +97,18 @@ async function read(ids) {
 function curveOf(run) {
   const curve = curves.get(`${run.id} ${metric.value}`);
   const points = new Map();
-  curve?.[against.value]?.forEach((x, index) => {
+  let places = curve?.[against.value];
+  if (curve && COUNTS[against.value]) {
+    const count = curves.get(`${run.id} ${COUNTS[against.value].name}`);
+    // Of the values of an epoch, the last one counts: it is that at the end, as the count.
+    const isCounted = count && count.value.length && ![...curve.epoch, ...count.epoch].includes(null);
+    places = isCounted ? countsAt(curve.epoch.map((one) => one + 1), count.epoch.map((one) => one + 1), count.value) : [];
+  }
+  places?.forEach((x, index) => {
     if (x !== null && curve.value[index] !== null) points.set(x, curve.value[index]);
   });
   const xs = [...points.keys()].sort((a, b) => a - b);
   return [xs, xs.map((x) => points.get(x))];
-}
-
-/** Return the value of a curve at a place between its first and its last one, interpolated. */
-function valueAt([xs, ys], x) {
-  const next = xs.findIndex((one) => one >= x);
-  if (xs[next] === x) return ys[next];
-  const share = (x - xs[next - 1]) / (xs[next] - xs[next - 1]);
-  return ys[next - 1] + share * (ys[next] - ys[next - 1]);
 }
 
 /** Return [xs, means, highs, lows] of curves from the last start to the first end, as the figures of the command. */

@@ -3,7 +3,7 @@
 // The names of the metrics come from the page (the list #names), which is read again when metrics arrive. The points
 // come from the API, thinned by the master. The choices are kept in the address, so that a link shows the same charts.
 import { on, root } from "./app.js";
-import { chart, join, short } from "./charts.js";
+import { COUNTS, chart, countsAt, join, short } from "./charts.js";
 
 const run = document.getElementById("run").dataset.run;
 const box = document.getElementById("charts");
@@ -96,8 +96,12 @@ function curvesOf(parts, known) {
 
 // The horizontal axis
 
-/** Return the positions of a curve's points, or null if its entries do not have them. */
-function positions(curve, against) {
+/** Return the positions of a curve's points, null for an unknown one, or null if its entries do not have them. */
+function positions(curve, against, count) {
+  if (COUNTS[against]) {
+    const [places, countPlaces] = [positions(curve, "epoch"), count?.value.length ? positions(count, "epoch") : null];
+    return places && countPlaces && countsAt(places, countPlaces, count.value);
+  }
   if (against === "step") return curve.step;
   if (against === "time") return curve.time_s;
   if (curve.epoch.some((epoch) => epoch === null)) return null;
@@ -127,9 +131,9 @@ function epochs({ epoch, step }) {
 const UNITS = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
 
 /** Return the columns of a chart, and the title of its horizontal axis. */
-function columns(curves, threshold) {
+function columns(curves, threshold, count) {
   let against = choices.against;
-  if (curves.some((curve) => positions(curve, against) === null)) against = "step";
+  if (curves.some((curve) => positions(curve, against, count) === null)) against = "step";
   let title = against === "epoch" && countsSteps() ? "step" : against;
   let unit = 1;
   if (against === "time") {
@@ -137,10 +141,15 @@ function columns(curves, threshold) {
     [unit, title] = UNITS.find(([seconds]) => longest >= 3 * seconds) ?? UNITS.at(-1);
     title = `time in ${title}`;
   }
+  if (COUNTS[against]) {
+    const largest = Math.max(0, ...count.value);
+    [unit, title] = COUNTS[against].units.find(([size]) => largest >= size) ?? [1, ""];
+    title = `${title} ${COUNTS[against].title}`.trim();
+  }
   const tables = curves.map((curve) => {
-    const xs = positions(curve, against);
+    const xs = positions(curve, against, count);
     // A resumed run has some epochs twice.
-    const order = [...xs.keys()].sort((a, b) => xs[a] - xs[b]);
+    const order = [...xs.keys()].filter((index) => xs[index] !== null).sort((a, b) => xs[a] - xs[b]);
     return [order.map((index) => xs[index] / unit), order.map((index) => curve.value[index])];
   });
   if (threshold !== null) {
@@ -193,7 +202,8 @@ function draw(wanted, answers) {
     const one = shown.get(key) ?? figure(key, title, name);
     const drawn = curves.filter((curve) => answers.get(curve.name)?.value.length);
     const hasGoal = threshold !== "" && curves.some((curve) => curve.name === `${metric} @ 0`);
-    const [data, xLabel] = columns(drawn.map((curve) => answers.get(curve.name)), hasGoal ? Number(threshold) : null);
+    const count = answers.get(COUNTS[choices.against]?.name);
+    const [data, xLabel] = columns(drawn.map((curve) => answers.get(curve.name)), hasGoal ? Number(threshold) : null, count);
     const labels = drawn.map((curve) => curve.label);
     const texts = drawn.slice(0, 4).map((curve) => [curve.label, short(last(answers.get(curve.name).value))]);
     if (hasGoal) { labels.push("goal"); texts.push(["goal", short(Number(threshold))]); }
@@ -251,7 +261,12 @@ async function read() {
   const known = metrics();
   const wanted = quantities(known);
   for (const chosen of wanted.values()) chosen.curves = curvesOf(chosen.parts, known);
-  const names = [...new Set([...wanted.values()].flatMap((chosen) => chosen.curves.map((curve) => curve.name)))];
+  for (const [axis, { name }] of Object.entries(COUNTS)) {
+    const option = document.querySelector(`#against option[value=${axis}]`);
+    option.hidden = option.disabled = !known.get(name.slice(0, -4))?.includes("0");
+  }
+  const drawn = [...wanted.values()].flatMap((chosen) => chosen.curves.map((curve) => curve.name));
+  const names = [...new Set([...drawn, ...(COUNTS[choices.against] ? [COUNTS[choices.against].name] : [])])];
   const answers = new Map();
   for (let start = 0; start < names.length; start += MOST_AT_ONCE) {
     const query = new URLSearchParams(names.slice(start, start + MOST_AT_ONCE).map((name) => ["metric", name]));

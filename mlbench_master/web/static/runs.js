@@ -24,6 +24,26 @@ document.addEventListener("change", (event) => {
   show();
 });
 
+document.getElementById("choose-all").addEventListener("click", () => {
+  const all = [...boxes()];
+  const isAll = all.every((box) => chosen.has(box.value));
+  for (const { value } of all) if (isAll) chosen.delete(value); else chosen.add(value);
+  show();
+});
+
+// A list has a hundred links and boxes: arrow keys go from row to row in one column.
+document.getElementById("main").addEventListener("keydown", (event) => {
+  const row = event.target.closest("#runs tbody tr, #groups tbody tr");
+  if (!row || event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+  const rows = [...row.parentNode.rows];
+  const at = rows.indexOf(row);
+  const next = rows[{ ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: rows.length - 1 }[event.key]];
+  if (!next) return;
+  event.preventDefault();
+  const cell = next.cells[event.target.closest("td, th").cellIndex];
+  (cell.querySelector("a, input") ?? next.querySelector("a")).focus();
+});
+
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   if (chosen.size) location.href = `${root}/compare/?${[...chosen].map((id) => `run=${id}`).join("&")}`;
@@ -88,6 +108,7 @@ window.addEventListener("popstate", () => {
   const address = new URLSearchParams(location.search);
   filter.elements.q.value = address.get("q") || "";
   filter.elements.state.value = address.get("state") || "";
+  filter.elements.group.value = address.get("group") || "";
   filter.elements.sort.value = address.get("sort") || "-created_at";
   go(location.href);
 });
