@@ -119,6 +119,15 @@ def test_a_worker_that_was_stopped_obeys_the_outcome_that_the_others_wrote() -> 
         assert members[0].commits == 0
 
 
+def test_a_worker_does_not_wait_for_a_round_after_the_end_of_the_run() -> None:
+    with workers(2) as members:
+        rounds = agree(members)
+        assert commit(members, rounds[0], [True] * 2) == [True] * 2
+        members[0].finish()
+        with pytest.raises(WorkerError, match="the run ended with round 0, without worker 1"):
+            members[1].agree()
+
+
 def test_the_number_of_a_worker_is_used_once() -> None:
     store = dist.HashStore()
     with (

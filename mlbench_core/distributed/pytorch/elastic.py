@@ -196,6 +196,15 @@ class Membership:
         with _reaching_the_store():
             return bool(self._store.check(["number"]))
 
+    def finish(self) -> None:
+        """End the run after its last round, so that no worker waits for another one.
+
+        Raises:
+            WorkerError: The store does not answer.
+        """
+        with _reaching_the_store():
+            self._store.set("finished", "1")
+
     def agree(self, tokens: int = 0) -> Round:
         """Ask for the next round, and wait until it begins with this worker.
 
@@ -203,7 +212,7 @@ class Membership:
             tokens: Number of tokens, or samples, of this worker since the last round.
 
         Raises:
-            WorkerError: The store does not answer.
+            WorkerError: A worker has called :meth:`finish`, or the store does not answer.
         """
         with _reaching_the_store():
             while True:
@@ -276,8 +285,13 @@ class Membership:
             is_coordinator = min(asks, default=None) == self.worker
             if is_coordinator and self._is_quorum(asks, living, time.monotonic() - began_s):
                 self._write_once(f"agreement/{number}", self._plan(asks))
-            else:
-                self._pause()
+                continue
+            if self._store.check(["finished"]):
+                raise WorkerError(
+                    f"the run ended with round {number - 1}, without worker {self.worker}: it "
+                    "started too late, or it was stopped for a while"
+                )
+            self._pause()
 
     def _is_quorum(self, asks: Collection[int], living: Collection[int], waited_s: float) -> bool:
         if len(asks) < self.least or 2 * len(asks) <= len(living):

@@ -149,7 +149,7 @@ class ElasticAverage(Aggregation):
 
         Raises:
             RuntimeError: :meth:`attach` was not called.
-            WorkerError: The store of the workers does not answer.
+            WorkerError: The run has ended, or the store of the workers does not answer.
         """
         self._check_attached()
         joins = self.membership.has_begun()
@@ -310,7 +310,8 @@ class ElasticAverage(Aggregation):
 
     def _inside(self) -> Any:
         """Return the aggregation that the optimizer calls after a period of local steps."""
-        return self._optimizer.aggregation.inside
+        aggregation = self._optimizer.aggregation
+        return getattr(aggregation, "inside", aggregation)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared weights by name, and the numbers of tokens and of committed rounds."""
