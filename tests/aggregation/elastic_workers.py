@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,8 @@ class Plan:
         first: Number of workers that start together.
         method: ``"local_sgd"`` or ``"diloco"``.
         death: Number of the round and the point at which it dies.
-        newcomer: A worker for which the others wait before the round after the first commit.
+        newcomer: A worker for which the others wait before the round after the first commit; it
+            joins, or it was stopped.
         snapshot: File of a state from which it starts.
     """
 
@@ -78,6 +80,8 @@ class MortalMembership(Membership):
             self.before = self._outcome(number - 1)["living"]
         self.last = super().agree(tokens)
         self.die(self.last.number, "after agree")
+        if self.death == (self.last.number, "stopped"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return self.last
 
     def connect(self, round_: Round) -> Any:
@@ -219,6 +223,8 @@ def work(plan: Plan) -> None:
         while membership.commits < ROUNDS:
             if plan.newcomer is not None and membership.commits == 1:
                 store.wait([f"elastic/ask/{plan.newcomer}"])
+                while json.loads(store.get(f"elastic/ask/{plan.newcomer}"))[0] < membership._number:
+                    time.sleep(0.01)
             commits = membership.commits
             for step in range(PERIOD):
                 rank, size = membership.rank, membership.size

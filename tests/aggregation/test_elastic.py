@@ -5,13 +5,16 @@ less that starts from the saved state."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import itertools
 import json
+import os
 import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +53,27 @@ POINTS = (
 )  # fmt: skip
 
 
-def run(plans: Sequence[Plan], timeout_s: float = 60.0) -> list[int | None]:
-    """Run workers side by side, and return their exit codes."""
+@contextlib.contextmanager
+def starting(plans: Sequence[Plan]) -> Iterator[list[Any]]:
+    """Processes of workers, which end with the block."""
     processes = [fork_context().Process(target=work, args=(plan,), daemon=True) for plan in plans]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout_s
     try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in processes]
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def run(plans: Sequence[Plan], timeout_s: float = 120.0) -> list[int | None]:
+    """Run workers side by side, and return their exit codes."""
+    deadline = time.monotonic() + timeout_s
+    with starting(plans) as processes:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
 
 
 def new_store() -> dist.TCPStore:
@@ -215,6 +225,34 @@ def test_a_joiner_receives_the_shared_state_and_has_weight_0_in_its_first_round(
     # The next round counts it.
     assert own[1]["members"] == [*range(WORKERS + 1)]
     assert own[1]["behind"] == []
+
+
+def test_a_worker_that_was_stopped_for_a_while_receives_the_state_that_it_missed(
+    tmp_path: Path,
+) -> None:
+    store, stopped = new_store(), WORKERS - 1
+    plans = []
+    for worker in range(WORKERS):
+        death, awaited = None, stopped
+        if worker == stopped:
+            death, awaited = (0, "stopped"), None
+        plans.append(
+            Plan(store.port, str(tmp_path), worker, WORKERS, "diloco", death, newcomer=awaited)
+        )
+    with starting(plans) as processes:
+        # The others have taken it for dead, and have gone on.
+        store.wait(["elastic/outcome/1"])
+        os.kill(processes[stopped].pid, signal.SIGCONT)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * WORKERS
+    own, others = read_log(tmp_path, stopped), read_log(tmp_path, 0)
+    assert [line["members"] for line in others] == [
+        [0, 1, 2], [0, 1], *[[0, 1, 2]] * (ROUNDS - 1),
+    ]  # fmt: skip
+    assert [line["committed"] for line in others] == [False, *[True] * ROUNDS]
+    assert [line["behind"] for line in others] == [[], [], [stopped], *[[]] * (ROUNDS - 2)]
+    assert own[-(ROUNDS - 1) :] == others[-(ROUNDS - 1) :]
 
 
 def membership() -> Membership:

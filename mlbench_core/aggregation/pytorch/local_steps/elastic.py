@@ -52,15 +52,16 @@ class ElasticAverage(Aggregation):
     the last round. Their inner optimizers keep their state.
 
     A worker that joins, or that missed a round, receives the state of another member before the
-    sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of tokens, and the
-    parts given to :meth:`attach`. It does not receive the state of the inner optimizer.
+    sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of tokens, the
+    learning rates, and the parts given to :meth:`attach`. It keeps its own state of the inner
+    optimizer, which is zero for a new worker.
 
     Give it to an optimizer with local steps: ``LocalSGD(..., aggregation=average)`` or
     ``DiLoCo(..., aggregation=DiLoCoAggregation(elastic=average))``. Each worker is a world of its
     own, so no other function communicates. All have the same model, and start from equal weights.
 
-    Messages travel in the host's memory, in at least float32. A call sends the bytes of the
-    tensors, and 4 more for each dtype.
+    Messages travel in the host's memory, in at least float32, one for each dtype. A call sends the
+    bytes of the tensors, and one number more in each message.
 
     Attributes:
         membership: As given.
@@ -207,8 +208,10 @@ class ElasticAverage(Aggregation):
             )
         deltas = dict(changes)
         for name, tensor in weights.items():
-            # A tensor that was not in the model at first begins with this worker's value.
-            deltas[name] = self._shared.setdefault(name, tensor.clone()) - tensor
+            if name not in self._shared:
+                # It was not in the model at first, and begins with this worker's value.
+                self._shared[name] = tensor.clone()
+            deltas[name] = self._shared[name] - tensor
         committed = self._take_part(deltas)
         for name, tensor in weights.items():
             self._shared[name] -= deltas[name]
