@@ -204,7 +204,7 @@ class ElasticAverage(Aggregation):
         if not self._trained <= {*changes, *weights}:
             raise ValueError(
                 "by_layer must be False, because a round is committed for the whole model: leave "
-                "it out"
+                "it out, and train no parameters outside the model"
             )
         deltas = dict(changes)
         for name, tensor in weights.items():
@@ -234,7 +234,7 @@ class ElasticAverage(Aggregation):
             has_sum = True
         except RuntimeError as error:  # the type that Gloo raises
             reason = str(error).split("\n", 1)[0]
-            _log.warning("round %d lost a member: %s", round_.number, reason)
+            _log.warning("round %d failed, maybe by a lost worker: %s", round_.number, reason)
         group = None  # its connections close when nothing refers to it
         if state is not None:
             self._load_shared(state)
