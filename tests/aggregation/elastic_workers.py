@@ -220,11 +220,13 @@ def work(plan: Plan) -> None:
         elif plan.worker < plan.first:
             # All are in the first round.
             store.wait([f"elastic/beat/{worker}" for worker in range(plan.first)])
+        newcomer = plan.newcomer
         while membership.commits < ROUNDS:
-            if plan.newcomer is not None and membership.commits == 1:
-                store.wait([f"elastic/ask/{plan.newcomer}"])
-                while json.loads(store.get(f"elastic/ask/{plan.newcomer}"))[0] < membership._number:
+            if newcomer is not None and membership.commits == 1:
+                store.wait([f"elastic/ask/{newcomer}"])
+                while json.loads(store.get(f"elastic/ask/{newcomer}"))[0] < membership._number:
                     time.sleep(0.01)
+                newcomer = None  # it may die in this round
             commits = membership.commits
             for step in range(PERIOD):
                 rank, size = membership.rank, membership.size
