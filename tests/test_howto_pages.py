@@ -7,12 +7,15 @@ import doctest
 import faulthandler
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlbench_core.network.parsing import parse_network
+from tests.helpers.thorough import thorough
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
 
@@ -71,3 +74,20 @@ def test_the_script_that_hangs_with_two_workers_ends_with_one(
     finally:
         faulthandler.unregister(signal.SIGUSR1)
     assert capfd.readouterr().out.splitlines() == [f"rank 0 step {step}" for step in range(3)]
+
+
+@thorough
+def test_the_workers_of_the_elastic_script_agree_on_the_rounds_and_the_samples(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "elastic.py"
+    path.write_text(script("elastic"))
+    run = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=600, check=True
+    )
+    joined, *ends = sorted(run.stdout.splitlines(), key=lambda line: "joined" not in line)
+    assert re.fullmatch(r"worker 3 joined after round \d+", joined)
+    (samples,) = {end.partition(": ")[2] for end in ends}
+    # Three workers in the first 10 rounds, and at least two in the others.
+    assert int(re.findall(r"\d+", samples)[1]) >= 10 * 480 + 90 * 320
+    assert sorted(end[:8] for end in ends) == ["worker 0", "worker 2", "worker 3"]

@@ -541,13 +541,7 @@ class Aggregation(ABC):
         self.last_bytes = 0
         parameters = parameters_of(model)
         self.layout.note(parameters)
-        weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        if isinstance(model, nn.Module):
-            for name, buffer in model.named_buffers():
-                # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an
-                # average makes no sense.
-                if buffer.is_floating_point() or buffer.is_complex():
-                    weights[name_of_buffer(name)] = buffer.detach()
+        weights = weights_of(model)
         if not self._selects_late:
             weights = self._traveling(weights)
         for message in _messages(weights, by_layer):
@@ -575,6 +569,22 @@ def _messages(tensors: dict[str, Tensor], by_layer: bool) -> list[dict[str, Tens
     if by_layer:
         return [{name: tensor} for name, tensor in tensors.items()]
     return [tensors]
+
+
+def weights_of(model: Parameters) -> dict[str, Tensor]:
+    """Return the tensors that an aggregation of weights may cover, by name.
+
+    Args:
+        model: A model, or a mapping from names to parameters.
+    """
+    weights = {name: parameter.detach() for name, parameter in parameters_of(model).items()}
+    if isinstance(model, nn.Module):
+        for name, buffer in model.named_buffers():
+            # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an
+            # average makes no sense.
+            if buffer.is_floating_point() or buffer.is_complex():
+                weights[name_of_buffer(name)] = buffer.detach()
+    return weights
 
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:

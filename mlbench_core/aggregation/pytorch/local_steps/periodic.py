@@ -45,6 +45,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominato
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
 from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
 from mlbench_core.aggregation.pytorch.transport.names import (
@@ -307,11 +308,15 @@ class DiLoCoAggregation(Aggregation):
     keeps for later, such as an error memory, moves a frozen layer on. Other tensors travel as they
     are.
 
+    In an elastic run, :math:`k` counts the workers of the round. If a round is not committed,
+    :math:`\theta` takes no outer step, and every :math:`\theta_i` is set to it.
+
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
             call.
         penalty: As given.
         compressed: As given.
+        elastic: As given.
 
     Args:
         outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
@@ -324,12 +329,15 @@ class DiLoCoAggregation(Aggregation):
             average. Its state belongs to this worker.
         compressed: Averages the outer gradients over the same workers, for example
             ``QuantizedAllReduceAggregation(bits=8)``; None for an all-reduce.
+        elastic: Averages over workers that may die or join; None for the fixed workers of the
+            process group.
 
     Raises:
         TypeError: ``outer_optimizer`` does not create a torch optimizer, or ``compressed`` does not
             average gradients in a compressed form.
         ValueError: ``world_size`` is not the number of workers in the process group, or
-            ``compressed`` is given with a penalty or has another process group.
+            ``compressed`` is given with a penalty or has another process group. Or ``elastic`` is
+            given with one of the two.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -358,10 +366,19 @@ class DiLoCoAggregation(Aggregation):
         process_group: Any = None,
         penalty: OutlierPenalty | None = None,
         compressed: LossyAggregation | None = None,
+        elastic: ElasticAverage | None = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
         self.penalty = penalty
         self.compressed = compressed
+        self.elastic = elastic
+        if elastic is not None:
+            self.takes_complex = elastic.takes_complex
+            if penalty is not None or compressed is not None:
+                raise ValueError(
+                    "elastic must be None with a penalty or compression, which know no other "
+                    f"workers than those of the start, not {type(elastic).__name__}: leave one out"
+                )
         if compressed is not None:
             _check_compressed(compressed, self.group, penalty)
             self.takes_complex = compressed.takes_complex
@@ -430,6 +447,10 @@ class DiLoCoAggregation(Aggregation):
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
         """Average the outer gradients, and tensors that are only averaged."""
+        if self.elastic is not None:
+            with self._counting_bytes_of(self.elastic):
+                self.elastic.exchange(outer_gradients, averages)
+            return
         if self.penalty is not None and outer_gradients:
             self._weigh(self.penalty, outer_gradients)
         if self.compressed is None:
@@ -524,6 +545,8 @@ class DiLoCoAggregation(Aggregation):
             state["norms"] = self.penalty.state_dict()
         if self.compressed is not None:
             state["compressed"] = self.compressed.state_dict()
+        if self.elastic is not None:
+            state["elastic"] = self.elastic.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -538,11 +561,15 @@ class DiLoCoAggregation(Aggregation):
                 optional.append("norms")
             if self.compressed is not None:
                 optional.append("compressed")
+            if self.elastic is not None:
+                optional.append("elastic")
             check_keys(self, state_dict, ("shared", "outer_state", "outer_options"), optional)
         if self.penalty is not None:
             self.penalty.load_state_dict(state_dict.get("norms", {}))
         if self.compressed is not None:
             self.compressed.load_state_dict(state_dict.get("compressed", {}))
+        if self.elastic is not None:
+            self.elastic.load_state_dict(state_dict.get("elastic", {}))
         # The outer optimizer stays the same object, so that references to it and
         # its schedulers remain valid.
         self._shared.clear()

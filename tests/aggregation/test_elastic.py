@@ -1,0 +1,305 @@
+"""Elastic runs: workers that die at each point of a round, and workers that join.
+
+The references are a simulation in one process, which knows no protocol, and a run of one worker
+less that starts from the saved state."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mlbench_core.aggregation.pytorch import (
+    DiLoCoAggregation,
+    OutlierPenalty,
+    QuantizedAllReduceAggregation,
+)
+from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
+from mlbench_core.distributed.pytorch.elastic import Membership
+from mlbench_core.optim.pytorch import LocalSGD
+from tests.aggregation.elastic_workers import (
+    LR,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    PERIOD,
+    ROUNDS,
+    TOKENS,
+    Plan,
+    loss,
+    make_model,
+    work,
+)
+from tests.helpers.ranks import fork_context
+from tests.helpers.thorough import some
+
+WORKERS = 3
+POINTS = (
+    "in heal", "in exchange", "after ask", "after report", "in connect", "before report",
+    "after agree", "after outcome",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def starting(plans: Sequence[Plan]) -> Iterator[list[Any]]:
+    """Processes of workers, which end with the block."""
+    processes = [fork_context().Process(target=work, args=(plan,), daemon=True) for plan in plans]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def run(plans: Sequence[Plan], timeout_s: float = 120.0) -> list[int | None]:
+    """Run workers side by side, and return their exit codes."""
+    deadline = time.monotonic() + timeout_s
+    with starting(plans) as processes:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
+
+
+def new_store() -> dist.TCPStore:
+    """A store in this process, which outlives all workers."""
+    limit = datetime.timedelta(seconds=60)
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=limit)
+
+
+def read_log(folder: Path, worker: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"log{worker}").read_text().splitlines()]
+
+
+def simulate(method: str, log: list[dict[str, Any]]) -> tuple[nn.Module, int]:
+    """The shared weights and the tokens after the committed rounds of a log, by plain SGD."""
+    theta = make_model().state_dict()
+    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
+    inner: dict[int, dict[str, torch.Tensor]] = {}
+    tokens = commits = steps = 0
+    names = [name for name, _ in make_model().named_parameters()]
+    for line in log:
+        changes = []
+        # Those who die in a round that is not committed leave no trace.
+        for worker in line["members"]:
+            if worker in line["behind"]:
+                continue
+            rank, size = line["before"].index(worker), len(line["before"])
+            model = make_model()
+            model.load_state_dict(theta)
+            own = inner.setdefault(worker, {})
+            for step in range(PERIOD):
+                model.zero_grad()
+                loss(model, commits, step, rank, size).backward()
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        assert parameter.grad is not None
+                        own[name] = 0.5 * own.get(name, 0) + parameter.grad
+                        parameter -= LR * 0.5 ** ((steps + step) // 3) * own[name]
+                tokens += (TOKENS + rank) * line["committed"]
+            after = model.state_dict()
+            changes.append({name: theta[name] - after[name] for name in theta})
+        steps += PERIOD
+        if not line["committed"]:
+            continue
+        commits += 1
+        theta = copy.deepcopy(theta)
+        for name in theta:
+            if not theta[name].is_floating_point():
+                continue
+            change = sum(own[name] for own in changes) / len(changes)
+            if method == "diloco" and name in names:
+                momentum[name] = OUTER_MOMENTUM * momentum[name] + change
+                change = OUTER_LR * (change + OUTER_MOMENTUM * momentum[name])
+            theta[name] -= change
+    model = make_model()
+    model.load_state_dict(theta)
+    return model, tokens
+
+
+def weights_at_the_end(folder: Path, worker: int) -> dict[str, torch.Tensor]:
+    state = torch.load(folder / f"end{worker}.pt", weights_only=True)
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
+def check(folder: Path, method: str, living: Sequence[int]) -> list[dict[str, Any]]:
+    """Check the rounds of a run against one another and the simulation; return the longest log."""
+    logs = [read_log(folder, worker) for worker in living]
+    log = max(logs, key=len)
+    for other in logs:
+        # Replicas, outcomes and tokens are equal after each round. One that was not committed may
+        # have left a joiner without the state.
+        numbers = {line["number"]: line for line in other if line["committed"]}
+        assert numbers == {line["number"]: line for line in log if line["number"] in numbers}
+    assert sum(line["committed"] for line in log) == ROUNDS
+    for before, line in itertools.pairwise(log):
+        if not line["committed"]:
+            assert (line["digest"], line["tokens"]) == (before["digest"], before["tokens"])
+    model, tokens = simulate(method, log)
+    assert log[-1]["tokens"] == tokens
+    expected = {name: value for name, value in model.state_dict().items() if value.dim()}
+    for worker in living:
+        torch.testing.assert_close(
+            weights_at_the_end(folder, worker), expected, rtol=1e-5, atol=1e-6
+        )
+    return log
+
+
+def plans_of(
+    folder: Path, port: int, method: str, newcomer: int | None, death: tuple[int, str] | None,
+    victim: int | None,
+) -> list[Plan]:  # fmt: skip
+    """Three workers, one that joins after the first commit, and one of them that dies."""
+    plans = []
+    for worker in [*range(WORKERS), *([] if newcomer is None else [newcomer])]:
+        own = death if worker == victim else None
+        awaited = newcomer if worker < WORKERS else None
+        plans.append(Plan(port, str(folder), worker, WORKERS, method, own, awaited))
+    return plans
+
+
+# Number 1 is a death in the exchange, and number 0 one of a donor.
+@pytest.mark.parametrize("seed", some([1, 0, *range(2, 100)]))
+def test_survivors_of_a_death_continue_as_a_run_of_one_worker_less(
+    seed: int, tmp_path: Path
+) -> None:
+    draw = random.Random(seed)
+    point = POINTS[seed % len(POINTS)]
+    method = ("diloco", "local_sgd")[seed // len(POINTS) % 2]
+    # The lowest number is the coordinator.
+    victim, newcomer = draw.choice([0, 0, 1, 2]), None
+    # The group of the first round is kept as long as all live.
+    number = 0 if point == "in connect" else draw.randrange(ROUNDS - 2)
+    if point == "in heal":
+        newcomer = WORKERS
+        victim = draw.choice([0, newcomer])
+    store = new_store()
+    plans = plans_of(tmp_path, store.port, method, newcomer, (number, point), victim)
+    assert run(plans) == [-9 if plan.worker == victim else 0 for plan in plans]
+    living = [plan.worker for plan in plans if plan.worker != victim]
+    check(tmp_path, method, living)
+    if newcomer is not None:
+        return
+    # The first states without the dead one, and a run that starts from them.
+    again = tmp_path / "again"
+    again.mkdir()
+    fresh, plans = new_store(), []
+    for worker in living:
+        snapshot = tmp_path / f"snapshot{worker}.pt"
+        rank, size = torch.load(snapshot, weights_only=True)["share"]
+        assert (rank, size) == (living.index(worker), len(living))
+        plans.append(Plan(fresh.port, str(again), rank, size, method, snapshot=str(snapshot)))
+    assert run(plans) == [0] * len(plans)
+    for plan, worker in zip(plans, living, strict=True):
+        found = weights_at_the_end(again, plan.worker)
+        for name, value in weights_at_the_end(tmp_path, worker).items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("method", some(["diloco", "local_sgd"]))
+def test_a_joiner_receives_the_shared_state_and_has_weight_0_in_its_first_round(
+    method: str, tmp_path: Path
+) -> None:
+    store = new_store()
+    plans = plans_of(tmp_path, store.port, method, WORKERS, None, None)
+    assert run(plans) == [0] * len(plans)
+    log = check(tmp_path, method, range(WORKERS + 1))
+    joined = [line["number"] for line in log if line["behind"] == [WORKERS]]
+    assert len(joined) == 1
+    own = read_log(tmp_path, WORKERS)
+    assert own[0]["number"] == joined[0]
+    # The next round counts it.
+    assert own[1]["members"] == [*range(WORKERS + 1)]
+    assert own[1]["behind"] == []
+
+
+def test_a_worker_that_was_stopped_for_a_while_receives_the_state_that_it_missed(
+    tmp_path: Path,
+) -> None:
+    store, stopped = new_store(), WORKERS - 1
+    plans = []
+    for worker in range(WORKERS):
+        death, awaited = None, stopped
+        if worker == stopped:
+            death, awaited = (0, "stopped"), None
+        plans.append(
+            Plan(store.port, str(tmp_path), worker, WORKERS, "diloco", death, newcomer=awaited)
+        )
+    with starting(plans) as processes:
+        # The others have taken it for dead, and have gone on.
+        store.wait(["elastic/outcome/1"])
+        os.kill(processes[stopped].pid, signal.SIGCONT)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * WORKERS
+    own, others = read_log(tmp_path, stopped), read_log(tmp_path, 0)
+    assert [line["members"] for line in others] == [
+        [0, 1, 2], [0, 1], *[[0, 1, 2]] * (ROUNDS - 1),
+    ]  # fmt: skip
+    assert [line["committed"] for line in others] == [False, *[True] * ROUNDS]
+    assert [line["behind"] for line in others] == [[], [], [stopped], *[[]] * (ROUNDS - 2)]
+    assert own[-(ROUNDS - 1) :] == others[-(ROUNDS - 1) :]
+
+
+def membership() -> Membership:
+    return Membership(dist.HashStore(), worker=0, first_workers=1)
+
+
+def step(optimizer: Any) -> None:
+    optimizer.model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "other", [{"penalty": OutlierPenalty()}, {"compressed": QuantizedAllReduceAggregation()}]
+)
+def test_outer_gradients_of_an_elastic_run_are_averaged_as_they_are(other: Any) -> None:
+    with pytest.raises(ValueError, match="elastic must be None with a penalty or compression"):
+        DiLoCoAggregation(elastic=ElasticAverage(membership()), **other)
+
+
+def test_a_round_needs_the_state_of_a_joiner_and_the_whole_model() -> None:
+    model = make_model()
+    with membership() as member:
+        average = ElasticAverage(member)
+        optimizer = LocalSGD(model=model, lr=0.1, period=1, aggregation=average, by_layer=True)
+        with pytest.raises(RuntimeError, match="attach must be called before the first round"):
+            step(optimizer)
+        average.attach(optimizer)
+        with pytest.raises(ValueError, match="by_layer must be False"):
+            step(optimizer)
+        with pytest.raises(ValueError, match="averages weights, not gradients"):
+            average.agg_grad()
+
+
+def test_one_worker_alone_trains_as_without_rounds() -> None:
+    with membership() as member:
+        average = ElasticAverage(member)
+        optimizer = LocalSGD(model=make_model(), lr=0.1, period=2, aggregation=average)
+        average.attach(optimizer)
+        assert not average.join()
+        plain = make_model()
+        alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(4):
+            step(optimizer)
+            optimizer.zero_grad()
+            plain(torch.ones(2, 3)).sum().backward()
+            alone.step()
+            alone.zero_grad()
+        assert member.commits == 2
+        torch.testing.assert_close(optimizer.model.state_dict(), plain.state_dict())

@@ -1,0 +1,164 @@
+"""The rounds of an elastic run, by threads that share a store in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from mlbench_core.distributed.pytorch.elastic import Membership, Round
+from mlbench_core.errors import ConfigurationError, WorkerError
+
+T = TypeVar("T")
+QUICK = {"heartbeat_s": 0.02, "dead_after_s": 30.0}
+
+
+@contextlib.contextmanager
+def workers(count: int, **options: Any) -> Iterator[list[Membership]]:
+    """Workers of one run, all alive."""
+    store = dist.HashStore()
+    with contextlib.ExitStack() as stack:
+        members = []
+        for worker in range(count):
+            one = Membership(store, worker, count, **{**QUICK, **options})
+            members.append(stack.enter_context(one))
+        yield members
+
+
+def together(calls: Sequence[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+def agree(members: Sequence[Membership]) -> list[Round]:
+    return together([lambda one=one: one.agree(tokens=10 + one.worker) for one in members])  # type: ignore[misc]
+
+
+def commit(members: Sequence[Membership], round_: Round, sums: Sequence[bool]) -> list[bool]:
+    calls = []
+    for one, has_sum in zip(members, sums, strict=True):
+        calls.append(lambda one=one, has_sum=has_sum: one.commit(round_, has_sum))
+    return together(calls)  # type: ignore[arg-type]
+
+
+def test_all_members_have_one_agreement_and_keep_their_group_while_they_commit() -> None:
+    with workers(3) as members:
+        first = agree(members)
+        assert first == [Round(0, 0, (0, 1, 2), (), 0, 0, 33)] * 3
+        assert commit(members, first[0], [True] * 3) == [True] * 3
+        second = agree(members)
+        assert second == [Round(1, 0, (0, 1, 2), (), 0, 1, 33)] * 3
+        assert commit(members, second[0], [True, False, True]) == [False] * 3
+        third = agree(members)
+        assert third == [Round(2, 2, (0, 1, 2), (), 0, 1, 33)] * 3
+
+
+def test_a_round_waits_for_the_least_number_of_workers() -> None:
+    store = dist.HashStore()
+    first = Membership(store, 0, 1, least=2, **QUICK)
+    second = Membership(store, 1, 1, least=2, **QUICK)
+    with first, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.agree)
+        # Alone, the first one has the majority and is all that lived at the start.
+        with second:
+            assert second.agree().members == (0, 1)
+        assert waiting.result(60).members == (0, 1)
+
+
+def test_a_living_worker_that_does_not_ask_is_left_out_after_a_while() -> None:
+    with workers(3, wait_s=0.2) as members:
+        rounds = agree(members[:2])
+        assert [one.members for one in rounds] == [(0, 1)] * 2
+        assert commit(members[:2], rounds[0], [True] * 2) == [True] * 2
+        # It missed a round, so it gets the state of another, and the tokens of the lost steps do
+        # not count.
+        rounds = agree(members)
+        assert rounds == [Round(1, 1, (0, 1, 2), (2,), 0, 1, 21)] * 3
+
+
+def test_a_minority_does_not_go_on_alone() -> None:
+    # Without the rule, worker 0 would begin a round after wait_s, long before the others ask.
+    with workers(4, wait_s=0.01) as members, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(members[0].agree)
+        with contextlib.suppress(TimeoutError):
+            waiting.result(0.3)
+        assert len(agree(members[1:])[0].members) > 2
+        assert len(waiting.result(60).members) > 2
+
+
+def test_the_next_worker_writes_the_outcome_if_the_coordinator_is_gone() -> None:
+    with workers(3) as members:
+        rounds = agree(members)
+        members[0].__exit__()
+        assert commit(members[1:], rounds[0], [True] * 2) == [False] * 2
+        assert [(one.rank, one.size) for one in members[1:]] == [(0, 2), (1, 2)]
+        rounds = agree(members[1:])
+        assert [one.members for one in rounds] == [(1, 2)] * 2
+
+
+def test_a_member_that_is_gone_after_its_report_does_not_undo_the_round() -> None:
+    with workers(2) as members:
+        rounds = agree(members)
+        members[0]._store.set("report/0", "[0, true]")
+        members[0].__exit__()
+        assert members[1].commit(rounds[0], has_sum=True)
+        assert (members[1].rank, members[1].size, members[1].commits) == (0, 1, 1)
+
+
+def test_a_worker_that_was_stopped_obeys_the_outcome_that_the_others_wrote() -> None:
+    with workers(3) as members:
+        rounds = agree(members)
+        # The coordinator sleeps with the sum in its hands; the others took it for dead.
+        members[0]._write_once("outcome/0", {"committed": False, "living": [1, 2]})
+        assert commit(members, rounds[0], [True] * 3) == [False] * 3
+        assert members[0].commits == 0
+
+
+def test_a_worker_does_not_wait_for_a_round_after_the_end_of_the_run() -> None:
+    with workers(2) as members:
+        rounds = agree(members)
+        assert commit(members, rounds[0], [True] * 2) == [True] * 2
+        members[0].finish()
+        with pytest.raises(WorkerError, match="the run ended with round 0, without worker 1"):
+            members[1].agree()
+
+
+def test_the_number_of_a_worker_is_used_once() -> None:
+    store = dist.HashStore()
+    with (
+        Membership(store, 0, 1, **QUICK),
+        pytest.raises(ConfigurationError, match="worker must be a number that no worker"),
+    ):
+        Membership(store, 0, 1, **QUICK).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"worker": -1}, "worker"),
+        ({"first_workers": 0}, "first_workers"),
+        ({"least": 0}, "least"),
+        ({"heartbeat_s": 0.0}, "heartbeat_s"),
+        ({"dead_after_s": 0.1}, "dead_after_s must be more than heartbeat_s"),
+        ({"wait_s": 0.0}, "wait_s"),
+        ({"timeout_s": -1.0}, "timeout_s"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Membership(dist.HashStore(), **{"worker": 0, "first_workers": 1, **options})
+
+
+def test_the_end_of_the_store_is_named() -> None:
+    limit = datetime.timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=limit)
+    with Membership(store, 0, 1, **QUICK) as membership:
+        del server
+        with pytest.raises(WorkerError, match="the store in which the workers"):
+            membership.agree()
