@@ -108,9 +108,11 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         raise (MissingDependencyError if "pip install" in reason else BackendError)(reason)
     _Maker.timeout_s = timeout_s
     if not is_registered():
-        dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
-        # torch does not look among the registered backends for this one name: it uses the class
-        # that an MPI build would contain, which is this one from now on.
+        dist.Backend.register_backend(
+            "mpi", _make_by_plugin, extended_api=True, devices=["cpu", "cuda"]
+        )
+        # Before version 2.14, torch does not look among the registered backends for this one name:
+        # it uses the class that an MPI build would contain, which is this one from now on.
         torch_private.set_mpi_class(_Maker)
     return True
 
@@ -160,9 +162,6 @@ class _Maker:
         return MPIProcessGroup(mpi_world, comm, cls.timeout_s, store)
 
 
-def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
-    """Create a group with other backends' arguments, in case a later torch passes them."""
-    check_launch(world(), rank, size, "init_process_group")
-    group = _Maker.create(())
-    group.set_timeout(timeout)
-    return group
+def _make_by_plugin(options: Any, backend_options: Any) -> MPIProcessGroup:
+    """Create a group for torch 2.14 and later, whose own MPI is a registered backend too."""
+    return _Maker.create(options.global_ranks_in_group)

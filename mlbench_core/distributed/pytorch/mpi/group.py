@@ -66,6 +66,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Return the backend's name."""
         return "mpi"
 
+    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
+        """Return the object that does the operations of a device: this one, for all."""
+        return self
+
     def setGroupName(self, name: str) -> None:
         """Set the name that torch gives this group."""
         self._name = name
