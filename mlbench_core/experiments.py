@@ -37,7 +37,7 @@ from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import csv_columns, known_columns, table_rows
 from mlbench_core.sweep.words import summary
 
-__all__ = ["Comparison", "Figure", "compare"]
+__all__ = ["Comparison", "SweepFigure", "compare"]
 
 # Words in errors of a sweep's file and of the command, and those of a call.
 _WORDS = (
@@ -55,7 +55,7 @@ _NOT_COPIED = (".lock", "current.json", "unfinished", "__pycache__")
 
 
 @dataclass(frozen=True)
-class Figure:
+class SweepFigure:
     """A figure of a comparison, which a notebook shows.
 
     Attributes:
@@ -112,7 +112,7 @@ class Comparison:
         """The names of the figures."""
         return sorted(path.stem for path in self.folder.glob("*.svg"))
 
-    def figure(self, kind: str) -> Figure:
+    def figure(self, kind: str) -> SweepFigure:
         """Return a figure of the sweep's page.
 
         Args:
@@ -129,7 +129,7 @@ class Comparison:
             raise ConfigurationError(
                 f"kind must be one of the figures, not {kind!r}: they are {have}"
             )
-        return Figure(self.folder / f"{kind}.svg")
+        return SweepFigure(self.folder / f"{kind}.svg")
 
     def to_folder(self, path: str | Path) -> Path:
         """Copy page, tables, figures and runs into a new folder, as ``mlbench sweep`` leaves them.

@@ -23,6 +23,7 @@ from mlbench_core.network import EmulatedNetwork
 from mlbench_core.sweep import page
 from mlbench_core.sweep.file import load_sweep, parse_sweep
 from tests.helpers.processes import ROOT
+from tests.helpers.thorough import thorough
 from tests.results.helpers import write_run
 
 REASON = EmulatedNetwork.why_not()
@@ -253,6 +254,7 @@ def test_an_error_of_the_command_is_an_exception(
     assert "failed" not in capsys.readouterr().err, "the exception says it"
 
 
+@thorough
 def test_an_interrupt_ends_the_command_once_and_in_order(
     folder: Path, say: Say, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

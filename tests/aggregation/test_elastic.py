@@ -44,7 +44,7 @@ from tests.aggregation.elastic_workers import (
     work,
 )
 from tests.helpers.ranks import fork_context
-from tests.helpers.thorough import some
+from tests.helpers.thorough import some, thorough
 
 WORKERS = 3
 POINTS = (
@@ -228,6 +228,7 @@ def test_a_joiner_receives_the_shared_state_and_has_weight_0_in_its_first_round(
     assert own[1]["behind"] == []
 
 
+@thorough
 def test_a_worker_that_was_stopped_for_a_while_receives_the_state_that_it_missed(
     tmp_path: Path,
 ) -> None:
