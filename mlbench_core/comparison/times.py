@@ -26,7 +26,15 @@ from dataclasses import dataclass
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import known_values, paired_test, welch_test
 
-__all__ = ["TimesTest", "compare_times", "complete", "cost_per_success_s", "is_miss", "median_s"]
+__all__ = [
+    "TimesTest",
+    "compare_times",
+    "complete",
+    "cost_per_success_s",
+    "is_miss",
+    "known_times_s",
+    "median_s",
+]
 
 
 def is_miss(record: RunRecord) -> bool:

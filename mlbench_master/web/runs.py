@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_core.caller import split_observed
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.times import is_miss, known_times_s, median_s
 from mlbench_core.run_terms import GoalAim
 from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
@@ -179,25 +180,30 @@ class RunGroup:
 
     @property
     def to_goal(self) -> str:
-        """Return the best and the median time to the goal, in which a miss counts as infinite."""
-        times = []
+        """Return the best and the median time to the goal; see :func:`is_miss` for misses."""
+        records = []
         goals = set()
         for run, fields in self.found:
             goal = run.goal_record
-            if goal is not None and goal.budget_s is None and run.state in FINAL_STATES:
+            # With a goal after a time, all times are equal.
+            if run.state not in FINAL_STATES or (goal is not None and goal.budget_s is not None):
+                continue
+            record = RunRecord(str(run.name), state=run.shown_state)
+            if goal is not None:
                 goals.add(tuple(str(fields.get(name)) for name in ("task", "dataset", "goal")))
-                seconds = goal.time_to_goal_s if goal.reached else None
-                times.append(math.inf if seconds is None else seconds)
-        if not times:
+                record = replace(record, reached=goal.reached, time_to_goal_s=goal.time_to_goal_s)
+            records.append(record)
+        if not goals:
             return ""
         if len(goals) > 1:
             return "different goals"
-        reached = len(times) - times.count(math.inf)
-        text = f"{reached} of {len(times)} reached it"
-        if not reached:
+        reached = [record for record in records if record.reached]
+        text = f"{len(reached)} of {len(reached) + sum(map(is_miss, records))} reached it"
+        times = known_times_s(reached)
+        if not times:
             return text
-        median = statistics.median(times)
-        median_text = "not reached" if math.isinf(median) else duration(median)
+        median = median_s(records)
+        median_text = "not reached" if median is None else duration(median)
         return f"best {duration(min(times))}, median {median_text}; {text}"
 
 

@@ -186,41 +186,45 @@ def test_runs_with_one_value_of_a_field_are_one_row(client: Any) -> None:
         metadata = json.dumps({"tags": tags, "network": values.pop("network", "")})
         return add(store, name, goal=json.dumps(goal), job_metadata=metadata, **values)
 
-    trained("a-1", 30.0, ["a"], created_at=1)
-    trained("a-2", 10.0, ["a"], created_at=2, network="lan-1g")
-    trained("a-3", None, ["a", "b & <i>"], created_at=3)
-    trained("b-1", None, ["b & <i>"], created_at=4, state="failed")
-    trained("c-1", 5.0, ["c"], created_at=5)
-    trained("c-2", 7.0, ["c"], created_at=6, command="sleep 2", image="task5a_gpt")
-    add(store, "lonely", created_at=7, state="started")
+    # It failed before its workers could send a goal, which must not make the group look better.
+    add(store, "a-0", created_at=5, state="failed", job_metadata='{"tags": ["a"]}')
+    trained("a-4", 20.0, ["a"], created_at=7)
+    trained("a-1", 30.0, ["a"], created_at=10)
+    trained("a-2", 10.0, ["a"], created_at=20, network="lan-1g")
+    trained("a-3", None, ["a", "b & <i>"], created_at=30)
+    trained("b-1", None, ["b & <i>"], created_at=40, state="failed")
+    trained("c-1", 5.0, ["c"], created_at=50)
+    trained("c-2", 7.0, ["c"], created_at=60, command="sleep 2", image="task5a_gpt")
+    add(store, "lonely", created_at=70, state="started")
     page = get(client, "?group=tag")
     assert groups(page) == [
         ["c", "2 runs", "2 finished", "different goals"],
         ["b &amp; &lt;i&gt;", "2 runs", "1 failed 1 finished", "0 of 2 reached it"],
         # A run that missed is slower than each that reached it.
-        ["a", "3 runs", "3 finished", "best 10.0 s, median 30.0 s; 2 of 3 reached it"],
+        ["a", "5 runs", "4 finished 1 failed", "best 10.0 s, median 30.0 s; 3 of 5 reached it"],
         ["without tag", "1 run", "1 started", ""],
     ]
     assert names(page) == [] and "1 to 4 of 4" in page
     # The rows lead to their runs, and to the comparison of these.
     for link, found in zip(
         re.findall(r'id="group-runs-\d+" href="(.*?)"', page),
-        (["c-2", "c-1"], ["b-1", "a-3"], ["a-3", "a-2", "a-1"], ["lonely"]),
+        (["c-2", "c-1"], ["b-1", "a-3"], ["a-3", "a-2", "a-1", "a-4", "a-0"], ["lonely"]),
         strict=True,
     ):
         assert names(client.get(html.unescape(link)).text) == found
     link = re.findall(r'id="group-\d+" href="(.*?)"', page)[2]
     compared = client.get(html.unescape(link)).text
-    assert re.findall(r'<tr data-run="\d+" data-name="(.*?)"', compared) == ["a-3", "a-2", "a-1"]
+    found = re.findall(r'<tr data-run="\d+" data-name="(.*?)"', compared)
+    assert found == ["a-3", "a-2", "a-1", "a-4", "a-0"]
     assert (
         "Compare: tag=a" in compared and '<input type="hidden" name="q" value="tag=a">' in compared
     )
     # By any field, of the runs that a search finds.
     page = get(client, "?group=network&q=tag=a")
-    assert [row[:2] for row in groups(page)] == [["lan-1g", "1 run"], ["without network", "2 runs"]]
-    assert groups(get(client, "?group=nothing"))[0][:2] == ["without nothing", "7 runs"]
-    # What is no name of a field counts as left out.
-    assert names(get(client, "?group=%3Ci%3E&sort=name"))[0] == "a-1"
+    assert [row[:2] for row in groups(page)] == [["lan-1g", "1 run"], ["without network", "4 runs"]]
+    assert groups(get(client, "?group=nothing"))[0][:2] == ["without nothing", "9 runs"]
+    # Text that cannot name a field counts as left out.
+    assert names(get(client, "?group=%3Ci%3E&sort=name"))[0] == "a-0"
 
 
 def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
