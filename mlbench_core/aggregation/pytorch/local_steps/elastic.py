@@ -270,7 +270,7 @@ class ElasticAverage(Aggregation):
             for receiver in map(round_.members.index, round_.behind):
                 for message in (torch.tensor([len(content)]), content):
                     group.send([message], receiver, 0).wait(limit)
-                    self._count("send", 2, message.nbytes)
+                    self._count("pair", 2, message.nbytes)
         return None
 
     def _sum(self, group: Any, round_: Round, kind: list[Tensor]) -> Tensor:
