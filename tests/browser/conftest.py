@@ -46,6 +46,15 @@ class Watched:
     def open(self, path: str) -> None:
         self.page.goto(self.base + path)
 
+    def barriers(self, axe: Any, name: str) -> list[str]:
+        """Return what axe finds serious or critical on this page, after its name."""
+        found = []
+        for violation in axe.run(self.page).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                nodes = [node["html"][:200] for node in violation["nodes"]]
+                found.append(f"{name}: {violation['id']}: {violation['help']}: {nodes}")
+        return found
+
     def picture(self, name: str) -> None:
         """Save a picture if somebody wants to look: MLBENCH_SCREENSHOTS names the folder."""
         folder = os.environ.get("MLBENCH_SCREENSHOTS")

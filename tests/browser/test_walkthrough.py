@@ -260,10 +260,7 @@ def test_every_page_fits_the_screen_and_is_open_to_all(
         if name in ("run", "compare"):
             page.wait_for_selector("canvas")
         assert page.evaluate(TOO_WIDE) == [], name
-        for violation in axe.run(page).response["violations"]:
-            if violation["impact"] in ("serious", "critical"):
-                nodes = [node["html"][:200] for node in violation["nodes"]]
-                found.append(f"{name}: {violation['id']}: {violation['help']}: {nodes}")
+        found += watched.barriers(axe, name)
         watched.picture(f"{name}-{width}-{theme}")
     assert found == []
     assert watched.problems == []
