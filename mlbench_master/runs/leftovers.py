@@ -41,7 +41,7 @@ _MOST_LINE_BYTES = 16 * 2**20
 # Other runs wait while the metrics of one are stored, about 100,000 of them in a second.
 _LONGEST_S = 60.0
 _OUTBOX_COLUMNS = [("key", "TEXT", 0), ("line", "TEXT", 0)]
-# While rows are read, for about 2 ms, a worker that logs a metric waits.
+# While rows are read, mostly for a millisecond, a worker that logs a metric waits.
 _MOST_ROWS = 1000
 # SQLite asks after this number of steps of its machine if it may go on; 1 ms or less.
 _STEPS = 10_000
