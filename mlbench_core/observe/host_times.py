@@ -57,8 +57,9 @@ class HostTimes:
 
     def validation_start(self) -> None:
         """Start a validation in the middle of a batch."""
-        self._tracker.validation_start()
+        # Around the tracker's readings, so that no moment is both training and validation.
         self._validation = time.perf_counter(), work_s()
+        self._tracker.validation_start()
 
     def validation_end(self) -> None:
         """Leave a validation out of its batch; without one, do nothing."""

@@ -11,8 +11,10 @@ import contextlib
 import itertools
 import json
 import math
+import sqlite3
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -1312,6 +1314,15 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
         "synchronous=NORMAL",
         "foreign_keys=ON",
     )
+    # SQLite does not wait if two connections change the mode of a file at the same time.
+    deadline_s = time.monotonic() + _BUSY_MS / 1000
     for pragma in (*settings, f"busy_timeout={_BUSY_MS}"):
-        cursor.execute(f"PRAGMA {pragma}")
+        while True:
+            try:
+                cursor.execute(f"PRAGMA {pragma}")
+                break
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
     cursor.close()

@@ -103,3 +103,28 @@ def test_an_open_batch_counts_up_to_its_last_mark(clock: Clock) -> None:
     after = tracker.totals()
     assert after["train_s"] - before["train_s"] == 4
     assert after["batches"] == 3 and tracker.batch_times[-1] == 4
+
+
+def test_no_moment_is_both_training_and_validation(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_work_s() -> float:
+        clock.now += 1.0
+        return 0.0
+
+    for module in (tracking, host_times):
+        monkeypatch.setattr(module, "work_s", slow_work_s)
+    tracker = Tracker([], "run", 0, progress=False)
+    tracker.start()
+    times = HostTimes(tracker)
+    times.batch_start()
+    began_s = clock.now
+    times.validation_start()
+    clock.now += 8.0
+    times.validation_end()
+    times.batch_end()
+    ended_s = clock.now
+    times.pass_on()
+    totals = tracker.totals()
+    assert totals["validation_s"] >= 8.0
+    assert totals["train_s"] + totals["validation_s"] <= ended_s - began_s
