@@ -2,7 +2,8 @@
 
 A step of a small model takes a millisecond. Code that runs once in a step is mostly out of the
 processor's caches by the next one, so its cost grows with its length: a tracker's bookkeeping took
-five times as long there as in a loop. Here, only a few lines run in each step.
+five times as long there as in a loop. Here, a step only appends moments to a list, which takes no
+function in Python. The sums are made once in a while.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from collections import defaultdict
 from mlbench_core.processor_time import work_s
 from mlbench_core.tracking.tracker import Tracker
 
-__all__ = ["HostTimes"]
+__all__ = ["BATCH_END", "HostTimes"]
+
+BATCH_END = "end of the batch"
+"""The name of the mark that ends a batch. The time before it belongs to the step ``other``."""
 
 
 class HostTimes:
     """The times of steps on the host's clock, which a tracker receives with :meth:`pass_on`.
 
-    The other methods are those of a :class:`~mlbench_core.tracking.tracker.Tracker` that the
-    observer calls in a step.
+    Attributes:
+        marks: Append a pair at the end of a step: its name, and the moment on
+            :func:`time.perf_counter`. The time since the mark before belongs to the step. After
+            :data:`BATCH_END`, the next batch begins at once.
 
     Args:
         tracker: Receives the times.
@@ -28,6 +34,7 @@ class HostTimes:
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
+        self.marks: list[tuple[str, float]] = []
         self._batches: list[tuple[float, float]] = []
         self._steps_s: defaultdict[str, float] = defaultdict(float)
         self._batch_s = self._mark_s = 0.0
@@ -37,26 +44,13 @@ class HostTimes:
         self._validation: tuple[float, float] | None = None
 
     def batch_start(self) -> None:
-        """Start a batch."""
-        # The batches without a pause in between have one reading of the processor time.
-        if not self._batches:
-            self._cpu_s = work_s()
+        """Start a batch now, after :meth:`pass_on`."""
+        self._cpu_s = work_s()
         self._batch_s = self._mark_s = time.perf_counter()
-
-    def batch_end(self) -> None:
-        """End a batch."""
-        now = time.perf_counter()
-        self._batches.append((now, now - self._batch_s))
-        self._batch_s = self._mark_s = now
-
-    def record_batch_step(self, name: str) -> None:
-        """Mark the end of a step, whose time runs from the previous mark."""
-        now = time.perf_counter()
-        self._steps_s[name] += now - self._mark_s
-        self._mark_s = now
 
     def validation_start(self) -> None:
         """Start a validation in the middle of a batch."""
+        self.add_up()
         # Around the tracker's readings, so that no moment is both training and validation.
         self._validation = time.perf_counter(), work_s()
         self._tracker.validation_start()
@@ -65,6 +59,7 @@ class HostTimes:
         """Leave a validation out of its batch; without one, do nothing."""
         self._tracker.validation_end()
         if self._validation is not None:
+            self.add_up()
             begin_s, cpu_s = self._validation
             elapsed_s = time.perf_counter() - begin_s
             self._batch_s += elapsed_s
@@ -74,6 +69,7 @@ class HostTimes:
 
     def pass_on(self) -> None:
         """Pass the times since the last call on, those of a batch that has not ended included."""
+        self.add_up()
         cpu_s = work_s()
         open_s = self._mark_s - self._batch_s
         passed_s, self._passed_s = self._passed_s, open_s
@@ -83,3 +79,13 @@ class HostTimes:
         self._batches = []
         self._steps_s.clear()
         self._cpu_s = cpu_s
+
+    def add_up(self) -> None:
+        """Add the times of the marks up, and forget the marks."""
+        for name, now in self.marks:
+            self._steps_s["other" if name == BATCH_END else name] += now - self._mark_s
+            self._mark_s = now
+            if name == BATCH_END:
+                self._batches.append((now, now - self._batch_s))
+                self._batch_s = now
+        self.marks.clear()

@@ -24,7 +24,10 @@ def count_data(batch: Any) -> tuple[int, int]:
         >>> count_data({"ids": torch.zeros(4, 16, dtype=torch.long)})
         (4, 64)
     """
-    first = _first_tensor(batch)
+    # Mostly the first part of a pair is a tensor, and a call in each step is saved.
+    first = batch[0] if type(batch) in (list, tuple) and batch else batch
+    if not isinstance(first, Tensor):
+        first = _first_tensor(batch)
     if first is None:
         return 0, 0
     dimensions = first.dim()
@@ -44,9 +47,6 @@ def _first_tensor(batch: Any) -> Tensor | None:
     elif isinstance(batch, Mapping):
         parts = batch.values()
     for part in parts:
-        # Mostly the first part is one, which saves a call in each step.
-        if isinstance(part, Tensor):
-            return part
         tensor = _first_tensor(part)
         if tensor is not None:
             return tensor

@@ -13,12 +13,12 @@ makes no ``torch.optim.Optimizer`` updates its weights by hand. Then the backwar
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.observe.host_times import HostTimes
+from mlbench_core.observe.host_times import BATCH_END, HostTimes
 from mlbench_core.observe.samples import count_data
 from mlbench_core.observe.traffic import Traffic
 from mlbench_core.processor_time import work_s
@@ -33,6 +33,8 @@ __all__ = ["StepClock"]
 # With several optimizers, the last one of a cycle ends the step. It is known as soon as all of them
 # have stepped. One that takes none in this number of steps counts as unused.
 _LONGEST_CYCLE = 16
+# Marks of the host's clock that are kept before they are added up, about 1 MB.
+_MOST_MARKS = 10_000
 
 
 class StepClock:
@@ -73,7 +75,9 @@ class StepClock:
         interval_s: float = 1.0,
     ) -> None:
         self.tracker = tracker
-        self._times: HostTimes | Tracker = HostTimes(tracker)
+        self._host_times = HostTimes(tracker)
+        self._times: HostTimes | Tracker = self._host_times
+        self._mark: Callable[[tuple[str, float]], None] = self._host_times.marks.append
         self.traffic = traffic
         self.is_open = False
         self.is_waiting = False
@@ -109,12 +113,20 @@ class StepClock:
         """Begin training."""
         self._on_begin()
         self.tracker.start()
-        self.began_s = self._start_s = time.perf_counter()
+        self.began_s = self._start_s = perf_counter()
         # The events of a device are recorded where they happen.
         if self.tracker.prepare():
-            self._times = self.tracker
+            self._times, self._mark = self.tracker, self._mark_on_device
         self._times.batch_start()
         self.is_open = True
+
+    def _mark_on_device(self, mark: tuple[str, float]) -> None:
+        name, _ = mark
+        if name != BATCH_END:
+            self.tracker.record_batch_step(name)
+            return
+        self.tracker.record_batch_step("other")
+        self.tracker.batch_end()
 
     # ------------------------------------------------------------------ data and passes
 
@@ -133,7 +145,10 @@ class StepClock:
             self.begin_evaluation()
             self._fetched_in_evaluation = self.is_evaluating
         if self.is_open:
-            self._times.record_batch_step(self._label)
+            self._mark((self._label, perf_counter()))
+            # A script without steps, such as an evaluation that forgot no_grad(), ends no interval.
+            if len(self._host_times.marks) > _MOST_MARKS:
+                self._host_times.add_up()
 
     def fetch_ends(self, batch: Any) -> None:
         """Note that the script has a batch, or that the data has ended.
@@ -142,7 +157,7 @@ class StepClock:
             batch: The batch; None at the end.
         """
         if self.is_open:
-            self._times.record_batch_step("batch_load")
+            self._mark(("batch_load", perf_counter()))
             self._label = "fwd_pass"
             self.has_fetched = True
             samples, tokens = count_data(batch)
@@ -158,7 +173,7 @@ class StepClock:
         if self.began_s is None:
             self.begin()
         if self._label == "other":
-            self._times.record_batch_step("other")
+            self._mark(("other", perf_counter()))
             self._label = "fwd_pass"
         if not self.has_fetched:
             samples, tokens = count_data(inputs)
@@ -178,13 +193,13 @@ class StepClock:
         if self.began_s is None:
             self.begin()
         self.is_in_backward = True
-        self._times.record_batch_step("opt_step" if self.optimizer_depth else "fwd_pass")
+        self._mark(("opt_step" if self.optimizer_depth else "fwd_pass", perf_counter()))
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
-        self._times.record_batch_step("backprop")
+        self._mark(("backprop", perf_counter()))
         self._label = "opt_step" if self.optimizer_depth else "other"
         self.traffic.end_backward()
         if not self.has_optimizer:
@@ -200,14 +215,16 @@ class StepClock:
     def wait_begins(self) -> None:
         """Note that training waits for a collective."""
         self.is_waiting = True
-        self._times.record_batch_step(self._label)
+        self._mark((self._label, perf_counter()))
         self._wait_cpu_s = work_s()
 
     def wait_ends(self) -> None:
         """Note that training goes on after a collective."""
         self.is_waiting = False
         self.traffic.worked_s += work_s() - self._wait_cpu_s
-        self._times.record_batch_step("agg")
+        self._mark(("agg", perf_counter()))
+        if len(self._host_times.marks) > _MOST_MARKS:
+            self._host_times.add_up()
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -236,7 +253,7 @@ class StepClock:
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
             if self.is_in_backward:
-                self._times.record_batch_step("backprop")
+                self._mark(("backprop", perf_counter()))
             # The time since the end of the backward pass is that of clipping and of unscaling. It
             # has the same label, so the mark at the end of the optimizer's step is enough.
             self._label = "opt_step"
@@ -251,7 +268,7 @@ class StepClock:
         # An optimizer that steps inside another one is a part of it.
         if self.optimizer_depth or not self.is_open:
             return
-        self._times.record_batch_step("opt_step")
+        self._mark(("opt_step", perf_counter()))
         self._label = "backprop" if self.is_in_backward else "other"
         if self._ends_step(optimizer):
             self.optimizer = optimizer
@@ -277,20 +294,22 @@ class StepClock:
 
     def end_step(self) -> None:
         """End a step, and the interval if it is due."""
-        self._end_step((self.steps, time.perf_counter() - self._start_s))
+        now = perf_counter()
+        self._end_step((self.steps, now - self._start_s))
         self._steps_samples += self._samples
         self._steps_tokens += self._tokens
         self._samples = self._tokens = 0
         self.steps += 1
         self.traffic.end_step()
-        # The bookkeeping above belongs to the step, so it has a phase too.
-        self._times.record_batch_step("other")
-        self._times.batch_end()
-        now = time.perf_counter()
-        if now >= self._interval_end_s:
+        # The bookkeeping above belongs to the next step, so it has a phase too.
+        self._mark((BATCH_END, now))
+        is_due = now >= self._interval_end_s
+        if is_due:
             self.end_interval()
             self._interval_end_s = now + self._interval_s
-        self._times.batch_start()
+        # On the host's clock, the next batch began with the mark; the interval's end is outside.
+        if is_due or self._times is self.tracker:
+            self._times.batch_start()
 
     def end_interval(self) -> None:
         """End an interval: read the values of the device once, and pass all on to the tracker.
@@ -309,8 +328,8 @@ class StepClock:
 
     def pass_on(self) -> None:
         """Pass times, communication, and the data of the finished steps on to the tracker."""
-        if isinstance(self._times, HostTimes):
-            self._times.pass_on()
+        if self._times is self._host_times:
+            self._host_times.pass_on()
         self.traffic.end_interval(self.tracker)
         self.tracker.count(self._steps_samples, self._steps_tokens)
         self._steps_samples = self._steps_tokens = 0
@@ -321,7 +340,7 @@ class StepClock:
         if self.began_s is None:
             return
         # The part of a step after the last one has times too, which a new batch adds to the total.
-        if not isinstance(self._times, HostTimes):
+        if self._times is self.tracker:
             self._times.batch_start()
         self.is_open = False
         self.traffic.end_step()
@@ -333,7 +352,7 @@ class StepClock:
     def begin_evaluation(self) -> None:
         """Stop the clock of training for an evaluation."""
         if self.is_open and not self.is_in_backward and not self.optimizer_depth:
-            self._times.record_batch_step(self._label)
+            self._mark((self._label, perf_counter()))
             self._times.validation_start()
             self.is_open, self.is_evaluating = False, True
 

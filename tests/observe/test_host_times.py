@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mlbench_core.observe import host_times
-from mlbench_core.observe.host_times import HostTimes
+from mlbench_core.observe.host_times import BATCH_END, HostTimes
 from mlbench_core.tracking import tracker as tracking
 from mlbench_core.tracking.tracker import Tracker
 
@@ -38,21 +38,34 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
+def mark(times: HostTimes | Tracker, clock: Clock, name: str) -> None:
+    """Mark the end of a step, or that of the batch."""
+    if isinstance(times, HostTimes):
+        times.marks.append((name, clock.now))
+    elif name == BATCH_END:
+        times.record_batch_step("other")
+        times.batch_end()
+    else:
+        times.record_batch_step(name)
+
+
 def train(times: HostTimes | Tracker, clock: Clock, batches: int) -> None:
     """Train with random times, which are multiples of 1/8 s and so have exact sums."""
     draw = random.Random(batches)
+    clock.now += 1.0
     for batch in range(batches):
-        clock.now += draw.randrange(8) / 8
-        times.batch_start()
+        # On the host's clock, a batch begins at the end of the one before.
+        if batch == 0 or isinstance(times, Tracker):
+            times.batch_start()
         for name in STEPS:
             clock.now += draw.randrange(8) / 8
-            times.record_batch_step(name)
+            mark(times, clock, name)
             if name == "batch_load" and batch % 3 == 0:
                 times.validation_start()
                 clock.now += draw.randrange(8) / 8
                 times.validation_end()
         clock.now += draw.randrange(8) / 8
-        times.batch_end()
+        mark(times, clock, BATCH_END)
 
 
 def test_a_tracker_has_the_same_times_in_bulk(clock: Clock) -> None:
@@ -89,7 +102,7 @@ def test_an_open_batch_counts_up_to_its_last_mark(clock: Clock) -> None:
     before = tracker.totals()
     times.batch_start()
     clock.now += 3
-    times.record_batch_step("fwd_pass")
+    mark(times, clock, "fwd_pass")
     clock.now += 1
     # In a batch and again, as when a script prints metrics.
     for _ in range(2):
@@ -98,7 +111,7 @@ def test_an_open_batch_counts_up_to_its_last_mark(clock: Clock) -> None:
         assert after["train_s"] - before["train_s"] == 3
         assert after["steps_s"]["fwd_pass"] - before["steps_s"]["fwd_pass"] == 3
         assert after["batches"] == before["batches"] == 2
-    times.batch_end()
+    mark(times, clock, BATCH_END)
     times.pass_on()
     after = tracker.totals()
     assert after["train_s"] - before["train_s"] == 4
@@ -122,7 +135,7 @@ def test_no_moment_is_both_training_and_validation(
     times.validation_start()
     clock.now += 8.0
     times.validation_end()
-    times.batch_end()
+    mark(times, clock, BATCH_END)
     ended_s = clock.now
     times.pass_on()
     totals = tracker.totals()

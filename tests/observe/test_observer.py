@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mlbench_core.observe import steps
 from mlbench_core.observe.observer import Observer
 from mlbench_core.observe.traffic import Traffic
 from mlbench_core.tracking.tracker import Tracker
@@ -47,6 +48,15 @@ def train(steps: int) -> None:
         optimizer.zero_grad()
         model(torch.ones(3, 2)).mean().backward()
         optimizer.step()
+
+
+def test_a_script_without_steps_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that forgot no_grad() looks like training that never ends a step."""
+    monkeypatch.setattr(steps, "_MOST_MARKS", 10)
+    with observer() as watched:
+        for _ in DataLoader(torch.ones(100, 2)):
+            assert len(watched.clock._host_times.marks) < 15
+    assert watched.tracker.totals()["steps_s"]["batch_load"] > 0
 
 
 def test_torch_is_left_as_it_was() -> None:
