@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 if TYPE_CHECKING:
     from mlbench_cli import cli

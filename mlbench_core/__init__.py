@@ -11,7 +11,7 @@ Example:
 
 from __future__ import annotations
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 __version__ = "4.0.0.dev0"
 

@@ -22,7 +22,7 @@ from _bench import Subject, finish, make_parser, measure, parse, positive
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition.published import (
     CIFAR10_CLASSES,
     CIFAR10_MEAN,
@@ -51,7 +51,7 @@ class PerImage(Dataset):
     """The usual data set: an array and torchvision's transforms, one image at a time."""
 
     def __init__(self, dataset: ImageDataset) -> None:
-        transforms = _torchvision.load("transforms")
+        transforms = torchvision.load("transforms")
         self.data, self.targets = dataset.data, dataset.targets
         self.transform = transforms.Compose(
             [

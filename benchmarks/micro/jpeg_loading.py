@@ -24,7 +24,7 @@ from _bench import Subject, finish, make_parser, measure, parse, positive
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition.pytorch import (
     Imagenet,
     JpegBatches,
@@ -76,14 +76,14 @@ def draw(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Si
 
 def image_folder(folder: Path) -> Any:
     """Make torchvision's data set with the transforms of its ImageNet examples."""
-    transforms = _torchvision.load("transforms")
+    transforms = torchvision.load("transforms")
     steps = [
         transforms.RandomResizedCrop(224),
         transforms.RandomHorizontalFlip(),
         transforms.ToTensor(),
         transforms.Normalize(Imagenet.mean, Imagenet.std),
     ]
-    return _torchvision.load("datasets").ImageFolder(str(folder), transforms.Compose(steps))
+    return torchvision.load("datasets").ImageFolder(str(folder), transforms.Compose(steps))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

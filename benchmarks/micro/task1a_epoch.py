@@ -75,10 +75,10 @@ def make_plain(
     images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int
 ) -> Callable[[int], None]:
     """Make the loop without a line of this project."""
-    from mlbench_core import _torchvision
+    from mlbench_core._optional import torchvision
 
     # Needed if torchvision's compiled part is for another build of torch.
-    _torchvision.load("transforms")
+    torchvision.load("transforms")
     import _plain_loop
 
     return _plain_loop.make(

@@ -43,15 +43,15 @@ _ASK_TORCH = """
 import sys; sys.path[:] = filter(None, sys.path)
 import importlib.util, json
 import torch.distributed as dist
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.results import environment
 vision = None
 if importlib.util.find_spec("torchvision"):
     try:
-        _torchvision.load()
+        torchvision.load()
         vision = "loads"
-        if _torchvision.lacks_operators():
+        if torchvision.lacks_operators():
             vision += " without its compiled operators"
     except Exception as error:
         vision = "does not load: " + " ".join(str(error).split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 if TYPE_CHECKING:
     from mlbench_cli.cli import cli_group

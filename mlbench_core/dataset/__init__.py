@@ -1,6 +1,6 @@
 """Reference data sets."""
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(
     __name__,

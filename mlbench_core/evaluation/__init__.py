@@ -1,5 +1,5 @@
 """Evaluate runs: goals (no framework), metrics and losses."""
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(__name__, "goals", "pytorch", "tensorflow")

@@ -1,5 +1,5 @@
 """Reference models."""
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(__name__, "pytorch", "tensorflow")

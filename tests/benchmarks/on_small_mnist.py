@@ -2,7 +2,7 @@
 ARGUMENTS``.
 
 The library checks MNIST's checksums, so those of the shortened files are declared here.
-``_torchvision.load`` makes ``import torchvision`` work beside a build of torch that is not the one
+``torchvision.load`` makes ``import torchvision`` work beside a build of torch that is not the one
 of its wheel."""
 
 import hashlib
@@ -10,11 +10,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition import published
 
 if __name__ == "__main__":
-    _torchvision.load("datasets")
+    torchvision.load("datasets")
     sys.argv = sys.argv[1:]
     folder = Path(sys.argv[sys.argv.index("--data") + 1])
     for file in folder.glob("MNIST/raw/*"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition import published
 from mlbench_core.dataset.imagerecognition.pytorch import (
     CIFAR10V1,
@@ -39,8 +39,8 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, MissingDepen
 from tests.helpers.data import test_data
 
 try:  # here, because importing these sets environment variables of the libraries below them
-    _torchvision.load("models")
-    transforms = _torchvision.load("transforms")
+    torchvision.load("models")
+    transforms = torchvision.load("transforms")
     require("sklearn.datasets", "vision")
 except MissingDependencyError:
     pytestmark = pytest.mark.skip(reason="needs torchvision and scikit-learn: the extra vision")
@@ -65,7 +65,7 @@ def all_draws(padding: int) -> Draws:
 
 
 def test_every_crop_is_torchvisions() -> None:
-    functional = _torchvision.load("transforms.functional")
+    functional = torchvision.load("transforms.functional")
     draws = all_draws(4)
     images = tiny(len(draws.tops)).images
     found = crop_and_flip(images, draws, 4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition.pytorch import (
     CenterCrop,
     Imagenet,
@@ -29,7 +29,7 @@ from mlbench_core.errors import ConfigurationError, DatasetError, MissingDepende
 from tests.helpers.jpegs import write_jpegs, write_tar
 
 try:  # here, because importing it sets environment variables of the libraries below it
-    _torchvision.load("transforms")
+    torchvision.load("transforms")
 except MissingDependencyError:
     pytestmark = pytest.mark.skip(reason="needs torchvision: the extra vision")
 
@@ -61,8 +61,8 @@ def same(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) -
 
 def test_validation_images_are_those_of_torchvision(root: Path) -> None:
     """To one level or two: torchvision resizes with Pillow, whose rounding differs."""
-    transforms: Any = _torchvision.load("transforms")
-    folder: Any = _torchvision.load("datasets").ImageFolder(str(root / "train"))
+    transforms: Any = torchvision.load("transforms")
+    folder: Any = torchvision.load("datasets").ImageFolder(str(root / "train"))
     folder.transform = transforms.Compose(
         [transforms.Resize(40), transforms.CenterCrop(32), transforms.PILToTensor()]
     )
@@ -77,8 +77,8 @@ def test_validation_images_are_those_of_torchvision(root: Path) -> None:
 def test_training_images_are_crops_resized_as_by_torchvision(root: Path) -> None:
     files = find_jpegs(root, "train")
     batches = JpegBatches(files, 7, CROP, seed=3)
-    functional: Any = _torchvision.load("transforms.functional")
-    loader: Any = _torchvision.load("datasets").folder.default_loader
+    functional: Any = torchvision.load("transforms.functional")
+    loader: Any = torchvision.load("datasets").folder.default_loader
     mirrored = []
     for (images, labels), positions in zip(draw(batches), batches.positions(0), strict=True):
         assert labels.tolist() == files.targets[positions].tolist()
@@ -95,7 +95,7 @@ def test_training_images_are_crops_resized_as_by_torchvision(root: Path) -> None
 
 
 def test_crops_have_the_distribution_of_torchvision() -> None:
-    transforms: Any = _torchvision.load("transforms")
+    transforms: Any = torchvision.load("transforms")
     image = torch.empty(3, 300, 400, dtype=torch.uint8)
     generator, crop = np.random.default_rng(0), RandomCrop(64)
     with torch.random.fork_rng():
@@ -308,12 +308,12 @@ def test_the_decoder_that_is_named_is_the_one_that_decodes(monkeypatch: pytest.M
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20), (10, 200, 90)).save(buffer, "JPEG")
     whole = lambda height, width: (0, 0, height, width)  # noqa: E731
-    assert (decoder_name() == "torchvision") == _torchvision.decodes_images()
+    assert (decoder_name() == "torchvision") == torchvision.decodes_images()
     by_pillow = lambda: "Pillow"  # noqa: E731
     monkeypatch.setattr(jpeg_batches, "decoder_name", by_pillow)
     expected = jpeg_batches._decode(buffer.getvalue(), whole)
     assert expected.shape == (3, 20, 30)
-    if not _torchvision.decodes_images():
+    if not torchvision.decodes_images():
         pytest.skip("torchvision's compiled operators do not load with this build of torch")
     monkeypatch.setattr(jpeg_batches, "decoder_name", lambda: "torchvision")
     assert (jpeg_batches._decode(buffer.getvalue(), whole).int() - expected.int()).abs().max() <= 2
@@ -322,7 +322,7 @@ def test_the_decoder_that_is_named_is_the_one_that_decodes(monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_batches_decoded_on_a_gpu_are_those_of_the_cpu(root: Path) -> None:
-    if not _torchvision.decodes_images():
+    if not torchvision.decodes_images():
         pytest.skip("torchvision's compiled operators do not load with this build of torch")
     files = find_jpegs(root, "train")
     expected = draw(JpegBatches(files, 4, CROP))
@@ -359,10 +359,8 @@ def test_batches_are_decoded_on_the_device_unless_it_refuses(
     expected = draw(batches)
     batches.set_epoch(0)
     batches.gpu_decoding, batches._reader.decodes = True, False
-    load = _torchvision.load
-    monkeypatch.setattr(
-        _torchvision, "load", lambda name="": FakeIO if name == "io" else load(name)
-    )
+    load = torchvision.load
+    monkeypatch.setattr(torchvision, "load", lambda name="": FakeIO if name == "io" else load(name))
     jpeg_batches.decoder_name()  # the real one is known by now
     assert same(draw(batches), expected)
     assert calls == [4] * len(expected)

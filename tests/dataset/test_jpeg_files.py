@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.dataset.imagerecognition.pytorch import JpegFiles, find_jpegs
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MissingDependencyError
 from tests.helpers.jpegs import write_jpegs, write_tar
 
 try:  # here, because importing it sets environment variables of the libraries below it
-    _torchvision.load("transforms")
+    torchvision.load("transforms")
 except MissingDependencyError:
     pytestmark = pytest.mark.skip(reason="needs torchvision: the extra vision")
 
@@ -43,7 +43,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def test_folders_are_found_as_torchvision_finds_them(root: Path) -> None:
     images = find_jpegs(root, "train")
-    expected = _torchvision.load("datasets").ImageFolder(str(root / "train"))
+    expected = torchvision.load("datasets").ImageFolder(str(root / "train"))
     assert images.classes == expected.classes == ["n00", "n01", "n02"]
     assert [(images.name(i), images.targets[i]) for i in range(len(images))] == expected.samples
     assert [images.read(i) for i in range(len(images))] == [

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mlbench_core import _torchvision, errors
+from mlbench_core import errors
+from mlbench_core._optional import torchvision
 from mlbench_core.models.pytorch.linear_models import LinearRegression, LogisticRegression
 from mlbench_core.models.pytorch.resnet import (
     BasicBlockV1,
@@ -30,7 +31,7 @@ from mlbench_core.models.pytorch.resnet import (
 from mlbench_core.models.pytorch.vgg import VGG
 
 try:  # here, because importing torchvision sets environment variables of torch's compiler
-    _torchvision.load("models")
+    torchvision.load("models")
 except errors.MissingDependencyError:
     pytestmark = pytest.mark.skip(reason="needs torchvision: the extra vision")
 
@@ -290,9 +291,9 @@ def test_a_torchvision_that_imports_is_taken_as_it_is(monkeypatch: pytest.Monkey
     whole = types.ModuleType("torchvision")
     monkeypatch.setitem(sys.modules, "torchvision", whole)
     monkeypatch.setattr(
-        _torchvision, "_declare_operators", lambda: pytest.fail("nothing needs declaring")
+        torchvision, "_declare_operators", lambda: pytest.fail("nothing needs declaring")
     )
-    assert _torchvision.load() is whole
+    assert torchvision.load() is whole
 
 
 def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(
@@ -304,8 +305,8 @@ def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(
         steps.append("failed")
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(_torchvision, "require", failing)
-    monkeypatch.setattr(_torchvision, "_declare_operators", lambda: steps.append("declared"))
+    monkeypatch.setattr(torchvision, "require", failing)
+    monkeypatch.setattr(torchvision, "_declare_operators", lambda: steps.append("declared"))
     modules = {"torch": None, "torchvision": None, "torchvision.ops": None}
 
     def import_module(name: str) -> str:
@@ -313,11 +314,11 @@ def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(
         return name
 
     # The failed import left torchvision's modules behind; the next one must not find them.
-    monkeypatch.setattr(_torchvision, "sys", types.SimpleNamespace(modules=modules))
+    monkeypatch.setattr(torchvision, "sys", types.SimpleNamespace(modules=modules))
     monkeypatch.setattr(
-        _torchvision, "importlib", types.SimpleNamespace(import_module=import_module)
+        torchvision, "importlib", types.SimpleNamespace(import_module=import_module)
     )
-    assert _torchvision.load("models") == "torchvision.models"
+    assert torchvision.load("models") == "torchvision.models"
     assert steps == [
         "failed",
         "declared",
@@ -330,9 +331,9 @@ def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch)
     def failing(module: str, extra: str) -> None:
         raise RuntimeError("libcudart is broken")
 
-    monkeypatch.setattr(_torchvision, "require", failing)
+    monkeypatch.setattr(torchvision, "require", failing)
     with pytest.raises(RuntimeError, match="libcudart is broken"):
-        _torchvision.load()
+        torchvision.load()
 
 
 def test_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +345,8 @@ def test_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchvision_loads_once_and_leaves_its_operators_alone() -> None:
-    assert _torchvision.load() is _torchvision.load()
-    assert _torchvision.load("transforms").RandomCrop(32).size == (32, 32)
+    assert torchvision.load() is torchvision.load()
+    assert torchvision.load("transforms").RandomCrop(32).size == (32, 32)
 
 
 def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(

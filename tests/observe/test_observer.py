@@ -59,6 +59,20 @@ def test_a_script_without_steps_fills_no_memory(monkeypatch: pytest.MonkeyPatch)
     assert watched.tracker.totals()["steps_s"]["batch_load"] > 0
 
 
+def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # There is no device here, so the tracker takes the host's clock at each mark.
+    monkeypatch.setattr(Tracker, "prepare", lambda tracker: True)
+    with observer(interval_s=0.0) as watched:
+        train(3)
+        assert watched.clock._host_times.marks == []
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 3
+    assert {"fwd_pass", "backprop", "opt_step", "other"} <= set(totals["steps_s"])
+    assert 0 < sum(totals["steps_s"].values()) <= totals["train_s"] <= totals["wall_s"]
+
+
 def test_torch_is_left_as_it_was() -> None:
     names = [
         (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"), (DataLoader, "__iter__"),

@@ -1,6 +1,6 @@
 """Aggregation of PyTorch tensors."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.centralized import (
     AVG_CUSTOM,

@@ -1,6 +1,6 @@
 """Run training and validation rounds."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
 from mlbench_core.controlflow.pytorch.controlflow import (
     compute_train_batch_metrics,

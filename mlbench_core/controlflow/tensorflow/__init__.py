@@ -1,6 +1,6 @@
 """Run training and validation rounds in a session of TensorFlow."""
 
-from mlbench_core import _tensorflow as _tensorflow
+from mlbench_core._optional import _tensorflow as _tensorflow
 from mlbench_core.controlflow.tensorflow.train_validation import (
     TrainValidation,
     train_round,

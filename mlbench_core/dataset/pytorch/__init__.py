@@ -1,6 +1,6 @@
 """Divide data sets among workers, and iterate over batches that can be resumed."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.dataset.pytorch.partition import (
     DataPartitioner,
     Partition,

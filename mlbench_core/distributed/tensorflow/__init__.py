@@ -1,6 +1,6 @@
 """Connect the workers of a run with TensorFlow."""
 
-from mlbench_core import _tensorflow as _tensorflow
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional import _tensorflow as _tensorflow
+from mlbench_core._optional.lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(__name__, "mirrored", "settings")

@@ -1,6 +1,6 @@
 """Learning rate schedules."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.lr_scheduler.pytorch import lr
 from mlbench_core.lr_scheduler.pytorch.lr import (
     ExponentialWarmupMultiStepLR,

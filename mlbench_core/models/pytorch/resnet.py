@@ -449,10 +449,10 @@ def get_resnet_model(
         num_classes = _CIFAR_CLASSES
     if on_imagenet:
         # torchvision is optional: the networks for 32x32 images do not need it.
-        from mlbench_core import _torchvision
+        from mlbench_core._optional import torchvision
 
         _note_version(f"resnet{size} for ImageNet", version, 1)
-        build = getattr(_torchvision.load("models"), f"resnet{size}")
+        build = getattr(torchvision.load("models"), f"resnet{size}")
         network: nn.Module = build(num_classes=int(num_classes))
     elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
         sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))

@@ -1,6 +1,6 @@
 """Operators of attention, some of which have CUDA kernels."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.ops.pytorch.attention import fused_attention
 from mlbench_core.ops.pytorch.attention_score import (
     attention_score,

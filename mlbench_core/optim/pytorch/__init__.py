@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.optim.pytorch.all_reduce import (
     CentralizedAdam,
     CentralizedSGD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 from mlbench_core.distributed.pytorch import FCGraph, initialize_backends
 from mlbench_core.distributed.pytorch.settings import config_logging, config_path, config_pytorch
 

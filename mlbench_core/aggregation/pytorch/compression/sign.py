@@ -82,8 +82,10 @@ class SignAggregation(CompressedAggregation):
 
     References:
         Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for
-        Non-Convex Problems. arXiv:1802.04434 Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD
-        with Majority Vote is Communication Efficient and Fault Tolerant. arXiv:1810.05291
+        Non-Convex Problems. arXiv:1802.04434
+
+        Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication
+        Efficient and Fault Tolerant. arXiv:1810.05291
     """
 
     averages_gradients = False

@@ -1,6 +1,6 @@
 """Image data sets for PyTorch."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.batches import ImageBatches
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import (

@@ -243,7 +243,7 @@ class Imagenet(Dataset):
     std = (0.229, 0.224, 0.225)
 
     def __init__(self, root: str | os.PathLike[str], train: bool = True) -> None:
-        from mlbench_core import _torchvision
+        from mlbench_core._optional import torchvision
 
         self.root = Path(root)
         self.train = train
@@ -254,10 +254,10 @@ class Imagenet(Dataset):
                 "one folder of images for each class there"
             )
         try:
-            self._images = _torchvision.load("datasets").ImageFolder(str(folder), loader=_load_rgb)
+            self._images = torchvision.load("datasets").ImageFolder(str(folder), loader=_load_rgb)
         except FileNotFoundError as error:
             raise DatasetNotFoundError(f"no ImageNet in {folder}: {error}") from error
-        transforms: Any = _torchvision.load("transforms")
+        transforms: Any = torchvision.load("transforms")
         if train:
             steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         else:

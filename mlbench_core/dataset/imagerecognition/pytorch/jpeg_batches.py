@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mlbench_core import _torchvision
+from mlbench_core._optional import torchvision
 from mlbench_core.arguments import check_at_least, check_int, check_rank
 from mlbench_core.dataset.imagerecognition.pytorch.augment import normalize, send
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import Imagenet
@@ -202,7 +202,7 @@ def decoder_name() -> str:
     torchvision's decoders are compiled for one build of torch. If they do not load, Pillow decodes.
     Both use libjpeg-turbo, and their results may differ by its version.
     """
-    return "torchvision" if _torchvision.decodes_images() else "Pillow"
+    return "torchvision" if torchvision.decodes_images() else "Pillow"
 
 
 def _decode(encoded: bytes, choose: Callable[[int, int], Box]) -> Tensor:
@@ -214,7 +214,7 @@ def _decode(encoded: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         RGB, uint8 of shape (3, height, width) of the part.
     """
     if decoder_name() == "torchvision":
-        torchvision_io: Any = _torchvision.load("io")
+        torchvision_io: Any = torchvision.load("io")
         # A bytearray, because torch warns of memory that cannot be written to.
         data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         pixels = torchvision_io.decode_image(data, mode=torchvision_io.ImageReadMode.RGB)
@@ -439,7 +439,7 @@ class JpegBatches(ResumablePasses):
 
     def _decode_on_gpu(self, encoded: list[Tensor], request: _Request) -> Tensor:
         """Decode and crop the images of a batch on the GPU."""
-        torchvision_io: Any = _torchvision.load("io")
+        torchvision_io: Any = torchvision.load("io")
         for data, position in zip(encoded, request.positions, strict=True):
             check_encoded(self.files.name(position), data.numpy().tobytes())
         crops: list[Tensor] = []

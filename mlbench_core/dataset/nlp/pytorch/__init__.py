@@ -1,6 +1,6 @@
 """Text data sets for PyTorch."""
 
-from mlbench_core import _torch as _torch
+from mlbench_core._optional import _torch as _torch
 from mlbench_core.dataset.nlp.pytorch.batches import (
     BucketBatchSampler,
     TeacherForcedBatches,

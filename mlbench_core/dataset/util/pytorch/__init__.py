@@ -1,6 +1,6 @@
 """The import path of version 3.0 for :mod:`mlbench_core.dataset.pytorch`."""
 
-from mlbench_core._lazy import lazy_subpackages
+from mlbench_core._optional.lazy import lazy_subpackages
 from mlbench_core.dataset.pytorch import (
     DataPartitioner,
     Partition,

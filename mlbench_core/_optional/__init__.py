@@ -1,0 +1,1 @@
+"""Import optional packages, or name the extra that installs one; import subpackages on use."""
