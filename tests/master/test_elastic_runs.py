@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from mlbench_core.run_terms import WorkerRange
+from mlbench_master.api.schemas import RunIn
 from mlbench_master.engines.interface import Job, JobStatus
 from mlbench_master.engines.local.engine import LocalEngine
+from mlbench_master.runs.new_runs import make_job, make_run
 from tests.helpers.thorough import thorough
 from tests.master.helpers import TestClient, processes_of, wait_for
 
@@ -192,6 +194,17 @@ def test_what_cannot_be_elastic_is_refused(
     answer = request(client, **fields)
     assert answer.status_code == 400
     assert answer.json()["message"].startswith(message), answer.json()["message"]
+
+
+def test_a_run_books_the_cores_of_its_largest_number_of_workers(tmp_path: Path) -> None:
+    wanted = RunIn(name="a", num_workers=3, command="true", elastic=" 2:4 ", oversubscribe=True)
+    engine = LocalEngine(tmp_path / "runs", cores=8)
+    run = make_run(wanted, engine)
+    run.id = 1
+    assert (run.worker_count, run.most_workers) == (3, 4)
+    assert make_job(run, engine, {}).elastic == WorkerRange(2, 4)
+    plain = make_run(wanted.model_copy(update={"elastic": ""}), engine)
+    assert (plain.elastic, plain.most_workers) == (None, 3)
 
 
 def test_another_engine_refuses_an_elastic_run(
