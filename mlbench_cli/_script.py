@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,11 @@ class Script:
     def command(self) -> str:
         """Return the command of a worker."""
         return observe_command(self.options, self.words)
+
+    @property
+    def plain_command(self) -> str:
+        """Return the command of a worker that is not measured."""
+        return shlex.join(["python", *self.words])
 
     def refuse(self, others: Mapping[str, object]) -> None:
         """Refuse options that a script cannot have.

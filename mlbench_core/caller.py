@@ -20,6 +20,7 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError
 
 __all__ = [
+    "ENGINE_VARIABLES",
     "FORK_VARIABLE",
     "NAMED_VARIABLES",
     "OBSERVER",
@@ -76,9 +77,13 @@ VARIABLES = frozenset(
 # These variables are for the terminal of the call. The output of workers goes to a log in UTF-8.
 _OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
 
-_OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENGINE_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables of torchrun with a worker's place, which an engine sets."""
+
 _OF_MASTER = re.compile(
-    "MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)"
+    "MLBENCH_(?:RUN_.*|MASTER_.*|ELASTIC_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)"
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -120,7 +125,7 @@ def check_variable(name: str) -> str:
             f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: "
             "give for example NCCL_DEBUG"
         )
-    if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
+    if name in ENGINE_VARIABLES or _OF_MASTER.fullmatch(name):
         raise ValueError(
             "the variable must be one that MLBench does not set itself, "
             f"not {name[:80]}: leave it out"

@@ -1,8 +1,9 @@
-"""Terms that library, master and command share: the phases of a run, and the aim of its goal."""
+"""Terms that library, master and command share, such as the phases of a run and its goal."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = [
     "TRACKER_PHASES",
     "UNITS",
     "GoalAim",
+    "WorkerRange",
     "check_unit",
     "goal_text",
     "length_text",
@@ -136,6 +138,53 @@ class GoalAim:
         if self.minimize:
             ratio = self.threshold / value
         return max(0.0, min(ratio, 1.0))
+
+
+@dataclass(frozen=True)
+class WorkerRange:
+    """The numbers of workers with which an elastic run goes on.
+
+    Attributes:
+        least: Smallest number of workers of a round.
+        most: Largest number of workers that live at the same time.
+
+    Example:
+        >>> WorkerRange.parse("2:4")
+        WorkerRange(least=2, most=4)
+    """
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerRange:
+        """Return the range of a text ``MIN:MAX``.
+
+        Raises:
+            ValueError: It is not such a text.
+        """
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text.strip(), re.ASCII)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(
+                f"must be MIN:MAX, two numbers of workers with 1 <= MIN <= MAX, not {text[:80]!r}: "
+                "give for example 2:4"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    def check(self, num_workers: int) -> None:
+        """Refuse a number of workers outside of the range.
+
+        Raises:
+            ValueError: It is outside.
+        """
+        if not self.least <= num_workers <= self.most:
+            raise ValueError(
+                f"must be a range with the number of workers, {num_workers}, not {self}: "
+                "the run begins with this number"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
 
 
 def goal_text(goal: Mapping[str, Any] | None) -> str:

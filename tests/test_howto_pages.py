@@ -7,15 +7,17 @@ import doctest
 import faulthandler
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlbench_core.network.parsing import parse_network
+from mlbench_core.run_terms import WorkerRange
+from mlbench_master.engines.interface import Job
+from mlbench_master.engines.local.engine import LocalEngine
 from tests.helpers.thorough import thorough
+from tests.master.helpers import wait_for
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
 
@@ -42,8 +44,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
 
 
 def script(page: str) -> str:
-    """Return the only Python block of a page."""
-    ((code, _),) = _BLOCK.findall((HOWTO / f"{page}.md").read_text(encoding="utf-8"))
+    """Return the first Python block of a page."""
+    (code, _), *_ = _BLOCK.findall((HOWTO / f"{page}.md").read_text(encoding="utf-8"))
     return code
 
 
@@ -82,12 +84,17 @@ def test_the_workers_of_the_elastic_script_agree_on_the_rounds_and_the_samples(
 ) -> None:
     path = tmp_path / "elastic.py"
     path.write_text(script("elastic"))
-    run = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, timeout=600, check=True
-    )
-    joined, *ends = sorted(run.stdout.splitlines(), key=lambda line: "joined" not in line)
-    assert re.fullmatch(r"worker 3 joined after round \d+", joined)
-    (samples,) = {end.partition(": ")[2] for end in ends}
-    # Three workers in the first 10 rounds, and at least two in the others.
-    assert int(re.findall(r"\d+", samples)[1]) >= 10 * 480 + 90 * 320
-    assert sorted(end[:8] for end in ends) == ["worker 0", "worker 2", "worker 3"]
+    engine = LocalEngine(tmp_path / "runs", cores=3)
+    job_id = engine.start(Job(1, "elastic", str(path), 3, elastic=WorkerRange(2, 3)))
+    wait_for(lambda: engine.poll(job_id).state != "running", 600, "the end of the run")
+    status, log = engine.poll(job_id), engine.logs(job_id).lines
+    assert status.state == "finished", log
+    died, joined = status.changes
+    assert died == "worker 1 failed: exit status 1"
+    match = re.fullmatch(r"worker 3 joined after round (\d+)", joined)
+    assert match is not None
+    # The last ones are those of the joiner, which has weight 0 in its first round.
+    two = int(match[1]) + 1 - 10
+    ends = {line["rank"]: line["text"] for line in log if "samples" in line["text"]}
+    samples = 10 * 480 + two * 320 + (90 - two) * 480
+    assert ends == dict.fromkeys((0, 2, 3), f"100 rounds, {samples} samples")

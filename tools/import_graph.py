@@ -47,9 +47,9 @@ LAYERS |= {
     "sweep": {"client", "results", "comparison", "network", "observe", "prediction"},
     # One call for a sweep. The aggregations only to judge a class of the user.
     "experiments": {"sweep", "comparison", "observe", "aggregation"},
-    # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
-    # networks of runs.
-    "mlbench_master": {"client", "results", "comparison", "network", "observe"},
+    # It reads the outboxes of workers that have ended, proves its identity to clients, emulates
+    # networks of runs, and holds the store of elastic runs.
+    "mlbench_master": {"client", "results", "comparison", "network", "observe", "distributed"},
     # `mlbench master` runs the master in its own process.
     "mlbench_cli": {
         "client", "dataset", "results", "comparison", "network", "observe", "prediction", "sweep",

@@ -47,7 +47,7 @@ from mlbench_core.client.series import (
 )
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.network.description import Network
-from mlbench_core.run_terms import GoalAim
+from mlbench_core.run_terms import GoalAim, WorkerRange
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
 from mlbench_master.engines.containers import PROGRAMS
 
@@ -103,6 +103,20 @@ class _Cores(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} must be a positive number of cores, for example 0.5", param, ctx)
         return number
+
+
+class _WorkerRangeType(click.ParamType):
+    name = "range"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> WorkerRange:
+        if isinstance(value, WorkerRange):
+            return value
+        try:
+            return WorkerRange.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class _RunCommand(click.Command):
@@ -162,6 +176,7 @@ class _Options:
     cwd: Path | None
     env: tuple[str, ...]
     oversubscribe: bool
+    elastic: WorkerRange | None
     fork: bool
     replace: bool
     wait: bool | None
@@ -182,6 +197,7 @@ class _Options:
             raise click.UsageError(
                 "--task cannot be given with --image or --command: a task has its own command"
             )
+        self._check_elastic()
         self._check_script_options()
         if self.output is not None and not self.wait:
             raise click.UsageError(
@@ -196,6 +212,7 @@ class _Options:
         numbers = self.num_workers or _ask_workers(last.get("num_workers"))
         # A number that is given twice would start two runs of the same name.
         self.num_workers = tuple(dict.fromkeys(numbers))
+        self._check_elastic_numbers()
         for name, _ in RunSeries(self.name, self.num_workers, {}, repeats=self.repeats).names():
             _check_name(name)
         if asked:
@@ -262,6 +279,31 @@ class _Options:
             }
         )
         self.script.check(Path(call_folder(self.cwd)))
+
+    def _check_elastic(self) -> None:
+        """Refuse an elastic run of a task, and one whose script would be measured."""
+        if self.elastic is None:
+            return
+        if self.task is not None:
+            raise click.UsageError(
+                "--elastic cannot be given with --task: the workers of a task have a fixed number; "
+                "start a script that uses Membership.from_environment()"
+            )
+        if self.observer:
+            raise click.UsageError(
+                f"{self.observer[0]} cannot be given with --elastic: the steps of workers that may "
+                "die are not measured"
+            )
+
+    def _check_elastic_numbers(self) -> None:
+        """Refuse a number of workers outside of the range of ``--elastic``."""
+        if self.elastic is None:
+            return
+        try:
+            for number in self.num_workers:
+                self.elastic.check(number)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--elastic") from None
 
     def _check_seeds(self) -> None:
         """Refuse seeds that the runs would not use."""
@@ -335,22 +377,29 @@ class _Options:
             request["environment"] = {**request.get("environment", {}), FORK_VARIABLE: "1"}
         if self.oversubscribe:
             request["oversubscribe"] = True
+        if self.elastic is not None:
+            request["elastic"] = str(self.elastic)
         options = _split(self.engine_options or "", "--engine-options")
         if self.container:
             options = ["--container", self.container, *options]
         if options:
             request["engine_options"] = options
+        return {**request, **self._program()}
+
+    def _program(self) -> dict[str, Any]:
+        """Return the fields of a request that say what the workers run."""
         if self.task is not None:
-            return {**request, "task": self.task.key, "arguments": self.arguments}
+            return {"task": self.task.key, "arguments": self.arguments}
         if self.script is not None:
-            return {**request, "command": self.script.command}
+            script = self.script
+            command = script.command if self.elastic is None else script.plain_command
+            return {"command": command}
         words = _split(self.command or "", "--command")
         line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
             self._check_script(words)
-            return {**request, "command": line}
+            return {"command": line}
         return {
-            **request,
             "image_name": CUSTOM_IMAGE,
             "custom_image_name": self.image,
             "custom_image_command": line,
@@ -499,6 +548,15 @@ class _Options:
     is_flag=True,
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
+@click.option(
+    "--elastic",
+    type=_WorkerRangeType(),
+    metavar="MIN:MAX",
+    help=(
+        "With a script for it: replace workers that die, go on with at least MIN workers, "
+        "and let at most MAX live."
+    ),
+)
 @fork_option
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option(
@@ -557,7 +615,10 @@ def run(ctx: click.Context, **values: Any) -> None:
         return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
-        client.check_workers(max(options.num_workers), options.oversubscribe)
+        most = max(options.num_workers)
+        if options.elastic is not None:
+            most = options.elastic.most
+        client.check_workers(most, options.oversubscribe)
         started = _start(client, requests, options.replace)
         if not (options.wait or options.as_json):
             rows = []
@@ -588,7 +649,7 @@ def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, An
             folder,
             options.as_json,
             pooled=has_repeats,
-            is_script=options.script is not None,
+            is_script=options.script is not None and options.elastic is None,
         )
     elif options.as_json:
         print_json(started)

@@ -105,6 +105,8 @@ def _show_run(
             print_field(key, _cell(shown[key]))
     if reason_of(run):
         print_field("reason", reason_of(run))
+    for change in (run.get("job_metadata") or {}).get("changes") or ():
+        print_field("change", clean(str(change)))
     if latest:
         click.echo()
         rows = []

@@ -24,6 +24,7 @@ from pydantic import (
 
 from mlbench_core.caller import check_variable, is_carried
 from mlbench_core.network.named import get_network
+from mlbench_core.run_terms import WorkerRange
 from mlbench_core.tasks import is_run_name
 from mlbench_master.database.store import RUN_COLUMNS
 from mlbench_master.dates import Date
@@ -222,6 +223,11 @@ def _network(text: str) -> str:
     return str(get_network(text))
 
 
+def _elastic(text: str) -> str:
+    """Return the text of a range of workers, or an empty text."""
+    return str(WorkerRange.parse(text)) if text.strip() else ""
+
+
 class MetricIn(_Body):
     """One value of one metric of a run or of a pod.
 
@@ -336,6 +342,9 @@ class RunIn(_Body):
             workers run in containers, which have their own folder and environment.
         oversubscribe: True to start more workers than the cores can serve; otherwise, more than
             four on a core are refused.
+        elastic: ``MIN:MAX`` for an elastic run: a worker that dies is replaced, the rounds go on
+            with at least MIN workers, and at most MAX live at the same time. Refused for a task,
+            and if the engine cannot replace workers.
         tags: Words under which the dashboard shows several runs as one group.
     """
 
@@ -379,6 +388,7 @@ class RunIn(_Body):
     environment: Variables = {}
     caller: Caller | None = None
     oversubscribe: bool = False
+    elastic: Annotated[Line, AfterValidator(_elastic), Field(max_length=64)] = ""
     tags: Tags = []
 
 

@@ -29,6 +29,7 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.environment import mask_variables
+from mlbench_core.run_terms import WorkerRange
 from mlbench_master.database.columns import PAGE, Columns
 from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 from mlbench_master.dates import format_date, now_us, us_of
@@ -207,6 +208,19 @@ class Run(_Base):
         """Return the number of workers, 0 if the record is damaged."""
         # A damaged record must not break the list of all workers.
         return self.num_workers if isinstance(self.num_workers, int) else 0
+
+    @property
+    def elastic(self) -> WorkerRange | None:
+        """Return the numbers of workers of an elastic run, None for another one."""
+        # A damaged record may hold anything.
+        with contextlib.suppress(ValueError):
+            return WorkerRange.parse(str(self.metadata_dict().get("elastic")))
+        return None
+
+    @property
+    def most_workers(self) -> int:
+        """Return the largest number of workers that live at the same time."""
+        return self.worker_count if self.elastic is None else self.elastic.most
 
     def lasted_s(self, now: int) -> float | None:
         """Return the seconds from the start of the run to its end; None before its start.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from mlbench_core.errors import MLBenchError
+from mlbench_core.run_terms import WorkerRange
 
 __all__ = [
     "EVERY_LINE",
@@ -68,6 +69,8 @@ class Job:
             of the master; see :func:`mlbench_core.caller.is_carried`. None to use the variables of
             the master.
         oversubscribe: True if a host may get more workers than its cores can serve.
+        elastic: The numbers of workers with which the run goes on; None for a run that the first
+            death ends.
     """
 
     run_id: int
@@ -88,6 +91,7 @@ class Job:
     cwd: str = ""
     caller_env: dict[str, str] | None = None
     oversubscribe: bool = False
+    elastic: WorkerRange | None = None
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,14 @@ class JobStatus:
             has finished.
         returncode: The exit status, negative for a signal.
         finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
+        changes: Lines about the workers of an elastic run that died or joined.
     """
 
     state: str
     reason: str = ""
     returncode: int | None = None
     finished_at: float | None = None
+    changes: tuple[str, ...] = ()
 
 
 STOPPED = JobStatus("failed", "stopped by a user")
@@ -220,6 +226,7 @@ class Engine(ABC):
             the same jobs.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
+        replaces_workers: True if it can replace the workers of an elastic run that die.
         starts_first_worker_alone: True if the command of a run may start in worker 0 only, and
             start the others itself.
         starts_containers: True if workers always run in a container of the run's image.
@@ -234,6 +241,7 @@ class Engine(ABC):
     place = ""
     limits_bandwidth = False
     emulates_networks = False
+    replaces_workers = False
     starts_first_worker_alone = True
     starts_containers = False
     container_advice = "choose an engine that starts containers"

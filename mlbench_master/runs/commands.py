@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mlbench_core.caller import split_observed
 from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
+from mlbench_core.run_terms import WorkerRange
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.api.schemas import DEFAULT_BANDWIDTH, RunIn
 from mlbench_master.engines.command_line import python_environment
@@ -150,7 +151,10 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
             f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), "
             f"not {run.max_bandwidth:g}: {no_bandwidth_limit(engine)}"
         )
-    check_cores(run.num_workers, run.oversubscribe, engine)
+    most = run.num_workers
+    if run.elastic:
+        most = _check_elastic(run, engine).most
+    check_cores(most, run.oversubscribe, engine)
     if run.gpu_enabled:
         check_gpus(run.num_workers, engine)
         variables = {} if run.caller is None else run.caller.environment
@@ -180,9 +184,9 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
         )
     if run.network:
         notes += _check_network(run, engine, all_nodes)
-    if run.num_workers * run.num_cpus > engine.capacity:
+    if most * run.num_cpus > engine.capacity:
         notes.append(
-            f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} "
+            f"warning: {plural(most, 'worker')} x {plural(run.num_cpus, 'core')} "
             f"want more than the {plural(engine.capacity, 'core')} of this machine; "
             "they share them, so times are not comparable"
         )
@@ -261,6 +265,53 @@ def _check_network(run: RunIn, engine: Engine, all_nodes: bool) -> list[str]:
         return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
     except ValueError as error:
         raise ValueError(f"network: {error}") from None
+
+
+def _check_elastic(run: RunIn, engine: Engine) -> WorkerRange:
+    """Refuse an elastic run that cannot work, and return its range."""
+    refusal = f"elastic: must be left out, not {run.elastic!r}"
+    if not engine.replaces_workers:
+        raise ValueError(
+            f"{refusal}: the engine {engine.name} cannot replace a worker that dies; "
+            "choose the engine local"
+        )
+    if engine.uses_image(run.engine_options):
+        raise ValueError(
+            f"{refusal}: workers in containers do not reach the store in which they would meet; "
+            "leave out the container"
+        )
+    if run.command is None:
+        raise ValueError(
+            f"{refusal}: the workers of a task have a fixed number; "
+            "give a command whose script uses Membership.from_environment()"
+        )
+    if split_observed(shlex.split(run.command)) is not None:
+        raise ValueError(
+            f"{refusal}: the steps of workers that may die cannot be measured; "
+            "give the command of the script itself"
+        )
+    for field, value, default in (
+        ("network", run.network, ""),
+        ("gpu_enabled", run.gpu_enabled, False),
+        ("backend", run.backend.lower(), "gloo"),
+        ("run_all_nodes", run.run_all_nodes, True),
+    ):
+        if value != default:
+            raise ValueError(
+                f"{field}: must be left out for an elastic run, not {value!r}: its workers are "
+                "processes of this machine that exchange weights by Gloo on the CPU"
+            )
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(
+            f"{refusal}: the Python of the master has no torch, whose store the workers need; "
+            "install it there"
+        )
+    workers = WorkerRange.parse(run.elastic)
+    try:
+        workers.check(run.num_workers)
+    except ValueError as error:
+        raise ValueError(f"elastic: {error}") from None
+    return workers
 
 
 def no_bandwidth_limit(engine: Engine) -> str:

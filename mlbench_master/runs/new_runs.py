@@ -87,6 +87,7 @@ def make_job(
         cwd=str(facts.get("cwd", "")),
         caller_env=facts.get(CALLER_ENVIRONMENT),
         oversubscribe=facts.get("oversubscribe") is True,
+        elastic=run.elastic,
     )
 
 
@@ -106,6 +107,8 @@ def _first_metadata(wanted: RunIn, notes: list[str], cwd: str) -> dict[str, Any]
         metadata["cwd"] = cwd
     if wanted.oversubscribe:
         metadata["oversubscribe"] = True
+    if wanted.elastic:
+        metadata["elastic"] = wanted.elastic
     if wanted.tags:
         metadata["tags"] = wanted.tags
     return metadata

@@ -415,6 +415,8 @@ class Scheduler:
     def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
         state = "finished" if status.state == "finished" else "failed"
         details = {**output, "reason": status.reason, "returncode": status.returncode}
+        if status.changes:
+            details["changes"] = list(status.changes)
         details.update(_without_secrets(run))
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)
@@ -512,4 +514,4 @@ def _without_secrets(run: Run) -> dict[str, Any]:
 
 
 def _cores(run: Run) -> float:
-    return run.num_workers * run.num_cpus
+    return run.most_workers * run.num_cpus

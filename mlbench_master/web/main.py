@@ -67,4 +67,4 @@ def _cores(run: Run) -> float:
     # A damaged record may hold anything.
     if not isinstance(run.num_cpus, int | float):
         return 0
-    return run.worker_count * run.num_cpus
+    return run.most_workers * run.num_cpus

@@ -189,6 +189,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Finished": moment(run.finished_at),
         "Notes": " ".join(map(str, metadata.get("notes") or ())),
         "Reason": str(metadata.get("reason") or ""),
+        "Changes of workers": "; ".join(map(str, metadata.get("changes") or ())),
         "Result folder": folder.path,
     }
 

@@ -86,6 +86,14 @@ def test_repeats_of_a_script_need_no_seed(fake: FakeMaster, call: Call) -> None:
     ]
 
 
+def test_the_script_of_an_elastic_run_is_not_measured(fake: FakeMaster, call: Call) -> None:
+    call("run", "mine", "2", "3", "--elastic", "2:4", "--no-wait", "train.py", "--lr", "1")
+    assert [request["elastic"] for request in fake.requests] == ["2:4", "2:4"]
+    assert command(fake) == ["python", "train.py", "--lr", "1"]
+    call("run", "own", "2", "--elastic", "1:2", "--command", "python train.py")
+    assert (fake.requests[-1]["elastic"], command(fake)) == ("1:2", ["python", "train.py"])
+
+
 def test_json_has_the_results(fake: FakeMaster, call: Call) -> None:
     answer = json.loads(call("run", "mine", "2", "--json", "train.py").stdout)
     assert [record["name"] for record in answer["results"]] == ["mine-2"]
@@ -117,6 +125,20 @@ def test_json_has_the_results(fake: FakeMaster, call: Call) -> None:
         (["mine", "2", "--metric", "loss=(", "train.py"], "loss"),
         (["mine", "2", "--goal", "loss", "train.py"], "goal must be"),
         (["mine", "2", "--seed", "3", "train.py"], "--seed needs {seed} in the command"),
+        (["mine", "2", "--elastic", "2", "train.py"], "--elastic': must be MIN:MAX, two numbers"),
+        (["mine", "2", "--elastic", "3:2", "train.py"], "with 1 <= MIN <= MAX, not '3:2'"),
+        (
+            ["mine", "2", "5", "--elastic", "2:4", "train.py"],
+            "must be a range with the number of workers, 5, not 2:4",
+        ),
+        (
+            ["mine", "2", "--elastic", "1:2", "--task", "1a"],
+            "--elastic cannot be given with --task: the workers of a task have a fixed number",
+        ),
+        (
+            ["mine", "2", "--elastic", "1:2", "--goal", "val_loss<=1", "train.py"],
+            "--goal cannot be given with --elastic",
+        ),
     ],
 )
 def test_wrong_words_start_nothing(

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from mlbench_core.distributed.pytorch.elastic import Membership, Round
+from mlbench_core.distributed.pytorch.elastic import (
+    FIRST_WORKERS_VARIABLE,
+    LEAST_VARIABLE,
+    STORE_VARIABLE,
+    WORKER_VARIABLE,
+    Membership,
+    Round,
+    Rounds,
+)
 from mlbench_core.errors import ConfigurationError, WorkerError
 
 T = TypeVar("T")
@@ -170,4 +178,53 @@ def test_the_end_of_the_store_is_named() -> None:
     with Membership(store, 0, 1, **QUICK) as membership:
         del server
         with pytest.raises(WorkerError, match="the store in which the workers"):
+            membership.agree()
+
+
+def test_the_holder_of_the_store_sees_who_has_the_state() -> None:
+    store = dist.HashStore()
+    rounds = Rounds(store)
+    assert (rounds.update(), rounds.pending(), rounds.commits) == ({}, set(), 0)
+    with Membership(store, 0, 1, **QUICK) as first:
+        round_ = first.agree()
+        # It has begun, and is not committed.
+        assert (rounds.update(), rounds.pending(), rounds.members) == ({}, {0}, set())
+        assert first.commit(round_, has_sum=True)
+        assert (rounds.update(), rounds.pending(), rounds.members) == ({0: 0}, set(), {0})
+        with Membership(store, 1, 1, **QUICK) as joiner:
+            second = together([first.agree, joiner.agree])[0]
+            assert second.behind == (1,)
+            assert commit([first, joiner], second, [True, False]) == [False, False]
+            assert (rounds.update(), rounds.members) == ({}, {0})
+            third = together([first.agree, joiner.agree])[0]
+            assert commit([first, joiner], third, [True, True]) == [True, True]
+            assert (rounds.update(), rounds.members, rounds.commits) == ({1: 1}, {0, 1}, 2)
+    assert not rounds.restarted and not rounds.is_finished
+    # A worker that has nothing of the rounds before, alone.
+    with Membership(store, 2, 1, **QUICK) as other:
+        assert other.commit(other.agree(), has_sum=True)
+    assert (rounds.update(), rounds.restarted, rounds.commits) == ({2: 0}, True, 1)
+    rounds.finish()
+    assert rounds.is_finished
+
+
+def test_the_membership_of_a_worker_is_in_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=f"{STORE_VARIABLE} must be set.* --elastic"):
+        Membership.from_environment()
+    holder = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv(STORE_VARIABLE, f"127.0.0.1:{holder.port}")
+    monkeypatch.setenv(WORKER_VARIABLE, "4")
+    monkeypatch.setenv(FIRST_WORKERS_VARIABLE, "3")
+    with pytest.raises(ConfigurationError, match=f"{LEAST_VARIABLE} must be set"):
+        Membership.from_environment()
+    monkeypatch.setenv(LEAST_VARIABLE, "two")
+    with pytest.raises(ConfigurationError, match=f"three numbers, not .*{LEAST_VARIABLE}=two"):
+        Membership.from_environment()
+    monkeypatch.setenv(LEAST_VARIABLE, "2")
+    with Membership.from_environment(wait_s=7.0) as membership:
+        assert (membership.worker, membership.first_workers, membership.least) == (4, 3, 2)
+        assert membership.wait_s == 7.0
+        assert not membership.has_begun()
+        Rounds(holder).finish()
+        with pytest.raises(WorkerError, match="without worker 4"):
             membership.agree()

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import secrets
 import threading
 import time
@@ -37,7 +38,29 @@ import torch.distributed as dist
 from mlbench_core.arguments import check_int, check_positive
 from mlbench_core.errors import ConfigurationError, WorkerError
 
-__all__ = ["Membership", "Round"]
+__all__ = [
+    "FIRST_WORKERS_VARIABLE",
+    "LEAST_VARIABLE",
+    "STORE_VARIABLE",
+    "WORKER_VARIABLE",
+    "Membership",
+    "Round",
+    "Rounds",
+]
+
+STORE_VARIABLE = "MLBENCH_ELASTIC_STORE"
+"""Variable of the workers of an elastic run: the address of the store, as ``HOST:PORT``."""
+
+WORKER_VARIABLE = "MLBENCH_ELASTIC_WORKER"
+"""Variable of a worker of an elastic run: its number."""
+
+FIRST_WORKERS_VARIABLE = "MLBENCH_ELASTIC_FIRST_WORKERS"
+"""Variable of the workers of an elastic run: the number of workers with which it began."""
+
+LEAST_VARIABLE = "MLBENCH_ELASTIC_LEAST"
+"""Variable of the workers of an elastic run: the smallest number of members of a round."""
+
+_PREFIX = "elastic"
 
 _LONGEST_PAUSE_S = 0.05
 
@@ -144,7 +167,7 @@ class Membership:
         self.timeout_s = timeout_s
         self.commits = 0
         self.rank, self.size = self.worker % self.first_workers, self.first_workers
-        self._store = dist.PrefixStore("elastic", store)
+        self._store = dist.PrefixStore(_PREFIX, store)
         self._number = 0
         self._workers: list[int] = []
         # By worker: the last heartbeat, and the time here when it was new.
@@ -153,6 +176,39 @@ class Membership:
         self._group_number = -1
         self._end = threading.Event()
         self._heart: threading.Thread | None = None
+
+    @classmethod
+    def from_environment(cls, **settings: float) -> Membership:
+        """Return the membership of this worker of ``mlbench run --elastic``.
+
+        Args:
+            **settings: ``heartbeat_s``, ``dead_after_s``, ``wait_s`` and ``timeout_s``.
+
+        Raises:
+            ConfigurationError: This process is not a worker of an elastic run.
+            WorkerError: The store does not answer.
+        """
+        names = (STORE_VARIABLE, WORKER_VARIABLE, FIRST_WORKERS_VARIABLE, LEAST_VARIABLE)
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ConfigurationError(
+                f"{missing[0]} must be set, as it is for the workers of an elastic run: start the "
+                "script with 'mlbench run NAME K --elastic MIN:MAX SCRIPT'"
+            )
+        place, *numbers = [os.environ[name] for name in names]
+        try:
+            host, _, port = place.rpartition(":")
+            worker, first_workers, least = map(int, numbers)
+            port_number = int(port)
+        except ValueError:
+            values = ", ".join(f"{name}={os.environ[name]}" for name in names)
+            raise ConfigurationError(
+                f"the variables must be an address HOST:PORT and three numbers, not {values}: "
+                "leave them as 'mlbench run' sets them"
+            ) from None
+        with _reaching_the_store():
+            store = dist.TCPStore(host, port_number, is_master=False, wait_for_workers=False)
+        return cls(store, worker, first_workers, least=least, **settings)
 
     def __enter__(self) -> Membership:
         with _reaching_the_store():
@@ -387,10 +443,7 @@ class Membership:
         return sorted(living)
 
     def _read(self, key: str) -> Any:
-        """Return a value, None if it does not exist; torch's ``get`` alone would wait for it."""
-        if not self._store.check([key]):
-            return None
-        return json.loads(self._store.get(key))
+        return _read(self._store, key)
 
     def _write_once(self, key: str, value: Mapping[str, Any]) -> None:
         """Write a value that all workers obey, unless another one was there first."""
@@ -406,6 +459,79 @@ class Membership:
             while not self._end.wait(self.heartbeat_s):
                 count += 1
                 store.set(f"beat/{self.worker}", str(count))
+
+
+class Rounds:
+    """The rounds of an elastic run, for the process that holds its store.
+
+    Attributes:
+        commits: Number of committed rounds that :meth:`update` has read.
+        members: The workers that were a member of one of them. Only they have the shared state.
+        restarted: True if a later round was committed without any of them, from the first state.
+
+    Args:
+        store: The store.
+
+    Example:
+        >>> store = dist.HashStore()
+        >>> rounds = Rounds(store)
+        >>> with Membership(store, worker=0, first_workers=1) as membership:
+        ...     round_ = membership.agree()
+        ...     group = membership.connect(round_)
+        ...     _ = membership.commit(round_, has_sum=True)
+        >>> rounds.update(), rounds.commits
+        ({0: 0}, 1)
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.commits = 0
+        self.members: set[int] = set()
+        self.restarted = False
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._number = 0
+
+    def update(self) -> dict[int, int]:
+        """Read the rounds that have ended since the last call.
+
+        Returns:
+            For each new member, the number of rounds that were committed before its first one.
+        """
+        joined: dict[int, int] = {}
+        while outcome := _read(self._store, f"outcome/{self._number}"):
+            if outcome["committed"]:
+                agreement = _read(self._store, f"agreement/{self._number}")
+                if self.members and agreement["donor"] not in self.members:
+                    self.restarted = True
+                for worker in set(agreement["members"]) - self.members:
+                    joined[worker] = agreement["commits"]
+                self.members.update(agreement["members"])
+                self.commits = agreement["commits"] + 1
+            self._number += 1
+        return joined
+
+    def pending(self) -> set[int]:
+        """Return the members of the round that has begun and not ended; empty between two rounds.
+
+        It may still be committed, even if some of them have died.
+        """
+        agreement = _read(self._store, f"agreement/{self._number}")
+        return set() if agreement is None else set(agreement["members"])
+
+    def finish(self) -> None:
+        """End the run, as :meth:`Membership.finish` does."""
+        self._store.set("finished", "1")
+
+    @property
+    def is_finished(self) -> bool:
+        """Return True if a worker has called :meth:`Membership.finish`."""
+        return bool(self._store.check(["finished"]))
+
+
+def _read(store: dist.Store, key: str) -> Any:
+    """Return a value, None if it does not exist; torch's ``get`` alone would wait for it."""
+    if not store.check([key]):
+        return None
+    return json.loads(store.get(key))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,9 @@ all workers (``mpirun``, or a command that runs only in worker 0), that process 
 ranks. Each worker then sees all GPUs of the run in the order of the ranks, and its local rank is
 the number of its GPU.
 
+The workers of an elastic run have a number instead of a rank, and no variables of torchrun, because
+they build no process group of fixed size. They meet in a store of the supervisor.
+
 Each run has a supervisor process, which outlives the master. The files in the run's folder carry
 its state::
 
@@ -47,9 +50,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
-from mlbench_core.caller import FORK_VARIABLE
+from mlbench_core.caller import ENGINE_VARIABLES, FORK_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
@@ -105,6 +108,7 @@ class _Status(TypedDict):
     returncode: int
     reason: str
     finished_at: FiniteFloat
+    changes: NotRequired[list[str]]
 
 
 _status = TypeAdapter(_Status)
@@ -123,6 +127,7 @@ class LocalEngine(FolderEngine):
 
     name = "local"
     emulates_networks = True
+    replaces_workers = True
     starts_processes = True
     sees_folders = True
     options_example = "--container podman"
@@ -225,6 +230,7 @@ class LocalEngine(FolderEngine):
                 "container": program,
                 "network": job.network,
             }
+            content.update(_elastic_content(job, removed))
             write_private(folder / "job.json", json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
@@ -232,7 +238,9 @@ class LocalEngine(FolderEngine):
             for name in removed:
                 variables.pop(name, None)
             server = None
-            if containers is None and not job.network and not job.gpus:
+            is_plain = containers is None and not job.network and not job.gpus
+            # The supervisor of an elastic run has threads, and must not fork.
+            if is_plain and job.elastic is None:
                 server = fork_server_for(commands, variables, job.cwd or folder / "work")
             if server is None:
                 _children[folder] = start_supervisor(folder, port_socket)
@@ -252,7 +260,8 @@ class LocalEngine(FolderEngine):
         self, job: Job, folder: Path, port: int, containers: Containers | None
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the processes to start for a job, and the environment of all of them."""
-        threads = threads_per_worker(job.num_cpus, job.num_workers, self._cores)
+        most = job.num_workers if job.elastic is None else job.elastic.most
+        threads = threads_per_worker(job.num_cpus, most, self._cores)
         # A job may set its own number of threads, but not these.
         own = folder_variables(folder)
         if containers is None:
@@ -291,7 +300,8 @@ class LocalEngine(FolderEngine):
             return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {problem}")
         returncode = status["returncode"]
         state = "failed" if returncode else "finished"
-        return JobStatus(state, status["reason"], returncode, status["finished_at"])
+        changes = tuple(status.get("changes", ()))
+        return JobStatus(state, status["reason"], returncode, status["finished_at"], changes)
 
     def stop(self, job_id: str) -> None:
         """End a job; see :meth:`Engine.stop`."""
@@ -396,9 +406,10 @@ def worker_commands(
     Raises:
         ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.
     """
-    hosts = ",".join(emulated_hosts.host_addresses(job))
-    words = split_container_command(job) if in_container else split_command(job)
-    argv = [fill(word, {"{hosts}": hosts}) for word in words]
+    argv = _shared_words(job, in_container)
+    if job.elastic is not None:
+        workers = range(job.num_workers)
+        return [{"argv": _ranked(argv, worker), "env": {}, "rank": worker} for worker in workers]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.gpus:
         meeting["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
@@ -429,6 +440,28 @@ def _mpi_command(job: Job, argv: list[str], in_container: bool) -> dict[str, Any
         workers = [_ranked(argv, rank) for rank in range(job.num_workers)]
     command, prefix = mpirun_command(job.num_workers, workers, in_container)
     return {"argv": command, "prefix": prefix}
+
+
+def _elastic_content(job: Job, removed: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of ``job.json`` that only an elastic run has."""
+    if job.elastic is None:
+        return {}
+    return {
+        "elastic": {
+            "argv": _shared_words(job),
+            "least": job.elastic.least,
+            "most": job.elastic.most,
+        },
+        # The workers have no place in a world of fixed size.
+        "remove": [*removed, *ENGINE_VARIABLES],
+    }
+
+
+def _shared_words(job: Job, in_container: bool = False) -> list[str]:
+    """Return the words of the command of all workers, in which only the rank is not filled in."""
+    hosts = ",".join(emulated_hosts.host_addresses(job))
+    words = split_container_command(job) if in_container else split_command(job)
+    return [fill(word, {"{hosts}": hosts}) for word in words]
 
 
 def _ranked(argv: list[str], rank: int) -> list[str]:

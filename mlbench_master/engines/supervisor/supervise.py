@@ -15,6 +15,8 @@ standard library is psutil, so it starts quickly. Its steps are::
 All along, every line of the workers is written to the log, and every few seconds their load to
 DIR/load. A full disk stops neither a worker nor the supervisor: lines are dropped until there is
 room, and the status says how many.
+
+In an elastic run, a worker that dies is replaced; see the module ``elastic``.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import psutil
 from mlbench_master.engines.containers import remove_containers
 from mlbench_master.engines.error_search import CONTAINER_STATUSES, ErrorSearch, is_consequence
 from mlbench_master.engines.logs import LogWriter, readable_line
+from mlbench_master.engines.supervisor.elastic import ElasticWorkers
 from mlbench_master.engines.supervisor.load_sampler import LoadSampler
 from mlbench_master.processes import end_processes, start_mark
 
@@ -57,6 +60,8 @@ _MAX_LINE_BYTES = 16_384
 _STATUS_BYTES = 4096
 _LONGEST_REASON = 500
 _DISK_PAUSE_S = 0.25
+_LOOK_S = 0.5  # at the rounds of an elastic run
+_LAST_LINES_S = 1.0
 # More than one hour of samples of 16 workers every 5 s: a master that was away for longer does not
 # get the older ones.
 _LOAD_BYTES = 4 * 2**20
@@ -140,6 +145,9 @@ class Supervisor:
         self._container: str = job.get("container", "")
         self._network_text: str = job.get("network", "")
         self._network: EmulatedNetwork | None = None
+        self._elastic: ElasticWorkers | None = None
+        if "elastic" in job:
+            self._elastic = ElasticWorkers(job["elastic"], self._num_workers)
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
@@ -153,7 +161,7 @@ class Supervisor:
         # Rank and exit status of the workers that failed, in the order in which they ended.
         self._failures: list[tuple[int, int]] = []
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[int | None, list[threading.Thread]] = defaultdict(list)  # by rank
 
     def prepare(self) -> None:
         """Take signals, and write the process id into the run's folder; the first call."""
@@ -204,9 +212,9 @@ class Supervisor:
         problem = remove_containers(self._container, self._folder)
         if problem:
             self._log.write(None, "system", problem)
-        # A reader does not end while a process outside this tree keeps the pipe open.
-        for reader in self._readers:
-            reader.join(timeout=5)
+        for rank in list(self._readers):
+            # A reader does not end while a process outside this tree keeps the pipe open.
+            self._read_to_end(rank, 5.0)
         if self._stopping:
             returncode = returncode or -signal.SIGTERM
         elif returncode:
@@ -230,6 +238,8 @@ class Supervisor:
             return "stopped"
         if self._failed_to_start or not returncode:
             return self._failed_to_start
+        if self._elastic is not None and self._failed_rank is None:
+            return self._elastic.failure
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
         # Without these two, a status above 128 is the worker's own.
         if by_mpirun or self._container:
@@ -239,6 +249,8 @@ class Supervisor:
         if self._container and returncode in CONTAINER_STATUSES:
             error = errors.container_error
         reason = describe_exit(self._failed_rank, returncode)
+        if self._elastic is not None:
+            reason = f"{self._elastic.failure}: {reason}"
         return f"{reason}: {error}" if error else reason
 
     def _cause(self, returncode: int) -> int:
@@ -261,6 +273,8 @@ class Supervisor:
         return returncode
 
     def _write_status(self, status: dict[str, Any]) -> None:
+        if self._elastic is not None:
+            status["changes"] = list(self._elastic.changes)
         # Blanks may follow a value in JSON.
         content = json.dumps(status).encode().ljust(_STATUS_BYTES)
         while True:
@@ -289,6 +303,8 @@ class Supervisor:
         self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
     ) -> subprocess.Popen[bytes] | ForkedWorker:
         variables = {**os.environ, **self._env, **env}
+        if self._elastic is not None and rank is not None:
+            variables.update(self._elastic.variables(rank))
         if self._fork is not None:
             # Imported already by a process that has a fork.
             from mlbench_master.engines.supervisor.forked import finds_other_modules
@@ -318,7 +334,7 @@ class Supervisor:
             arguments = (pipe, rank, stream, prefix)
             reader = threading.Thread(target=self._read, args=arguments, daemon=True)
             reader.start()
-            self._readers.append(reader)
+            self._readers[rank].append(reader)
 
         def wait_for_end() -> None:
             self._ended.put((rank, process.wait()))
@@ -355,6 +371,8 @@ class Supervisor:
         Returns:
             The exit status of the first process that failed, or 0.
         """
+        if self._elastic is not None:
+            return self._wait_elastic(self._elastic)
         status = 0
         deadline: float | None = None
         for _ in self._commands:
@@ -374,6 +392,66 @@ class Supervisor:
                 if rank is not None:
                     self._failed_rank = rank
         return status
+
+    def _wait_elastic(self, workers: ElasticWorkers) -> int:
+        """Replace workers that die, until all have ended or the run cannot go on.
+
+        Returns:
+            The exit status of the worker that made it fail, or 0.
+        """
+        try:
+            workers.hold_store()
+        except Exception as error:  # of any type: torch may be missing or damaged
+            self._failed_to_start = f"cannot hold the store of the workers: {error}"
+            return 127
+        while True:
+            for command in workers.missing():
+                try:
+                    self._watch(self._start(**command), command["rank"], None)
+                except OSError as error:
+                    self._failed_to_start = f"cannot start a worker: {error.strerror or error}"
+                    return 127
+                self._log.write(None, "system", f"worker {command['rank']} starts")
+            if workers.failure or not workers.living:
+                break
+            try:
+                ended = self._ended.get(timeout=_LOOK_S)
+            except queue.Empty:
+                lines = workers.look()
+            else:
+                if ended is None:  # a request to stop
+                    return 0
+                worker, returncode = ended
+                assert worker is not None
+                lines = self._end_of(workers, worker, returncode)
+            for line in lines:
+                self._log.write(None, "system", line)
+        if not workers.result():
+            return 0
+        self._failed_at = time.time()
+        if workers.last_death is None:
+            return 1
+        self._failed_rank, returncode = workers.last_death
+        return returncode
+
+    def _end_of(self, workers: ElasticWorkers, worker: int, returncode: int) -> list[str]:
+        """Note the end of a worker of an elastic run, and return lines for the log."""
+        pid = next(pid for pid, rank in self._roots.items() if rank == worker)
+        del self._roots[pid]
+        reason = describe_exit(worker, returncode)
+        if returncode:
+            # Its own processes, for example loaders of data: it has a session of its own.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self._read_to_end(worker, _LAST_LINES_S)
+            if error := self._errors[worker].said(returncode):
+                reason = f"{reason}: {error}"
+        return workers.end(worker, returncode, reason)
+
+    def _read_to_end(self, rank: int | None, timeout_s: float) -> None:
+        """Wait for the last lines of a process that has ended."""
+        for reader in self._readers[rank]:
+            reader.join(timeout_s)
 
     def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
         """Log the lines of a process.
