@@ -1,4 +1,4 @@
-"""Runs a script of task 1a as its command line does, on digits of 8x8 pixels: small_digits.py
+"""Runs a script of task 1a as its command line does, on fewer digits of 8x8 pixels: small_digits.py
 SCRIPT ARGUMENTS."""
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from mlbench_core.dataset.imagerecognition import pytorch as images
 
 
 class SmallDigits(images.Digits):
-    """The digits at 8x8, as they are, which take a sixteenth of the time."""
+    """Every second digit at 8x8, as it is, which takes a thirtieth of the time."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.images = self.images[:, :, ::4, ::4].contiguous()
+        super().__init__(*arguments, **{**options, "size": 8})
+        count = len(self.targets) // 4 * 2  # an even number, so that two workers get equally many
+        self.images = self.images[::2][:count].contiguous()
+        self.targets = self.targets[::2][:count]
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[
     main = load_script()
     parser = argparse.ArgumentParser()
     main.add_arguments(parser)
-    common = ["--dataset", "digits", "--no-augment", *arguments]
+    common = ["--dataset", "digits", "--model", "resnet8", "--no-augment", *arguments]
     models = []
     make = main.variants.make_network
 

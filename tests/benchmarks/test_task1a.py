@@ -54,6 +54,8 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path: Path) ->
     common = (
         "--dataset",
         "digits",
+        "--model",
+        "resnet8",
         "--channels-last",
         "--autocast",
         "bf16",
@@ -114,7 +116,7 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits",
-         "--epochs", "1",
+         "--epochs", "1", "--model", "resnet8",
          "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
         timeout_s=200,
@@ -198,6 +200,9 @@ def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
         name: [*SHORT, "--batch-size", "32", "--optimizer", name]
         for name in main.variants.OPTIMIZERS
     }
+    # Eleven steps are few for these; half the batch gives twice as many.
+    for name in ("sign_sgd", "sparsified_sgd", "centralized_sparsified_sgd", "sparse_loco"):
+        runs[name] += ["--batch-size", "16"]
     runs |= {
         "overlap": [*SHORT, "--batch-size", "32", "--overlap", "--shared-memory"],
         "autocast": [*SHORT, "--batch-size", "32", "--autocast", "bf16", "--channels-last"],
@@ -214,8 +219,8 @@ def test_every_variant_learns(main: ModuleType, results: list[dict[str, dict[str
         for name, result in results[0].items()
         if "augmented" not in name
     }
-    # after one epoch; guessing gives 10 %, and the reference has some 85 %
-    weak = {name for name, accuracy in accuracies.items() if accuracy < 30}
+    # after one epoch; guessing gives 10 %, the weakest have 37 %, and the reference has 78 %
+    weak = {name for name, accuracy in accuracies.items() if accuracy < 25}
     assert not weak, accuracies
     assert set(main.variants.OPTIMIZERS) < set(accuracies)
     for name in results[0]:  # what was validated is one model, so workers agree on its figures
@@ -381,7 +386,7 @@ def test_a_partition_by_class_reaches_the_batches(main: ModuleType) -> None:
         ]
 
     uniform = labels()
-    assert all(min(counts) > 50 for counts in uniform)
+    assert all(min(counts) > 25 for counts in uniform)
     assert labels("--seed", "1") == uniform  # the reference's parts
     skewed = labels("--partition", "label_skew:1")
     assert all(counts.count(0) >= 4 for counts in skewed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 import shutil
@@ -58,6 +59,13 @@ def parse(script: ModuleType, *arguments: str) -> argparse.Namespace:
 
 
 def train(script: ModuleType, images: Path, folder: Path, *arguments: str) -> Tracker:
+    """What the script does on one worker, with crops of 32 pixels, which take a quarter of the
+    time."""
+    script.recipe.PRESETS["small"] = dataclasses.replace(
+        script.recipe.PRESETS["small"],
+        train=RandomCrop(32, min_area=0.35),
+        validation=CenterCrop(32, resize=32),
+    )
     args = parse(
         script, "--preset", "small", "--batch-size", "16", "--checkpoint", "--past-goal", *arguments
     )

@@ -43,7 +43,7 @@ def reader(tmp_path: Path, home: Path) -> Iterator[Reader]:
 
 def test_first_benchmark(reader: Reader) -> None:
     shorter = [
-        ("--dataset digits", "--dataset digits --channels-last --epochs 1"),
+        ("--dataset digits", "--dataset digits --image-size 8 --channels-last --epochs 1"),
         ("yes", "no"),
         ("goal reached", "goal not reached"),
     ]
@@ -95,7 +95,7 @@ def test_slow_network(reader: Reader) -> None:
     reader.follow("slow_network", only=page[:start])
     small = (reader.folder / "slow.toml").read_text()
     for old, new in (
-        ('"--channels-last"]', '"--channels-last", "--epochs", "1"]'),
+        ('"--channels-last"]', '"--channels-last", "--epochs", "1", "--image-size", "8"]'),
         ("workers = [1, 2]", "workers = [2]"),
         ('limit = "90s"', 'limit = "10min"'),
         ('["datacenter", "wan-transatlantic"]', '["wan-transatlantic"]'),

@@ -29,6 +29,7 @@ from mlbench_core.distributed.environment import (
 )
 from mlbench_core.distributed.pytorch import private_store
 from mlbench_core.errors import WorkerError
+from tests.helpers.forked import ForkedScript, forked_python
 from tests.helpers.processes import environment, free_port
 
 LIMIT = datetime.timedelta(seconds=20)
@@ -103,7 +104,7 @@ def _script(tmp_path: Path) -> list[str]:
 
 def _by_hand(script: list[str], host: str) -> list[tuple[list[str], dict[str, str]]]:
     port = str(free_port())
-    argv = [sys.executable, *script, "gloo", f"{host},{host}"]
+    argv = [forked_python(), *script, "gloo", f"{host},{host}"]
     return [(argv, {"BY_HAND": str(rank), "MASTER_PORT": port}) for rank in range(2)]
 
 
@@ -115,7 +116,7 @@ def _by_the_launcher(script: list[str], host: str) -> list[tuple[list[str], dict
         "MASTER_PORT": str(free_port()),
     }
     ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    return [([sys.executable, *script, "gloo"], variables) for variables in ranks]
+    return [([forked_python(), *script, "gloo"], variables) for variables in ranks]
 
 
 def _by_mpi(script: list[str], host: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -174,20 +175,20 @@ def test_rank_0_waits_for_the_others_where_no_other_machine_reaches_it(
 ) -> None:
     assert callable(start)
     argv, variables = start(_script(tmp_path), outside_address())[0]
-    with subprocess.Popen(argv, env=environment(**variables)) as waiting:
-        try:
-            deadline = time.monotonic() + 60
-            while not (found := listening(waiting.pid)):
-                assert time.monotonic() < deadline and waiting.poll() is None
-                time.sleep(0.05)
-            assert found == [("127.0.0.1", int(variables["MASTER_PORT"]))]
-        finally:
-            waiting.kill()
+    waiting = ForkedScript(argv[1:], **variables)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := listening(waiting.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert found == [("127.0.0.1", int(variables["MASTER_PORT"]))]
+    finally:
+        waiting.kill()
 
 
 def test_two_workers_by_torchrun_use_a_private_file(tmp_path: Path) -> None:
     torchrun = [
-        sys.executable,
+        forked_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -195,7 +196,13 @@ def test_two_workers_by_torchrun_use_a_private_file(tmp_path: Path) -> None:
         "2",
     ]
     with running(
-        [([*torchrun, *_script(tmp_path), "gloo"], {"TMPDIR": str(tmp_path)})], tmp_path
+        [
+            (
+                [*torchrun, *_script(tmp_path), "gloo"],
+                {"TMPDIR": str(tmp_path), "PYTHON_EXEC": forked_python()},
+            )
+        ],
+        tmp_path,
     ) as workers:
         assert Path(str(workers[0]["store"])).is_relative_to(tmp_path)
         ports = [entry for worker in workers for entry in listening(int(worker["pid"]))]
