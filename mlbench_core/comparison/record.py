@@ -189,7 +189,8 @@ class RunRecord:
         step = self.steps_to_goal
         if self.exchanges is None or step is None or self.folder is None:
             return self.exchanges
-        counted = _totals_by_step(read_lines(self.folder), "exchanges")
+        lines = read_lines(self.folder).without_statistics()
+        counted = _totals_by_step(lines, "exchanges")
         return _at(step, counted[0]) if 0 in counted else self.exchanges
 
     @property
@@ -241,7 +242,11 @@ class RunRecord:
         """
         if self.folder is None:
             return []
-        lines = read_lines(self.folder)
+        # Parsed once; the statistics of another name are most of the lines.
+        lines = []
+        for line in read_lines(self.folder):
+            if line["kind"] != "stat" or line["name"] == name:
+                lines.append(line)
         sent = self._bytes_by_step(lines)
         trained = _totals_by_step(lines, "train_s").get(0)
         points = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
     """
     _join(folder)
     environment = read_environment(folder)
-    lines = read_lines(folder)
+    lines = _used(read_lines(folder))
     result = summarize(lines, environment)
     texts = _texts(result, environment, lines)
     for name, text in texts.items():
@@ -169,8 +169,18 @@ def _join(folder: Path) -> None:
             path.unlink()
 
 
+def _used(lines: RawLines) -> list[dict[str, Any]]:
+    """Return the lines that a result follows from, so that they are read and parsed only once.
+
+    Only the statistics of rank 0 count, and those of all workers may need much memory.
+    """
+    return [
+        line for line in lines if line["rank"] == 0 or line["kind"] != "stat" or "totals" in line
+    ]
+
+
 def _texts(
-    result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines
+    result: Mapping[str, Any], environment: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Return the content of the files that follow from the others."""
     texts = {MLPERF: "".join(line + "\n" for line in mlperf_lines(result, environment, lines))}
@@ -255,7 +265,7 @@ def verify_folder(folder: Path) -> list[str]:
     if not lines.paths:
         return [*problems, f"{LINES} is missing: the result cannot be recomputed"]
     try:
-        problems += _recompute(folder, result, lines)
+        problems += _recompute(folder, result, _used(lines))
     except _DAMAGE as error:
         problems.append(
             f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}"
@@ -265,7 +275,9 @@ def verify_folder(folder: Path) -> list[str]:
     return problems
 
 
-def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
+def _recompute(
+    folder: Path, result: Mapping[str, Any], lines: Sequence[dict[str, Any]]
+) -> list[str]:
     """Compute the result and the files that follow from the raw lines, and name the differences."""
     environment = read_environment(folder)
     again = summarize(lines, environment)
@@ -334,7 +346,7 @@ def _differences(written: Any, computed: Any, field: str = "") -> list[str]:
     return [f"{field} of {RESULT} is {written!r}, and {computed!r} by the raw lines"]
 
 
-def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
+def _check_goal(result: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> list[str]:
     """Check that the result has its goal at the first statistic that reaches the threshold."""
     goal = result["goal"]
     if goal is not None and goal.get("budget_s") is not None:
@@ -364,7 +376,7 @@ def _check_moment(goal: Mapping[str, Any], line: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
+def _check_budget(goal: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> list[str]:
     """Check the goal of a fixed training time: its moment, and that its value is the best one."""
     budget_s, stats = goal["budget_s"], statistics(lines, goal["metric"])
     # Another worker may be slower than rank 0 and end the run before. None may end it after rank
@@ -411,7 +423,7 @@ def _first_step(stats: Iterable[Mapping[str, Any]], least: int) -> int | None:
     return None
 
 
-def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:
+def _ends_of_epochs(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rank 0's lines of the kind ``epoch``, without those that a resumed run repeated."""
     ends: list[dict[str, Any]] = []
     for line in lines:
@@ -424,7 +436,7 @@ def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:
     return ends
 
 
-def _check_times(lines: RawLines) -> list[str]:
+def _check_times(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """Check the times of every worker.
 
     They only grow, steps take no longer than the training, and the time to the goal is the training

@@ -25,6 +25,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +48,7 @@ _WRITE_EVERY_S = 10.0
 _MOST_LINE_BYTES = 4 << 20
 # Larger integers are not exact as floats.
 _MOST_STEPS = 1 << 53
+_STATISTIC = re.compile(rb'\{"rank":\d+,"kind":"stat",')
 
 
 class LinesSink:
@@ -238,6 +240,18 @@ class RawLines:
     skipped: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._read(lambda text: False)
+
+    def without_statistics(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of other kinds than ``stat``.
+
+        Most lines are statistics. Those that :class:`LinesSink` wrote are known by their first
+        characters, and are not parsed.
+        """
+        lines = self._read(lambda text: _STATISTIC.match(text) is not None)
+        return (line for line in lines if line["kind"] != "stat")
+
+    def _read(self, is_left_out: Callable[[bytes], bool]) -> Iterator[dict[str, Any]]:
         self.skipped.clear()
         for path in self.paths:
             with path.open("rb") as file:
@@ -247,6 +261,8 @@ class RawLines:
                         size = f"{_MOST_LINE_BYTES >> 20} MiB or more"
                         self.skipped.append(f"{path.name}:{number}: line of {size}")
                         break
+                    if is_left_out(text):
+                        continue
                     line = _parsed(text)
                     if line is None:
                         kind = "damaged" if text.endswith(b"\n") else "half-written"

@@ -68,6 +68,7 @@ class FakeMaster:
         self.runs: dict[int, dict[str, Any]] = {}
         self.metrics: dict[int, dict[str, list[dict[str, Any]]]] = {}
         self.lines: dict[int, list[dict[str, Any]]] = {}
+        self.lines_of_an_answer = 2
         self.result_folder: Callable[[dict[str, Any]], Path] | None = None
         self.states: dict[int, list[str]] = {}
         self.final_state = "finished"
@@ -131,10 +132,11 @@ class FakeMaster:
         if parts[2:] == ["logs"]:
             self.log_queries.append(query)
             since = int(query.get("since_line", 0))
-            page = self.lines[run_id][since : since + 2]
+            end = since + self.lines_of_an_answer
+            page = self.lines[run_id][since:end]
             return 200, {
                 "lines": [line for line in page if query.get("search", "") in line["text"]],
-                "next": min(since + 2, len(self.lines[run_id])),
+                "next": min(end, len(self.lines[run_id])),
             }
         if method == "DELETE":
             del self.runs[run_id]

@@ -111,6 +111,7 @@ def test_a_run_is_one_of_its_call(tmp_path: Path, own_home: Path) -> None:
 def said(fake: FakeMaster) -> FakeMaster:
     """A master whose run wrote characters that few encodings have."""
     run_id = fake.add("demo-1")
+    fake.lines_of_an_answer = 1000
     fake.lines[run_id] = [
         {"rank": 0, "stream": "stdout", "text": f"損失 é {n}", "date": ""} for n in range(3000)
     ]

@@ -18,7 +18,7 @@ from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import as_csv, table_rows
 from mlbench_core.sweep.words import per_network
 from tests.helpers.archives import unpack
-from tests.helpers.thorough import some
+from tests.helpers.thorough import THOROUGH, some
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGES = sorted(path.parent for path in RESULTS.glob("*/runs.tar.xz"))
@@ -66,8 +66,12 @@ def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_
     # reason.
     without = {name for name, folder in runs.items() if not (folder / RESULT).exists()}
     assert all(stopped_at_limit(runs[name]) for name in without)
+    verified = sorted(runs.keys() - without)
+    # They were all written by the same program, and each takes a tenth of a second.
     assert [
-        problem for name in runs.keys() - without for problem in verify_folder(runs[name])
+        problem
+        for name in (verified if THOROUGH else verified[::8])
+        for problem in verify_folder(runs[name])
     ] == []
 
     outcome = read_outcome(tmp_path, sweep)

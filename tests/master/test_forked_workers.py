@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +17,7 @@ from mlbench_master.engines import Job
 from mlbench_master.engines.interface import JobStatus
 from mlbench_master.engines.local import engine as local
 from mlbench_master.engines.local.engine import LocalEngine
+from mlbench_master.engines.supervisor.fork_server import ForkServer
 from mlbench_master.engines.supervisor.forked import startup_variables
 
 # What a script sees of its process; the sessions and the names of files differ in any case.
@@ -58,18 +59,41 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
-    monkeypatch.setenv(local.FORK_VARIABLE, "1")
-    yield LocalEngine(tmp_path / "runs", grace_s=1)
+@pytest.fixture(scope="module", autouse=True)
+def server_that_ends() -> Iterator[None]:
+    """The tests share a fork server, which spends seconds on its imports."""
+    yield
     if local._fork_server is not None:
         local._fork_server.close()
         local._fork_server = None
 
 
-def run(engine: LocalEngine, number: int, command: str, **fields: Any) -> JobStatus:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The numbers of the runs that were started by a fork server."""
+    numbers: list[str] = []
+    start = ForkServer.start_supervisor
+
+    def start_and_note(server: ForkServer, folder: Path, held: socket.socket) -> int:
+        numbers.append(folder.name)
+        return start(server, folder, held)
+
+    monkeypatch.setattr(ForkServer, "start_supervisor", start_and_note)
+    return numbers
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+    monkeypatch.setenv(local.FORK_VARIABLE, "1")
+    return LocalEngine(tmp_path / "runs", grace_s=1)
+
+
+def run(
+    engine: LocalEngine, number: int, command: str, env: dict[str, str] | None = None
+) -> JobStatus:
     """Run a job with two workers to its end."""
-    job = Job(run_id=number, name=f"run-{number}", command=command, num_workers=2, **fields)
+    env = {"OMP_NUM_THREADS": "1", **(env or {})}
+    job = Job(run_id=number, name=f"run-{number}", command=command, num_workers=2, env=env)
     job_id = engine.start(job)
     while (status := engine.poll(job_id)).state == "running":
         time.sleep(0.05)
@@ -95,7 +119,9 @@ def processes_of_run(folder: Path) -> list[list[str]]:
     return found
 
 
-def test_a_script_sees_what_a_new_program_sees(engine: LocalEngine, tmp_path: Path) -> None:
+def test_a_script_sees_what_a_new_program_sees(
+    engine: LocalEngine, tmp_path: Path, forked: list[str]
+) -> None:
     script = tmp_path / "state.py"
     script.write_text(STATE)
     states = {}
@@ -119,16 +145,19 @@ def test_a_script_sees_what_a_new_program_sees(engine: LocalEngine, tmp_path: Pa
             state["env"].pop(name, None)
         del state["argv"][1], state["cwd"], state["orig_argv"][2]
     assert states["1"] == states["0"]
-    assert local._fork_server is not None
+    assert forked == ["2"]
 
 
-def test_the_same_bits_and_no_further_imports(engine: LocalEngine, tmp_path: Path) -> None:
+def test_the_same_bits_and_no_further_imports(
+    engine: LocalEngine, tmp_path: Path, forked: list[str]
+) -> None:
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)
-    for number, forks in enumerate("0111", 1):
+    for number, forks in enumerate("011", 1):
         assert (
             run(engine, number, str(script), env={local.FORK_VARIABLE: forks}).state == "finished"
         )
+    assert forked == ["2", "3"]
     weights = said(tmp_path, 1, "weights")
     assert len(set(weights)) == 1
     assert said(tmp_path, 2, "weights") == said(tmp_path, 3, "weights") == weights
@@ -141,7 +170,9 @@ def test_other_processes_see_the_run(engine: LocalEngine, tmp_path: Path) -> Non
     """The workers and the supervisor are found by their words and by the folder of their run."""
     script = tmp_path / "sleeps.py"
     script.write_text("import time, torch\nprint('here', flush=True)\ntime.sleep(60)\n")
-    job_id = engine.start(Job(run_id=1, name="a", command=f"{script} word", num_workers=2))
+    job = Job(run_id=1, name="a", command=f"{script} word", num_workers=2)
+    job.env["OMP_NUM_THREADS"] = "1"
+    job_id = engine.start(job)
     while len(said(tmp_path, 1, "here")) < 2:
         time.sleep(0.05)
     folder = tmp_path / "runs" / "1"
@@ -164,30 +195,36 @@ def test_a_module_of_the_user_is_imported_as_in_a_new_program(
     """A folder with a module of a name that is imported already needs a new program."""
     (tmp_path / "psutil.py").write_text("OWN = True\n")
     script = tmp_path / "imports.py"
-    script.write_text("import psutil, torch\nprint('own', psutil.OWN, flush=True)\n")
+    script.write_text("# torch\nimport psutil\nprint('own', psutil.OWN, flush=True)\n")
     assert run(engine, 1, str(script)).state == "finished"
     assert said(tmp_path, 1, "own") == ["own True"] * 2
 
 
-def test_variables_that_are_read_at_the_start(engine: LocalEngine, tmp_path: Path) -> None:
+def test_variables_that_are_read_at_the_start(
+    engine: LocalEngine, tmp_path: Path, forked: list[str]
+) -> None:
+    """A fork server has those of its own start, so other workers get another one."""
     script = tmp_path / "threads.py"
     script.write_text(
         "import sys, torch\nprint('got', torch.get_num_threads(), sys.flags.hash_randomization)\n"
     )
-    for number, threads in enumerate((1, 2), 1):
-        env = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
-        assert run(engine, number, str(script), env=env).state == "finished"
-        assert said(tmp_path, number, "got") == [f"got {threads} 0"] * 2
-        assert local._fork_server is not None
+    assert run(engine, 1, str(script)).state == "finished"
+    env = {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "0"}
+    assert run(engine, 2, str(script), env=env).state == "finished"
+    assert said(tmp_path, 1, "got") == ["got 1 1"] * 2
+    assert said(tmp_path, 2, "got") == ["got 2 0"] * 2
+    assert forked == ["1", "2"]
     assert startup_variables({"OMP_NUM_THREADS": "1", "PYTHONPATH": "a", "HOME": "b"}) == {
         "OMP_NUM_THREADS": "1"
     }
 
 
-def test_other_programs_are_not_forked(engine: LocalEngine, tmp_path: Path) -> None:
+def test_other_programs_are_not_forked(
+    engine: LocalEngine, tmp_path: Path, forked: list[str]
+) -> None:
     script = tmp_path / "light.py"
     script.write_text("print(1)\n")
     assert run(engine, 3, str(script)).state == "finished"
     assert run(engine, 1, f"{sys.executable} -c 'print(1)'").state == "finished"
     assert run(engine, 2, "true").state == "finished"
-    assert local._fork_server is None
+    assert forked == []

@@ -1,4 +1,5 @@
-"""Start workers as forks of a process that has imported torch: an import takes seconds.
+"""Start workers as forks of a process that has imported torch: an import takes seconds, and so does
+what ``torch.compile`` imports at its first call.
 
 The parent sends lines of JSON, each a list of workers: their words after ``python -m
 mlbench_core.observe`` or, for a run without observation, after ``python``, and their variables. It
@@ -15,7 +16,8 @@ import traceback
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo.backends.debugging
+import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.distributed.tensor
 

@@ -355,6 +355,20 @@ def test_a_line_with_fields_of_wrong_types_is_skipped_and_named(tmp_path: Path, 
     assert read_result(folder)["times"]["slowest"]["train_s"] == 30.0
 
 
+def test_lines_without_statistics_are_all_others(tmp_path: Path) -> None:
+    lines = read_lines(write_run(tmp_path / "run", workers=2, finish=False))
+    with lines.paths[-1].open("a") as file:
+        for separators in ((",", ":"), (", ", ": ")):
+            row = {"rank": 1, "kind": "stat", "epoch": 0, "step": 1, "time_s": 1.0, "name": "a"}
+            file.write(json.dumps({**row, "value": 1.0}, separators=separators) + "\n")
+        file.write('{"ra')
+    wanted = [line for line in lines if line["kind"] != "stat"]
+    assert {line["kind"] for line in wanted} == {"start", "epoch", "goal"}
+    skipped = list(lines.skipped)
+    assert list(lines.without_statistics()) == wanted
+    assert lines.skipped == skipped and len(skipped) == 1
+
+
 @pytest.mark.parametrize(
     "change_line",
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import zlib
-from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -51,39 +50,42 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("html")
     options = ["-W", "--keep-going", "-q", "-b", "html"]
     options += ["-D", "toc_object_entries=0"]  # which takes a quarter of the time
-    # The search for garbage takes another quarter.
-    code = "import gc; gc.disable(); from sphinx.cmd.build import main; raise SystemExit(main())"
+    options += ["-D", "smartquotes=0"]
+    # The search for garbage takes another quarter, and to free the memory at the end some seconds.
+    code = "import gc, os, sys; gc.disable(); from sphinx.cmd.build import main; status = main(); "
+    code += "sys.stdout.flush(); sys.stderr.flush(); os._exit(status)"
     command = [sys.executable, "-c", code, *options, str(DOCS), str(folder)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return folder
 
 
-def test_every_link_leads_to_a_place(built: Path) -> None:
-    read = cache(lambda path: Page(path.read_text(encoding="utf-8")))
+@pytest.fixture(scope="module")
+def pages(built: Path) -> dict[Path, Page]:
+    """All pages by their files."""
+    found = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(built.rglob("*.html"))}
+    assert len(found) > 80
+    return found
+
+
+def test_every_link_leads_to_a_place(built: Path, pages: dict[Path, Page]) -> None:
     dead = []
-    pages = sorted(built.rglob("*.html"))
-    assert len(pages) > 80
-    for page in pages:
-        for address in read(page).addresses:
+    for page, content in pages.items():
+        for address in content.addresses:
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
                 continue
             target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
             is_page = target.suffix == ".html"
             if not target.exists() or (
-                is_page and parts.fragment and unquote(parts.fragment) not in read(target).ids
+                is_page and parts.fragment and unquote(parts.fragment) not in pages[target].ids
             ):
                 dead.append(f"{page.relative_to(built)}: {address}")
     assert dead == []
 
 
-def test_no_page_needs_another_server(built: Path) -> None:
-    loaded = {
-        address
-        for page in built.rglob("*.html")
-        for address in Page(page.read_text(encoding="utf-8")).loaded
-    }
+def test_no_page_needs_another_server(pages: dict[Path, Page]) -> None:
+    loaded = {address for page in pages.values() for address in page.loaded}
     assert any(address.endswith(".css") or ".css?" in address for address in loaded)
     assert [address for address in loaded if urlsplit(address).netloc] == []
 
