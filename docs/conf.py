@@ -119,7 +119,7 @@ def limit_navigation(
     whole_tree = context.get("toctree")
     folder = posixpath.dirname(page)
     # The links are those of all pages of the folder: one of them is enough for the tests.
-    if folder in folders_with_navigation and not app.tags.has("sources"):
+    if folder in folders_with_navigation and app.tags.has("quick"):
         context["toctree"] = lambda **options: ""
     elif whole_tree is not None:
         folders_with_navigation.add(folder)

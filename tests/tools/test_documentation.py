@@ -48,7 +48,7 @@ class Page(HTMLParser):
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the pages; a warning is an error."""
     folder = tmp_path_factory.mktemp("html")
-    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    options = ["-W", "--keep-going", "-q", "-t", "quick", "-b", "html"]
     options += ["-D", "toc_object_entries=0"]  # which takes a quarter of the time
     options += ["-D", "smartquotes=0"]
     # The search for garbage takes another quarter, and to free the memory at the end some seconds.
