@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.samples import find_samples
 from mlbench_core.observe.steps import StepClock
 
 __all__ = ["DataObserver"]
@@ -32,6 +33,10 @@ class DataObserver:
         self._clock = clock
         self._patches = Patches()
         self._patched: set[type] = set()
+        # Iterator: its loader, and the dimension of the samples, None as long as it is unknown.
+        # A dictionary of weak references would cost more in each step.
+        self._origins: dict[int, tuple[int, int | None]] = {}
+        self._batch_sizes: dict[int, int] = {}
         self._evaluated: nn.Module | None = None
         self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -46,6 +51,7 @@ class DataObserver:
         @functools.wraps(original)
         def observed(loader: Any) -> Any:
             iterator = original(loader)
+            self._note_origin(loader, iterator)
             # The iterator stays the same object; the class that has its __next__ is observed.
             for kind in type(iterator).__mro__:
                 if "__next__" in vars(kind):
@@ -57,8 +63,25 @@ class DataObserver:
 
         return observed
 
+    def _note_origin(self, loader: Any, iterator: Any) -> None:
+        """Note which loader an iterator is of, and how many samples are in its batches."""
+        if get_ident() == self._clock.thread:
+            self._clock.read_again(id(loader))
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        is_known = isinstance(size, int)
+        self._origins[id(iterator)] = id(loader), None if is_known else 0
+        if is_known:
+            self._batch_sizes[id(iterator)] = size
+
+    def _find_samples(self, iterator: Any, batch: Any) -> int | None:
+        """Return the dimension of the samples; None if this batch does not show it either."""
+        key = id(iterator)
+        dimension = find_samples(batch, self._batch_sizes[key])
+        self._origins[key] = self._origins[key][0], dimension
+        return dimension
+
     def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        clock = self._clock
+        clock, origins = self._clock, self._origins
 
         @functools.wraps(original)
         def observed(iterator: Any) -> Any:
@@ -69,7 +92,10 @@ class DataObserver:
             try:
                 batch = original(iterator)
             finally:
-                clock.fetch_ends(batch)
+                loader, dimension = origins.get(id(iterator), (0, 0))
+                if dimension is None and batch is not None:
+                    dimension = self._find_samples(iterator, batch)
+                clock.fetch_ends(batch, loader, dimension or 0)
             return batch
 
         return observed
