@@ -68,9 +68,9 @@ class DataObserver:
         if get_ident() == self._clock.thread:
             self._clock.read_again(id(loader))
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        is_known = isinstance(size, int)
-        self._origins[id(iterator)] = id(loader), None if is_known else 0
-        if is_known:
+        self._origins[id(iterator)] = id(loader), 0
+        if isinstance(size, int):
+            self._origins[id(iterator)] = id(loader), None
             self._batch_sizes[id(iterator)] = size
 
     def _find_samples(self, iterator: Any, batch: Any) -> int | None:

@@ -59,8 +59,8 @@ class StepClock:
         is_in_backward: True during a backward pass.
         has_optimizer: True after the script has made an optimizer.
         has_fetched: True after the first training batch of a DataLoader.
-        may_evaluate: True after a forward pass without gradients, until the script shows by a batch or
-            by gradients if it was an evaluation.
+        may_evaluate: True after a forward pass without gradients. A next batch or gradients then
+            show if it was an evaluation.
         optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
