@@ -38,13 +38,13 @@ class DataObserver:
         self._origins: dict[int, tuple[int, int | None]] = {}
         self._batch_sizes: dict[int, int] = {}
         self._evaluated: nn.Module | None = None
+        self._is_in_eval = False
         self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch."""
         self._patches = patches
         patches.replace(DataLoader, "__iter__", self._iter)
-        patches.replace(nn.Module, "eval", self._eval)
         patches.replace(nn.Module, "train", self._train)
 
     def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,25 +100,29 @@ class DataObserver:
 
         return observed
 
-    def _eval(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def observed(module: nn.Module) -> Any:
-            result = original(module)
-            if not self._clock.is_open or get_ident() != self._clock.thread:
-                return result
-            # A model that is never trained, such as a teacher, begins no evaluation.
-            if module not in self._trained:
-                self._trained[module] = self._clock.trains(module)
-            if self._trained[module]:
-                self._evaluated = module
-                self._clock.begin_evaluation()
-            return result
-
-        return observed
+    def _begin_evaluation(self, module: nn.Module) -> None:
+        """Begin an evaluation of a module, unless the script does not train it."""
+        if not self._clock.is_open or get_ident() != self._clock.thread:
+            return
+        # A model that is never trained, such as a teacher, begins no evaluation.
+        if module not in self._trained:
+            self._trained[module] = self._clock.trains(module)
+        if self._trained[module]:
+            self._evaluated = module
+            self._clock.begin_evaluation()
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def observed(module: nn.Module, mode: bool = True) -> Any:
+            # eval() calls train(False). Models of transformers have an eval() of their own.
+            if not mode and not self._is_in_eval:
+                self._is_in_eval = True
+                try:
+                    result = original(module, mode)
+                finally:
+                    self._is_in_eval = False
+                self._begin_evaluation(module)
+                return result
             result = original(module, mode)
             # torch calls it for each module of a model, so the comparison comes first.
             if mode and self._clock.is_evaluating and self._evaluated in (module, None):

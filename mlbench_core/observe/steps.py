@@ -92,6 +92,8 @@ class StepClock:
         self._samples = self._tokens = 0
         # Of the batches that no backward pass has used yet, and the loader of the last one.
         self._fetched_samples = self._fetched_tokens = self._loader = 0
+        # Of the last batches that were fetched in an evaluation, and their loader.
+        self._seen_samples = self._seen_tokens = self._seen_loader = 0
         self._steps_samples = self._steps_tokens = 0
         self.began_s: float | None = None
         self._start_s = 0.0
@@ -146,6 +148,7 @@ class StepClock:
                 # No backward pass has used the last batch.
                 self._fetched_samples = self._fetched_tokens = 0
             if self._fetched_in_evaluation or self.may_evaluate:
+                self._seen_samples = self._seen_tokens = 0
                 self.end_evaluation()
             if self.began_s is None:
                 self.begin()
@@ -175,6 +178,20 @@ class StepClock:
                 self._fetched_samples += samples
                 self._fetched_tokens += tokens
                 self._loader = loader
+        elif self.is_evaluating and loader != self._loader:
+            # A script may call train() after it has fetched the next batch.
+            if batch is None or self._fetched_in_evaluation or loader != self._seen_loader:
+                self._seen_samples = self._seen_tokens = 0
+                self._seen_loader = loader
+            if batch is not None and not self._fetched_in_evaluation:
+                samples, tokens = count_data(batch, dimension)
+                self._seen_samples += samples
+                self._seen_tokens += tokens
+        elif self.is_evaluating and batch is not None and not self._fetched_in_evaluation:
+            # The loader that trained is read on.
+            samples, tokens = count_data(batch, dimension)
+            self._fetched_samples += samples
+            self._fetched_tokens += tokens
 
     def read_again(self, loader: int) -> None:
         """Note that the script reads a DataLoader from its beginning.
@@ -187,6 +204,9 @@ class StepClock:
         """
         if loader == self._loader:
             self._fetched_samples = self._fetched_tokens = 0
+            if self.is_evaluating:
+                # It may be an evaluation with the training data.
+                self._loader = 0
 
     def forward_begins(self, inputs: Any) -> None:
         """Note that DDP begins its forward pass.
@@ -414,5 +434,8 @@ class StepClock:
         if self._fetched_in_evaluation:
             self._times.validation_end()
         self._fetched_in_evaluation = self.may_evaluate = False
+        self._fetched_samples += self._seen_samples
+        self._fetched_tokens += self._seen_tokens
+        self._seen_samples = self._seen_tokens = 0
         self.is_open, self.is_evaluating = True, False
         self._label = "other"
