@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ class Script:
         """Write a remark for each argument of the script that is an option of ``mlbench run``.
 
         The user may have meant it for the command. An option that stands in the script is the
-        script's.
+        script's, and one of the name of a variable, which the script may set from its arguments.
         """
         own: set[str] = set()
         for parameter in command.params:
@@ -219,7 +220,10 @@ class Script:
         for word in self.words[1:]:
             option = word.partition("=")[0]
             # Short options such as -c are those of many programs.
-            if option.startswith("--") and option in own and option not in text:
+            if not option.startswith("--") or option not in own or option in text:
+                continue
+            variable = re.escape(option[2:].replace("-", "_"))
+            if not re.search(rf"\b{variable}\s*[:=]", text):
                 remark(f"{option} goes to the script: put options of mlbench before it")
 
     @property

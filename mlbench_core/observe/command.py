@@ -127,7 +127,7 @@ class _ObservedRun:
             unmeasured = [f"everything: {NO_STEP if error is None else FAILED_EARLY}"]
             error = error or MLBenchError(NO_STEP)
         else:
-            unmeasured = self.observer.unmeasured()
+            unmeasured = self.observer.unmeasured(self.world_size)
             for metric in self._metrics:
                 if metric.name not in self._recorded:
                     pattern = metric.regex.pattern

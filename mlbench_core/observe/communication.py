@@ -254,8 +254,12 @@ class CommunicationObserver:
 
         @functools.wraps(original)
         def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-            is_compiling = torch.compiler.is_dynamo_compiling()
-            if not is_compiling and torch.is_grad_enabled() and not clock.is_evaluating:
+            if torch.compiler.is_dynamo_compiling():
+                return original(model, *args, **kwargs)
+            if not torch.is_grad_enabled():
+                if clock.is_open:
+                    clock.forward_without_gradients()
+            elif clock.is_open or clock.began_s is None or clock.may_evaluate:
                 clock.forward_begins((args, kwargs))
                 for times in timed:
                     if times.model() is model:

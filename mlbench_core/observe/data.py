@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe.patches import Patches
+from mlbench_core.observe.samples import find_samples
 from mlbench_core.observe.steps import StepClock
 
 __all__ = ["DataObserver"]
@@ -32,20 +33,25 @@ class DataObserver:
         self._clock = clock
         self._patches = Patches()
         self._patched: set[type] = set()
+        # Iterator: its loader, and the dimension of the samples, None as long as it is unknown.
+        # A dictionary of weak references would cost more in each step.
+        self._origins: dict[int, tuple[int, int | None]] = {}
+        self._batch_sizes: dict[int, int] = {}
         self._evaluated: nn.Module | None = None
+        self._is_in_eval = False
         self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch."""
         self._patches = patches
         patches.replace(DataLoader, "__iter__", self._iter)
-        patches.replace(nn.Module, "eval", self._eval)
         patches.replace(nn.Module, "train", self._train)
 
     def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def observed(loader: Any) -> Any:
             iterator = original(loader)
+            self._note_origin(loader, iterator)
             # The iterator stays the same object; the class that has its __next__ is observed.
             for kind in type(iterator).__mro__:
                 if "__next__" in vars(kind):
@@ -57,8 +63,25 @@ class DataObserver:
 
         return observed
 
+    def _note_origin(self, loader: Any, iterator: Any) -> None:
+        """Note which loader an iterator is of, and how many samples are in its batches."""
+        if get_ident() == self._clock.thread:
+            self._clock.read_again(id(loader))
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        self._origins[id(iterator)] = id(loader), 0
+        if isinstance(size, int):
+            self._origins[id(iterator)] = id(loader), None
+            self._batch_sizes[id(iterator)] = size
+
+    def _find_samples(self, iterator: Any, batch: Any) -> int | None:
+        """Return the dimension of the samples; None if this batch does not show it either."""
+        key = id(iterator)
+        dimension = find_samples(batch, self._batch_sizes[key])
+        self._origins[key] = self._origins[key][0], dimension
+        return dimension
+
     def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        clock = self._clock
+        clock, origins = self._clock, self._origins
 
         @functools.wraps(original)
         def observed(iterator: Any) -> Any:
@@ -69,30 +92,37 @@ class DataObserver:
             try:
                 batch = original(iterator)
             finally:
-                clock.fetch_ends(batch)
+                loader, dimension = origins.get(id(iterator), (0, 0))
+                if dimension is None and batch is not None:
+                    dimension = self._find_samples(iterator, batch)
+                clock.fetch_ends(batch, loader, dimension or 0)
             return batch
 
         return observed
 
-    def _eval(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def observed(module: nn.Module) -> Any:
-            result = original(module)
-            if not self._clock.is_open or get_ident() != self._clock.thread:
-                return result
-            # A model that is never trained, such as a teacher, begins no evaluation.
-            if module not in self._trained:
-                self._trained[module] = self._clock.trains(module)
-            if self._trained[module]:
-                self._evaluated = module
-                self._clock.begin_evaluation()
-            return result
-
-        return observed
+    def _begin_evaluation(self, module: nn.Module) -> None:
+        """Begin an evaluation of a module, unless the script does not train it."""
+        if not self._clock.is_open or get_ident() != self._clock.thread:
+            return
+        # A model that is never trained, such as a teacher, begins no evaluation.
+        if module not in self._trained:
+            self._trained[module] = self._clock.trains(module)
+        if self._trained[module]:
+            self._evaluated = module
+            self._clock.begin_evaluation()
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def observed(module: nn.Module, mode: bool = True) -> Any:
+            # eval() calls train(False). Models of transformers have an eval() of their own.
+            if not mode and not self._is_in_eval:
+                self._is_in_eval = True
+                try:
+                    result = original(module, mode)
+                finally:
+                    self._is_in_eval = False
+                self._begin_evaluation(module)
+                return result
             result = original(module, mode)
             # torch calls it for each module of a model, so the comparison comes first.
             if mode and self._clock.is_evaluating and self._evaluated in (module, None):

@@ -30,6 +30,10 @@ from mlbench_core.tracking.tracker import Tracker
 __all__ = ["Observer"]
 
 _FIRST_STEP_S = 60.0
+_NO_COLLECTIVE = (
+    "communication: no collective of torch.distributed was called in training. Perhaps each worker "
+    "trains alone, without DistributedDataParallel, or communicates by code of its own"
+)
 _OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 
 
@@ -190,9 +194,16 @@ class Observer:
 
     # ------------------------------------------------------------------ the end
 
-    def unmeasured(self) -> list[str]:
-        """Return each thing that was not measured, with the reason."""
+    def unmeasured(self, world_size: int) -> list[str]:
+        """Return each thing that was not measured, with the reason.
+
+        Args:
+            world_size: Number of workers.
+        """
+        totals = self.tracker.totals()
         reasons = list(self.communication.unmeasured)
+        if world_size > 1 and not reasons and not totals["communication_measured"]:
+            reasons.append(_NO_COLLECTIVE)
         if not self.clock.has_fetched:
             reasons.append("data: no DataLoader was read")
         if not self.clock.has_optimizer:
@@ -200,7 +211,7 @@ class Observer:
                 "optimizer: the script has no torch.optim.Optimizer, so each backward pass ends a "
                 "step, and the update after it is a part of the next one"
             )
-        if not self.tracker.totals()["samples"]:
+        if not totals["samples"]:
             reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
         for times in self.clock.traffic.timed:
             if times.own_hook:

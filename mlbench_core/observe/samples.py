@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["count_data"]
+__all__ = ["count_data", "find_samples"]
 
 
-def count_data(batch: Any) -> tuple[int, int]:
+def count_data(batch: Any, dimension: int = 0) -> tuple[int, int]:
     """Return the samples and the tokens of a batch.
 
     Args:
         batch: A tensor, or a sequence or mapping that has one; the first tensor counts. Integers
             of shape (samples, length) are tokens.
+        dimension: The dimension of the samples, see :func:`find_samples`.
 
     Example:
         >>> count_data((torch.zeros(8, 3), torch.zeros(8)))
         (8, 0)
         >>> count_data({"ids": torch.zeros(4, 16, dtype=torch.long)})
+        (4, 64)
+        >>> count_data(torch.zeros(16, 4, dtype=torch.long), dimension=1)
         (4, 64)
     """
     # Mostly the first part of a pair is a tensor, and a call in each step is saved.
@@ -34,7 +37,30 @@ def count_data(batch: Any) -> tuple[int, int]:
     if dimensions == 0:
         return 0, 0
     is_text = dimensions == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return first.shape[0], first.numel() if is_text else 0
+    samples = first.shape[dimension if dimension < dimensions else 0]
+    return samples, first.numel() if is_text else 0
+
+
+def find_samples(batch: Any, batch_size: int) -> int | None:
+    """Return the dimension of the samples in a batch, None if it cannot be told.
+
+    Translation models often have batches of shape (length, samples).
+
+    Args:
+        batch: A full batch.
+        batch_size: Number of samples that the DataLoader puts into it.
+
+    Example:
+        >>> find_samples(torch.zeros(16, 4), 4)
+        1
+        >>> find_samples(torch.zeros(4, 4), 4) is None
+        True
+    """
+    first = _first_tensor(batch)
+    if first is None or first.dim() < 2 or first.shape[0] == first.shape[1]:
+        return None
+    # With another size, such as that of a collate function's own, the first dimension is usual.
+    return int(first.shape[0] != batch_size and first.shape[1] == batch_size)
 
 
 def _first_tensor(batch: Any) -> Tensor | None:

@@ -59,6 +59,8 @@ class StepClock:
         is_in_backward: True during a backward pass.
         has_optimizer: True after the script has made an optimizer.
         has_fetched: True after the first training batch of a DataLoader.
+        may_evaluate: True after a forward pass without gradients. A next batch or gradients then
+            show if it was an evaluation.
         optimizer_depth: Number of optimizers whose steps run now, one inside the other.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
@@ -88,6 +90,10 @@ class StepClock:
         self.has_optimizer = self.has_fetched = False
         # Of this step, and of the steps that the tracker does not know yet.
         self._samples = self._tokens = 0
+        # Of the batches that no backward pass has used yet, and the loader of the last one.
+        self._fetched_samples = self._fetched_tokens = self._loader = 0
+        # Of the last batches that were fetched in an evaluation, and their loader.
+        self._seen_samples = self._seen_tokens = self._seen_loader = 0
         self._steps_samples = self._steps_tokens = 0
         self.began_s: float | None = None
         self._start_s = 0.0
@@ -107,6 +113,7 @@ class StepClock:
         self._last: weakref.ref[Any] | None = None
         self._since_last = 0
         self._fetched_in_evaluation = False
+        self.may_evaluate = False
         self._wait_cpu_s = 0.0
 
     def begin(self) -> None:
@@ -137,7 +144,11 @@ class StepClock:
             is_training: True if gradients are enabled.
         """
         if is_training:
-            if self._fetched_in_evaluation:
+            if self.may_evaluate:
+                # No backward pass has used the last batch.
+                self._fetched_samples = self._fetched_tokens = 0
+            if self._fetched_in_evaluation or self.may_evaluate:
+                self._seen_samples = self._seen_tokens = 0
                 self.end_evaluation()
             if self.began_s is None:
                 self.begin()
@@ -150,19 +161,52 @@ class StepClock:
             if len(self._host_times.marks) > _MOST_MARKS:
                 self._host_times.add_up()
 
-    def fetch_ends(self, batch: Any) -> None:
+    def fetch_ends(self, batch: Any, loader: int, dimension: int) -> None:
         """Note that the script has a batch, or that the data has ended.
 
         Args:
             batch: The batch; None at the end.
+            loader: The id of the DataLoader.
+            dimension: The dimension of the samples in the batch.
         """
         if self.is_open:
             self._mark(("batch_load", perf_counter()))
             self._label = "fwd_pass"
             self.has_fetched = True
-            samples, tokens = count_data(batch)
-            self._samples += samples
-            self._tokens += tokens
+            if batch is not None:
+                samples, tokens = count_data(batch, dimension)
+                self._fetched_samples += samples
+                self._fetched_tokens += tokens
+                self._loader = loader
+        elif self.is_evaluating and loader != self._loader:
+            # A script may call train() after it has fetched the next batch.
+            if batch is None or self._fetched_in_evaluation or loader != self._seen_loader:
+                self._seen_samples = self._seen_tokens = 0
+                self._seen_loader = loader
+            if batch is not None and not self._fetched_in_evaluation:
+                samples, tokens = count_data(batch, dimension)
+                self._seen_samples += samples
+                self._seen_tokens += tokens
+        elif self.is_evaluating and batch is not None and not self._fetched_in_evaluation:
+            # The loader that trained is read on.
+            samples, tokens = count_data(batch, dimension)
+            self._fetched_samples += samples
+            self._fetched_tokens += tokens
+
+    def read_again(self, loader: int) -> None:
+        """Note that the script reads a DataLoader from its beginning.
+
+        Batches of it that no backward pass has used were read for another reason, such as their
+        number or their shape.
+
+        Args:
+            loader: The id of the DataLoader.
+        """
+        if loader == self._loader:
+            self._fetched_samples = self._fetched_tokens = 0
+            if self.is_evaluating:
+                # It may be an evaluation with the training data.
+                self._loader = 0
 
     def forward_begins(self, inputs: Any) -> None:
         """Note that DDP begins its forward pass.
@@ -170,6 +214,10 @@ class StepClock:
         Args:
             inputs: Its arguments. Their samples count if the script reads no DataLoader.
         """
+        if self.may_evaluate:
+            # The pass without gradients was a part of this step, as for pseudo-labels.
+            self._training_goes_on()
+            self._label = "fwd_pass"
         if self.began_s is None:
             self.begin()
         if self._label == "other":
@@ -177,8 +225,16 @@ class StepClock:
             self._label = "fwd_pass"
         if not self.has_fetched:
             samples, tokens = count_data(inputs)
-            self._samples += samples
-            self._tokens += tokens
+            self._fetched_samples += samples
+            self._fetched_tokens += tokens
+
+    def forward_without_gradients(self) -> None:
+        """Note a forward pass of DDP without gradients.
+
+        It is an evaluation if the script fetches its next batch before it computes gradients.
+        """
+        self.begin_evaluation()
+        self.may_evaluate = self.is_evaluating
 
     def gather_begins(self) -> None:
         """Note an all-gather before the first batch: with FSDP2, the first forward pass begins."""
@@ -193,6 +249,8 @@ class StepClock:
         if self.began_s is None:
             self.begin()
         self.is_in_backward = True
+        if self._fetched_samples:
+            self._use_batches()
         self._mark(("opt_step" if self.optimizer_depth else "fwd_pass", perf_counter()))
         self._label = "backprop"
 
@@ -204,6 +262,11 @@ class StepClock:
         self.traffic.end_backward()
         if not self.has_optimizer:
             self.end_step()
+
+    def _use_batches(self) -> None:
+        self._samples += self._fetched_samples
+        self._tokens += self._fetched_tokens
+        self._fetched_samples = self._fetched_tokens = 0
 
     def backward_fails(self) -> None:
         """Note that an exception leaves a backward pass, perhaps because a worker is lost."""
@@ -296,6 +359,9 @@ class StepClock:
         """End a step, and the interval if it is due."""
         now = perf_counter()
         self._end_step((self.steps, now - self._start_s))
+        # A step without a backward pass, such as one with torch.autograd.grad.
+        if self._fetched_samples and not self._samples:
+            self._use_batches()
         self._steps_samples += self._samples
         self._steps_tokens += self._tokens
         self._samples = self._tokens = 0
@@ -367,6 +433,9 @@ class StepClock:
         # Its time stays training time.
         if self._fetched_in_evaluation:
             self._times.validation_end()
-        self._fetched_in_evaluation = False
+        self._fetched_in_evaluation = self.may_evaluate = False
+        self._fetched_samples += self._seen_samples
+        self._fetched_tokens += self._seen_tokens
+        self._seen_samples = self._seen_tokens = 0
         self.is_open, self.is_evaluating = True, False
         self._label = "other"

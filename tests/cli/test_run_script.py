@@ -55,6 +55,14 @@ def test_all_words_after_the_script_are_its_own(fake: FakeMaster, call: Call) ->
     ]
 
 
+def test_no_remark_about_a_variable_of_the_script(fake: FakeMaster, call: Call) -> None:
+    """A script may set its variables from the command line, as nanoGPT does."""
+    Path("train.py").write_text('backend = "nccl"\nuse_gpu = 1\n', encoding="utf-8")
+    result = call("run", "mine", "2", "train.py", "--backend=gloo", "--gpu")
+    assert result.stderr.count("goes to the script") == 1
+    assert "--gpu goes to the script" in result.stderr
+
+
 def test_options_before_the_script_are_those_of_the_command(
     fake: FakeMaster, call: Call, folder: Path
 ) -> None:

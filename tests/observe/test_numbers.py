@@ -85,6 +85,14 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     ]
 
 
+def test_workers_that_train_alone(runner: Runner) -> None:
+    """A script that forgets DDP on CPUs, as ImageNet's example of PyTorch does, is told so."""
+    run = runner.run("plain", 2)
+    (reason,) = run.result["not_measured"]
+    assert reason.startswith("communication: no collective of torch.distributed was called")
+    assert re.search("^  bytes on the wire +not measured$", run.logs[0], re.MULTILINE)
+
+
 def test_updates_by_hand(runner: Runner) -> None:
     """A backward pass ends a step, and a method that needs an optimizer is refused."""
     run = runner.run("by_hand", 1)

@@ -152,6 +152,29 @@ def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
     assert (summary.batches, summary.samples, summary.validation_s) == (3, 6, 0.0)
 
 
+def test_model_with_an_eval_of_its_own() -> None:
+    """As the models of transformers have it."""
+
+    class Model(nn.Linear):
+        def eval(self) -> Model:
+            return self.train(False)
+
+    with observer() as watched:
+        model = Model(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(torch.ones(6, 2), batch_size=2):
+            model.train()
+            model(batch).mean().backward()
+            optimizer.step()
+            model.eval()
+            for other in DataLoader(torch.ones(4, 2), batch_size=2):
+                with torch.no_grad():
+                    model(other)
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.samples) == (3, 6)
+    assert summary.validation_s > 0
+
+
 def test_model_that_trains_in_evaluation_mode() -> None:
     with observer() as watched:
         model = nn.Linear(2, 2)
@@ -162,6 +185,30 @@ def test_model_that_trains_in_evaluation_mode() -> None:
             optimizer.step()
     summary = watched.tracker.summary()
     assert (summary.batches, summary.validation_s) == (3, 0.0)
+
+
+def test_pass_without_gradients_within_a_step_is_not_an_evaluation() -> None:
+    """As for pseudo-labels: gradients follow before the next batch."""
+    model = nn.Linear(2, 2)
+    loader = DataLoader(torch.ones(6, 2), batch_size=2)
+    with observer() as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in loader:
+            watched.clock.forward_without_gradients()
+            model(batch).mean().backward()
+            optimizer.step()
+    summary = watched.tracker.summary()
+    assert (summary.batches, summary.samples, summary.validation_s) == (3, 6, 0.0)
+
+
+def test_samples_of_steps_without_a_backward_pass() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with observer() as watched:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for batch in DataLoader(torch.ones(6, 2), batch_size=2):
+            (weight.grad,) = torch.autograd.grad((batch @ weight).sum(), weight)
+            optimizer.step()
+    assert watched.tracker.summary().samples == 6
 
 
 def test_loss_divided_by_another_number_stays() -> None:
