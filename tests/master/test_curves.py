@@ -50,9 +50,10 @@ def store(client: Any) -> Store:
 @pytest.fixture
 def run_key(store: Store) -> str:
     """The owner of a run that has started."""
-    run = store.add_run(new_run(name="r", **COLUMNS))
-    store.update_run(run.id, state="finished", started_at=START_US)
-    return run_owner(run.id)
+    made = new_run(name="r", **COLUMNS)
+    # Before a scheduler sees it, which would start it.
+    made.state, made.started_at = "finished", START_US
+    return run_owner(store.add_run(made).id)
 
 
 def asked(client: Any, query: str = "", path: str = "/api/runs/1/curves/") -> Any:
