@@ -162,7 +162,9 @@ class HostRun:
             for name, kept in progress["hosts"].items():
                 self._parts[name].kept = _Kept(**kept)
         with contextlib.suppress(OSError, ValueError, TypeError):
-            self._ended = JobStatus(**json.loads((folder / "ended.json").read_text()))
+            ended = json.loads((folder / "ended.json").read_text())
+            # A master of an earlier version wrote no changes.
+            self._ended = JobStatus(**{**ended, "changes": tuple(ended.get("changes", ()))})
 
     @property
     def hosts(self) -> list[str]:

@@ -153,16 +153,18 @@ class DionAggregation(LossyAggregation):
         self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
-            # A direction that the momentum does not have has length 0. It
-            # takes no part in this update.
-            q = torch.where(length == 0, 0, r[name] / length)
+            # A direction that the momentum does not have takes no part in this update. Its length is
+            # 0 or, depending on the processor, that of rounding errors.
+            noise = 16 * torch.finfo(length.dtype).eps * length.amax()
+            noise.nan_to_num_(nan=0, posinf=0)  # an overflow must stay visible
+            q = torch.where(length <= noise, 0, r[name] / length)
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
             # M_i = B_i - (1 - mu) P R^T
             b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)
             # Without this, an overflow would stay in the momentum and in every later message.
             b_n.nan_to_num_(nan=0, posinf=0, neginf=0)
-            # A direction without a positive, finite length keeps its last query.
-            is_usable = (length > 0) & length.isfinite()
+            # Without such a length, or with an infinite one, a direction keeps its last query.
+            is_usable = (length > noise) & length.isfinite()
             self._queries[name] = torch.where(is_usable, q, self._queries[name])
         self._count_compression(tensors.values(), extra, bytes_before)
 
