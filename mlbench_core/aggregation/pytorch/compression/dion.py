@@ -153,8 +153,8 @@ class DionAggregation(LossyAggregation):
         self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
-            # A direction that the momentum does not have takes no part in this update. Its length is
-            # 0 or, depending on the processor, that of rounding errors.
+            # A direction that the momentum does not have takes no part in this update. Its length
+            # is 0 or, depending on the processor, that of rounding errors.
             noise = 16 * torch.finfo(length.dtype).eps * length.amax()
             noise.nan_to_num_(nan=0, posinf=0)  # an overflow must stay visible
             q = torch.where(length <= noise, 0, r[name] / length)
