@@ -41,6 +41,10 @@ class DionAggregation(LossyAggregation):
     are those of one worker with the average gradient, for any number of workers. All other tensors
     are averaged as they are.
 
+    A column of :math:`R` that is at most :math:`16 \varepsilon` times as long as the longest one,
+    with :math:`\varepsilon` that of :func:`torch.finfo`, has rounding errors only. This direction
+    takes no part in the update, and its column of :math:`Q` stays as it was.
+
     A call sends two messages: all :math:`P` together with the other tensors, then all :math:`R`. A
     worker sends :math:`r (n + m)` numbers per matrix, in float32 (float64 for gradients in
     float64), and the bytes of the other tensors. If a gradient is infinite or nan on one worker,
