@@ -74,6 +74,7 @@ LABELS = {
     "gpu_enabled": "A GPU for each worker",
     "max_bandwidth": "Bandwidth",
     "network": "Network",
+    "elastic": "Replace workers that die",
     "engine_options": "Options of the engine",
     "light_target": "Light goal",
     "repeats": "Repeats",
@@ -257,7 +258,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the fields of a request other than its program."""
     settings: dict[str, Any] = {"engine_options": engine_options}
-    for field in ("num_cpus", "max_bandwidth", "backend", "network"):
+    for field in ("num_cpus", "max_bandwidth", "backend", "network", "elastic"):
         settings[field] = form.get(field, "")
     # A browser leaves out a box that is not checked.
     for field in ("gpu_enabled", "light_target", "exclusive"):
@@ -391,8 +392,9 @@ def _values_of(run: Run) -> dict[str, str]:
     for field, is_checked in boxes.items():
         if is_checked:
             values[field] = "true"
-    if metadata.get("network"):
-        values["network"] = str(metadata["network"])
+    for field in ("network", "elastic"):
+        if metadata.get(field):
+            values[field] = str(metadata[field])
     # A damaged record may hold any type.
     options = metadata.get("engine_options")
     if isinstance(options, list):

@@ -426,6 +426,7 @@ def test_the_form_shows_what_tasks_and_engine_offer(
             {**COMMAND, "kind": "image", "image_name": "custom_image", "custom_image_name": "me/i"},
             {"custom_image_name": "me/i"},
         ),
+        ({**COMMAND, "elastic": "1:4"}, {"elastic": "1:4"}),
         (SCRIPT, {name: SCRIPT[name] for name in ("script", "method", "metrics", "goal")}),
     ],
 )
@@ -435,6 +436,7 @@ def test_a_run_can_be_started_again(
     without_image = ("command", "script")
     monkeypatch.setattr(IdleEngine, "starts_containers", form["kind"] not in without_image)
     monkeypatch.setattr(IdleEngine, "starts_processes", form["kind"] == "script")
+    monkeypatch.setattr(IdleEngine, "replaces_workers", "elastic" in form)
     client.post("/runs/", data=form)
     first = runs(client)[0]
     (link,) = re.findall(
@@ -471,6 +473,7 @@ def test_a_run_can_be_started_again(
         "gpu_enabled",
     ):
         assert second[field] == first[field]
+    assert second["job_metadata"].get("elastic") == form.get("elastic")
 
 
 class Emulating(IdleEngine):
