@@ -83,7 +83,8 @@ ENGINE_VARIABLES = (
 """Variables of torchrun with a worker's place, which an engine sets."""
 
 _OF_MASTER = re.compile(
-    "MLBENCH_(?:RUN_.*|MASTER_.*|ELASTIC_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)"
+    "MLBENCH_(?:RUN_.*|MASTER_.*|ELASTIC_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|"
+    "NAMED_VARIABLES)"
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

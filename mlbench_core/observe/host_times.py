@@ -59,7 +59,6 @@ class HostTimes:
         """Leave a validation out of its batch; without one, do nothing."""
         self._tracker.validation_end()
         if self._validation is not None:
-            self.add_up()
             begin_s, cpu_s = self._validation
             elapsed_s = time.perf_counter() - begin_s
             self._batch_s += elapsed_s

@@ -59,8 +59,7 @@ def parse(script: ModuleType, *arguments: str) -> argparse.Namespace:
 
 
 def train(script: ModuleType, images: Path, folder: Path, *arguments: str) -> Tracker:
-    """What the script does on one worker, with crops of 32 pixels, which take a quarter of the
-    time."""
+    """Train as the script does on one worker, with crops of 32 pixels in a quarter of the time."""
     script.recipe.PRESETS["small"] = dataclasses.replace(
         script.recipe.PRESETS["small"],
         train=RandomCrop(32, min_area=0.35),

@@ -62,7 +62,7 @@ def test_a_script_without_steps_fills_no_memory(monkeypatch: pytest.MonkeyPatch)
 def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # There is no device here, so the tracker takes the host's clock at each mark.
+    # Without a device, the tracker takes the host's clock at each mark.
     monkeypatch.setattr(Tracker, "prepare", lambda tracker: True)
     with observer(interval_s=0.0) as watched:
         train(3)

@@ -182,7 +182,8 @@ class Membership:
         """Return the membership of this worker of ``mlbench run --elastic``.
 
         Args:
-            **settings: ``heartbeat_s``, ``dead_after_s``, ``wait_s`` and ``timeout_s``.
+            **settings: ``heartbeat_s``, ``dead_after_s``, ``wait_s`` and ``timeout_s``, all in
+                seconds.
 
         Raises:
             ConfigurationError: This process is not a worker of an elastic run.
