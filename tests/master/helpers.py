@@ -25,6 +25,10 @@ from mlbench_master.engines.interface import FROM_THE_START, LogRange
 
 __all__ = ["IdleEngine", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
+# A busy machine may stand still for longer than the 5 seconds that httpx waits by itself.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 60
+httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60
+
 PYTHON = sys.executable
 ROOT = Path(__file__).resolve().parents[2]
 
