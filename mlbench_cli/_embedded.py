@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from mlbench_cli._client import MasterClient
-from mlbench_cli._cloud import open_tunnel
+from mlbench_cli._clusters.cloud import open_tunnel
+from mlbench_cli._clusters.programs import last_line
 from mlbench_cli._output import remark
-from mlbench_cli._programs import last_line
 from mlbench_core import files
 from mlbench_core.caller import module_command, safe_environment
 from mlbench_core.client import settings

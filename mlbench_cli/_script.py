@@ -16,8 +16,8 @@ from mlbench_cli import _wait
 from mlbench_cli._output import remark
 from mlbench_core.caller import observe_command
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.observe.options import parse_options
-from mlbench_core.observe.own_class import check_own_class
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import Task
 

@@ -28,7 +28,7 @@ from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.table import cell
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import replacing
-from mlbench_core.observe.own_class import describe_own_class
+from mlbench_core.observe.methods.own_class import describe_own_class
 from mlbench_core.paths import user_folder
 from mlbench_core.sweep.file import load_sweep
 from mlbench_core.sweep.folder import COPY, SweepFolder

@@ -21,7 +21,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 import mlbench_core
-from mlbench_cli._kind import chart_folder
+from mlbench_cli._clusters.kind import chart_folder
 from mlbench_cli.commands.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app

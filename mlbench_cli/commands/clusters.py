@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_cli import _cloud, _kind
+from mlbench_cli._clusters import cloud as cloud_clusters
+from mlbench_cli._clusters import kind as kind_clusters
+from mlbench_cli._clusters.programs import ProgramFailed, Step, check_programs, perform, show
 from mlbench_cli._output import confirm_deletion, json_option, print_json, print_table, remark
-from mlbench_cli._programs import ProgramFailed, Step, check_programs, perform, show
 from mlbench_core.client.clusters import (
     PROVIDERS,
     Cluster,
@@ -67,7 +68,7 @@ def _common(command: Command) -> Command:
 
 def _cloud_options(command: Command) -> Command:
     """Give a command the options of all clouds."""
-    options = _cloud.CloudOptions
+    options = cloud_clusters.CloudOptions
     for decorate in (
         click.option("--yes", "-y", is_flag=True, help="Do not ask whether the price is accepted."),
         click.option(
@@ -193,7 +194,7 @@ def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: An
             "'mlbench run --gpu' uses them here"
         )
     cluster = _new_cluster("kind", num_workers, name)
-    options = _kind.KindOptions(
+    options = kind_clusters.KindOptions(
         num_cpus=chosen["num_cpus"],
         kubernetes_version=chosen["kubernetes_version"],
         chart=chosen["chart_location"],
@@ -201,10 +202,10 @@ def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: An
         images=chosen["images"],
     )
     if dry_run:
-        _show_plan(cluster, _kind.steps(cluster, options), as_json)
+        _show_plan(cluster, kind_clusters.steps(cluster, options), as_json)
         return
-    _kind.check()
-    _use(_kind.create(cluster, options), as_json)
+    kind_clusters.check()
+    _use(kind_clusters.create(cluster, options), as_json)
 
 
 @create_cluster.command()
@@ -241,7 +242,7 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
         chosen, ("kubernetes_version", "custom_value", "chart_location", "ssh_key")
     )
     cluster = _new_cluster(provider, chosen["num_workers"], chosen["name"])
-    options = _cloud.CloudOptions(
+    options = cloud_clusters.CloudOptions(
         num_cpus=chosen["num_cpus"],
         num_gpus=chosen["num_gpus"],
         gpu_type=chosen["gpu_type"],
@@ -256,15 +257,15 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
         package=chosen["package"],
     )
     if chosen["dry_run"]:
-        text = _cloud.task_text(cluster, options)
-        price, todo = _cloud.price(cluster), _cloud.steps(cluster)
+        text = cloud_clusters.task_text(cluster, options)
+        price, todo = cloud_clusters.price(cluster), cloud_clusters.steps(cluster)
         _show_plan(cluster, [price, *todo], chosen["as_json"], text)
         # The price is shown only by SkyPilot itself, which needs the file.
         check_programs(["sky"])
-        _cloud.write_task(cluster, options)
+        cloud_clusters.write_task(cluster, options)
         perform(price)
         return
-    _use(_cloud.create(cluster, options, confirmed=chosen["yes"]), chosen["as_json"])
+    _use(cloud_clusters.create(cluster, options, confirmed=chosen["yes"]), chosen["as_json"])
 
 
 def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
@@ -324,7 +325,7 @@ def _show_plan(
         print_json(plan)
         return
     if task is not None:
-        click.echo(f"# {_cloud.task_file(cluster)}\n{task}")
+        click.echo(f"# {cloud_clusters.task_file(cluster)}\n{task}")
     show(steps)
 
 
@@ -390,9 +391,9 @@ def delete_cluster(
         if value is not None:
             remark(f"{option} has no effect: SkyPilot knows where it created {cluster.name}")
     if cluster.provider == "kind":
-        steps = _kind.delete_steps(cluster)
+        steps = kind_clusters.delete_steps(cluster)
     else:
-        steps = _cloud.delete_steps(cluster)
+        steps = cloud_clusters.delete_steps(cluster)
     if dry_run:
         _show_plan(cluster, steps, as_json)
         return
@@ -444,8 +445,8 @@ def _states(clusters: Sequence[Cluster]) -> dict[str, str]:
         else:
             of_clouds.append(cluster.name)
     return {
-        **_ask_states(of_kind, lambda: dict.fromkeys(_kind.names(), "exists")),
-        **_ask_states(of_clouds, _cloud.states),
+        **_ask_states(of_kind, lambda: dict.fromkeys(kind_clusters.names(), "exists")),
+        **_ask_states(of_clouds, cloud_clusters.states),
     }
 
 
@@ -478,7 +479,7 @@ def set_cluster(words: tuple[str, ...], none: bool, as_json: bool) -> None:
         cluster = _find(words)
         # Asked again here, because the master of a cluster may have started again with new secrets.
         if cluster.provider != "kind":
-            cluster = _cloud.connect(cluster)
+            cluster = cloud_clusters.connect(cluster)
         name, public = cluster.name, cluster.public()
         text = f"in use: {cluster.name} ({cluster.url})"
     choose_cluster(name)

@@ -28,8 +28,8 @@ from mlbench_cli._script import check_script
 from mlbench_core.caller import FORK_VARIABLE, describe_call
 from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MLBenchError
-from mlbench_core.observe.method_names import parse_method
-from mlbench_core.observe.own_class import check_own_class
+from mlbench_core.observe.methods.names import parse_method
+from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.sweep.estimate import Estimate, estimate
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder

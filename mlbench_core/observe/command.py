@@ -35,7 +35,7 @@ class _ObservedRun:
     """The result folder, the tracker and the observer of one worker."""
 
     def __init__(self, options: Options, environment: ClusterEnvironment) -> None:
-        from mlbench_core.observe.methods import make_method
+        from mlbench_core.observe.methods.apply import make_method
         from mlbench_core.observe.observer import Observer
         from mlbench_core.observe.workers import StoreWorkers
 

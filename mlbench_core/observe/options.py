@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import (
+from mlbench_core.observe.methods.names import (
     MethodChoice,
     check_together,
     parse_method,

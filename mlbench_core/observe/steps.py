@@ -18,9 +18,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.host_times import BATCH_END, HostTimes
 from mlbench_core.observe.samples import count_data
-from mlbench_core.observe.traffic import Traffic
 from mlbench_core.processor_time import work_s
 from mlbench_core.tracking.tracker import Tracker
 

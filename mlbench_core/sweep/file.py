@@ -26,7 +26,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
-from mlbench_core.observe.method_names import parse_method
+from mlbench_core.observe.methods.names import parse_method
 from mlbench_core.observe.options import parse_options
 from mlbench_core.sweep.tuning import Trial, Tuning, parse_tuning
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value

@@ -219,9 +219,9 @@ def _makers(
 
     The first figure is that of all networks, and the others are those of the single networks.
     """
-    from mlbench_core.sweep.figure_lines import curves, draw_bytes, draw_curve, draw_utilization
-    from mlbench_core.sweep.figure_map import draw_map
-    from mlbench_core.sweep.figures import draw_rows, quantities
+    from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve, draw_utilization
+    from mlbench_core.sweep.figures.map import draw_map
+    from mlbench_core.sweep.figures.panels import draw_rows, quantities
 
     time, *others = quantities(outcome, pricing)
     networks: tuple[str | None, ...] = (None, *outcome.networks)

@@ -11,7 +11,8 @@ import fastjsonschema
 import pytest
 import yaml
 
-from mlbench_cli import _cloud, _kind
+from mlbench_cli._clusters import cloud as cloud_clusters
+from mlbench_cli._clusters import kind as kind_clusters
 from mlbench_cli.commands import clusters
 from mlbench_core.client.clusters import (
     Cluster,
@@ -50,7 +51,7 @@ def master(fake: FakeMaster, patch: pytest.MonkeyPatch) -> FakeMaster:
     patch.delenv("MLBENCH_MASTER_URL")
     patch.setattr(clusters, "FIRST_PORT", int(fake.url.rpartition(":")[2]))
     patch.setattr(clusters, "_is_free", lambda port: True)
-    patch.setattr(_kind, "ANSWER_S", 0.0)
+    patch.setattr(kind_clusters, "ANSWER_S", 0.0)
     return fake
 
 
@@ -167,7 +168,7 @@ def test_kind_that_created_nothing_is_forgotten(
 def test_a_master_that_does_not_answer_fails(
     programs: FakePrograms, call: Call, chart: tuple[str, str], patch: pytest.MonkeyPatch
 ) -> None:
-    patch.setattr(_kind, "ANSWER_S", 0.0)
+    patch.setattr(kind_clusters, "ANSWER_S", 0.0)
     error = call(*KIND, *chart, code=1).stderr
     assert "the master does not answer at http://127.0.0.1:" in error
     assert "The cluster my-2 is left" in error
@@ -189,7 +190,7 @@ def test_ctrl_c_says_what_is_left(
         programs.answer("kind-get", "my-2\n")
         raise KeyboardInterrupt
 
-    patch.setattr(_kind, "perform", interrupt)
+    patch.setattr(kind_clusters, "perform", interrupt)
     assert "remove it with 'mlbench delete-cluster kind my-2'" in call(*KIND, *chart, code=1).stderr
 
 
@@ -502,7 +503,7 @@ def test_a_cloud_without_a_price_rents_nothing(programs: FakePrograms, call: Cal
 def test_a_cloud_that_failed_half_way_says_that_machines_cost_money(
     key: str, programs: FakePrograms, call: Call, patch: pytest.MonkeyPatch
 ) -> None:
-    patch.setattr(_cloud, "ANSWER_S", 0.0)
+    patch.setattr(cloud_clusters, "ANSWER_S", 0.0)
     programs.answer("ssh-cat", {"token": "t", "key": "k"})
     programs.fail(key, "no route")
     error = call(*AWS, "--yes", code=1).stderr.splitlines()[-1]

@@ -24,8 +24,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from mlbench_core.aggregation import pytorch as aggregations
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import parse_method, parse_optimizer
-from mlbench_core.observe.methods import make_method
+from mlbench_core.observe.methods.apply import make_method
+from mlbench_core.observe.methods.names import parse_method, parse_optimizer
 from mlbench_core.optim.pytorch import (
     DESLOC,
     SGP,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import (
+from mlbench_core.observe.methods.names import (
     METHODS,
     Option,
     check_together,
@@ -168,7 +168,7 @@ def test_the_names_are_those_of_task_1a() -> None:
 
 
 def test_the_module_does_not_import_torch() -> None:
-    code = "import sys, mlbench_core.observe.method_names; sys.exit('torch' in sys.modules)"
+    code = "import sys, mlbench_core.observe.methods.names; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

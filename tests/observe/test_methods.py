@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlbench_core.observe.method_names import METHODS, parse_method, parse_optimizer
-from mlbench_core.observe.methods import make_method, refusal
+from mlbench_core.observe.methods.apply import make_method, refusal
+from mlbench_core.observe.methods.names import METHODS, parse_method, parse_optimizer
 from tests.helpers.ranks import run_ranks
 from tests.observe import method_workers as workers
 

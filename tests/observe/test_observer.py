@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe import steps
+from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
-from mlbench_core.observe.traffic import Traffic
 from mlbench_core.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,9 +14,9 @@ from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import parse_method
-from mlbench_core.observe.methods import make_method
-from mlbench_core.observe.own_class import check_own_class, describe_own_class
+from mlbench_core.observe.methods.apply import make_method
+from mlbench_core.observe.methods.names import parse_method
+from mlbench_core.observe.methods.own_class import check_own_class, describe_own_class
 
 CELL = """\
 from __future__ import annotations

@@ -11,8 +11,8 @@ from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures.canvas import Drawing
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.sweep.figure_lines import curves, draw_curve, draw_utilization
-from mlbench_core.sweep.figures import algorithm_looks
+from mlbench_core.sweep.figures.lines import curves, draw_curve, draw_utilization
+from mlbench_core.sweep.figures.panels import algorithm_looks
 from mlbench_core.sweep.file import parse_sweep
 from mlbench_core.sweep.outcome import Outcome
 from mlbench_core.sweep.utilization import predict_utilization

@@ -19,8 +19,8 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.sweep.figure_lines import curves, draw_bytes, draw_curve
-from mlbench_core.sweep.figures import draw_rows, quantities
+from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve
+from mlbench_core.sweep.figures.panels import draw_rows, quantities
 from mlbench_core.sweep.file import Point
 from mlbench_core.sweep.outcome import Outcome, gather
 from mlbench_core.sweep.tables import as_csv, table_rows

@@ -20,9 +20,9 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.sweep import figures as rows_figures
 from mlbench_core.sweep import page
-from mlbench_core.sweep.figure_map import draw_map
+from mlbench_core.sweep.figures import panels as rows_figures
+from mlbench_core.sweep.figures.map import draw_map
 from mlbench_core.sweep.file import Point, Sweep, parse_sweep
 from mlbench_core.sweep.html import inline_svg
 from mlbench_core.sweep.outcome import Cell, Outcome, duration, gather, sent_per_worker

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.timing import CommunicationClock
-from mlbench_core.observe.ddp_times import DDPTimes
-from mlbench_core.observe.methods import Method, refusal
+from mlbench_core.observe.communication.ddp_times import DDPTimes
+from mlbench_core.observe.methods.apply import Method, refusal
 from mlbench_core.observe.patches import Patches
 from mlbench_core.observe.steps import StepClock
 from mlbench_core.tracking.clock import cuda_in_use

@@ -32,8 +32,15 @@ from typing import Any
 
 import click
 
+from mlbench_cli._clusters.programs import (
+    ProgramFailed,
+    Step,
+    ask,
+    check_programs,
+    last_line,
+    perform,
+)
 from mlbench_cli._output import clean, remark
-from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, last_line, perform
 from mlbench_core import __version__, files
 from mlbench_core.client.clusters import Cluster, remember_cluster
 from mlbench_core.client.masters import check_token

@@ -16,7 +16,7 @@ from typing import Any
 from mlbench_core.arguments import hint_for
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
-from mlbench_core.observe.method_names import MethodChoice, parse_method
+from mlbench_core.observe.methods.names import MethodChoice, parse_method
 
 __all__ = ["check_own_class", "class_source", "describe_own_class"]
 

@@ -63,8 +63,8 @@ from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.observe.method_names import METHODS, MethodChoice
-from mlbench_core.observe.own_class import check_own_class
+from mlbench_core.observe.methods.names import METHODS, MethodChoice
+from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.optim.pytorch import Dion, Dion2, Dion3, MuonAdamW, NorMuon, OneBitAdam
 from mlbench_core.optim.pytorch.distributed import is_called_by_checkpoint_functions
 from mlbench_core.optim.pytorch.local_steps.periodic import make_outer_optimizer
@@ -347,8 +347,8 @@ def make_method(choice: MethodChoice) -> Method | None:
     """Make the method of a choice; None for ``as-is``.
 
     Args:
-        choice: The result of :func:`~mlbench_core.observe.method_names.parse_method` or
-            :func:`~mlbench_core.observe.method_names.parse_optimizer`.
+        choice: The result of :func:`~mlbench_core.observe.methods.names.parse_method` or
+            :func:`~mlbench_core.observe.methods.names.parse_optimizer`.
     """
     kinds: dict[str, type[Method]] = {
         "gradients": _OnGradients,

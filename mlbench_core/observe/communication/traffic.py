@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from mlbench_core.observe.ddp_times import DDPTimes
+from mlbench_core.observe.communication.ddp_times import DDPTimes
 from mlbench_core.tracking.clock import cuda_event, cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
 

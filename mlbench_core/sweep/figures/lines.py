@@ -18,7 +18,7 @@ from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.sweep.figures import (
+from mlbench_core.sweep.figures.panels import (
     SMALL_PT,
     algorithm_looks,
     figure_name,

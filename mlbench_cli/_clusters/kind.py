@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlbench_cli._client import MasterClient
+from mlbench_cli._clusters.programs import ProgramFailed, Step, ask, check_programs, perform
 from mlbench_cli._output import remark
-from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, perform
 from mlbench_core.client.clusters import Cluster, forget_cluster, read_clusters, remember_cluster
 from mlbench_core.errors import ConfigurationError, MasterError
 
@@ -68,7 +68,7 @@ def chart_folder() -> Path:
         roots += map(Path, spec.submodule_search_locations or ())
     # In a checkout, the chart is in the folder helm next to the library, even if it is not
     # installed.
-    roots.append(Path(__file__).resolve().parents[1] / "helm")
+    roots.append(Path(__file__).resolve().parents[2] / "helm")
     for root in roots:
         folder = root / "mlbench"
         if (folder / "Chart.yaml").is_file():

@@ -1,0 +1,1 @@
+"""Make and delete clusters with the programs that manage them."""
