@@ -17,7 +17,7 @@ from mlbench_master.engines.slurm import engine as slurm
 from mlbench_master.engines.slurm import queue as slurm_queue
 from mlbench_master.runs import masterless as direct
 from tests.cli.conftest import Call
-from tests.master import fake_slurm
+from tests.master.engines import fake_slurm
 from tests.results.helpers import write_run
 
 SLURM = ("--engine", "slurm", "--no-master")

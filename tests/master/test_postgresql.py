@@ -25,11 +25,9 @@ import sqlalchemy as sa
 
 from mlbench_master import create_app
 from mlbench_master.database.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
-from tests.master.helpers import IdleEngine, TestClient
-from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 
 # These tests run here again, with the client of this module.
-from tests.master.test_api import (
+from tests.master.api.test_api import (
     run,  # noqa: F401 - a fixture
     test_a_list_is_all_or_nothing,  # noqa: F401
     test_a_run_has_every_field,  # noqa: F401
@@ -42,17 +40,19 @@ from tests.master.test_api import (
     test_the_first_and_the_last_date_are_read_back,  # noqa: F401
     test_the_zip_holds_safe_names_and_the_official_result,  # noqa: F401
 )
-from tests.master.test_curves import (
+from tests.master.api.test_curves import (
     run_key,  # noqa: F401 - a fixture
     test_a_long_curve_has_at_most_2000_points_and_its_extremes,  # noqa: F401
     test_curves_are_those_of_the_reference,  # noqa: F401
     test_names_and_counts_come_without_a_metric,  # noqa: F401
     test_pages_hold_the_rows_by_date,  # noqa: F401
 )
-from tests.master.test_queries import (
+from tests.master.api.test_queries import (
     add_run,
 )
-from tests.master.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
+from tests.master.helpers import IdleEngine, TestClient
+from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
+from tests.master.web.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
 
 _NUMBERS = itertools.count()
 

@@ -20,8 +20,8 @@ from mlbench_master.database.store import Run, new_run
 from mlbench_master.runs import result_files
 from mlbench_master.runs.goals import read_goal
 from mlbench_master.runs.result_files import FILES, ResultFolder
+from tests.master.engines.test_local_engine import create, wait_state
 from tests.master.helpers import IdleEngine, TestClient
-from tests.master.test_local_engine import create, wait_state
 
 GOAL = {
     "metric": "val_global_Prec@1",

@@ -26,7 +26,7 @@ from mlbench_master.engines.kubernetes import engine as kubernetes
 from mlbench_master.engines.kubernetes import queue as kubernetes_queue
 from mlbench_master.engines.kubernetes.engine import KubernetesEngine
 from mlbench_master.runs.commands import check_options
-from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
+from tests.master.engines.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
 from tests.master.helpers import TestClient, wait_for
 
 TOKEN = "token-of-the-test"
@@ -742,7 +742,7 @@ def test_the_page_has_the_rights_that_the_engine_uses_and_no_others(
     for method, resource in cluster.requests:
         verb = verbs.get(method) or ("get" if "/" in resource else "list")
         used.add((resource.removesuffix(".metrics.k8s.io"), verb))
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "kubernetes.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "kubernetes.md").read_text()
     rows = re.findall(r"^\| \S+ \| `([a-z/]+)` \| `([a-z]+)` \| `([a-z_]+)`", page, re.MULTILINE)
     assert {row[:2] for row in rows} == used and len(rows) == 9
     assert all(hasattr(kubernetes_api.KubernetesApi, row[2]) for row in rows)

@@ -38,9 +38,9 @@ from mlbench_master.engines.hosts.results import UnpackError, unpack
 from mlbench_master.engines.hosts.run_state import HostRun
 from mlbench_master.engines.supervisor.supervise import write_json
 from mlbench_master.processes import processes_with
-from tests.master import fake_ssh
+from tests.master.engines import fake_ssh
+from tests.master.engines.test_local_engine import create, lines, wait_state
 from tests.master.helpers import TestClient, wait_for
-from tests.master.test_local_engine import create, lines, wait_state
 
 TOKEN = "token-of-the-test"
 ENDLESS = "import time\nprint('begun', flush=True)\ntime.sleep(100)\n"

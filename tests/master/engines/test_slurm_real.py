@@ -13,9 +13,9 @@ import pytest
 
 from mlbench_master.engines import Job, JobStatus
 from mlbench_master.engines.slurm.engine import SlurmEngine
+from tests.master.engines.slurm_cluster import Cluster, cluster, why_not
+from tests.master.engines.test_local_engine import create, lines, wait_state
 from tests.master.helpers import server, wait_for
-from tests.master.slurm_cluster import Cluster, cluster, why_not
-from tests.master.test_local_engine import create, lines, wait_state
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

@@ -180,7 +180,7 @@ def test_a_worker_gets_its_place_and_nothing_of_this_machine() -> None:
         "['batch.kubernetes.io/job-completion-index']"
     )
     assert pod()["subdomain"] == service_manifest(JOB, SETTING, "u")["metadata"]["name"]
-    here = str(Path(__file__).resolve().parents[2])
+    here = str(Path(__file__).resolve().parents[3])
     assert here not in json.dumps(variants()) and "PYTHONPATH" not in env
 
 

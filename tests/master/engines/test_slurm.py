@@ -28,9 +28,9 @@ from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.engines.slurm import engine as slurm
 from mlbench_master.engines.slurm import queue as slurm_queue
 from mlbench_master.engines.slurm.engine import SlurmEngine
-from tests.master import fake_slurm
+from tests.master.engines import fake_slurm
+from tests.master.engines.test_local_engine import create, lines, wait_state
 from tests.master.helpers import TestClient, wait_for
-from tests.master.test_local_engine import create, lines, wait_state
 
 TOKEN = "token-of-the-test"
 

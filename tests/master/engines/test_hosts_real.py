@@ -15,9 +15,9 @@ from mlbench_master.engines import EngineError
 from mlbench_master.engines.hosts import ssh as hosts_ssh
 from mlbench_master.engines.hosts.engine import HostsEngine
 from mlbench_master.processes import processes_with
-from tests.master import ssh_hosts
+from tests.master.engines import ssh_hosts
+from tests.master.engines.test_hosts import ENDLESS, begun, end_of, job, script, texts
 from tests.master.helpers import wait_for
-from tests.master.test_hosts import ENDLESS, begun, end_of, job, script, texts
 
 pytestmark = pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not())
 
