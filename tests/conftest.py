@@ -1,7 +1,8 @@
-"""Leak guards: a test that leaves something behind fails."""
+"""Leak guards: a test that leaves something behind fails. And the collection of garbage."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -14,6 +15,16 @@ import pytest
 
 # What pytest itself, and the first import of torch's compiler or scikit-learn, set.
 SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
+
+
+# The tests and their parameters are two million objects. To search them all takes seconds, again and
+# again while they are collected, and in the middle of tests, so the search leaves them out.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
