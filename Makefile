@@ -45,6 +45,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
+# Tests start hundreds of programs, each of which would compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only:
 # threads that wait for each other's cores spin: a test of task 3a took 17 times the processor time with two of them.
 # The remaining tests start workers of their own one after the other, and wait three quarters of their time, so they run beside

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -257,4 +256,9 @@ class Observer:
 
 def _is_sharded(optimizer: Optimizer) -> bool:
     """Return True if the parameters of an optimizer are those of FSDP2 or another DTensor."""
-    return any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
+    # A script with such parameters has imported this module. The import takes as long as a third of
+    # that of torch, so other scripts go without it.
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return False
+    return any(isinstance(param, tensor.DTensor) for param in optimizer.param_groups[0]["params"])
