@@ -17,8 +17,8 @@ import pytest
 SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 
 
-# The tests and their parameters are two million objects. To search them all takes seconds, again and
-# again while they are collected, and in the middle of tests, so the search leaves them out.
+# The tests and their parameters are two million objects. To search them all takes seconds, again
+# and again while they are collected, and in the middle of tests, so the search leaves them out.
 gc.disable()
 
 
