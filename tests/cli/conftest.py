@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from mlbench_cli import _wait, cli_group
-from mlbench_cli.commands import runs
+from mlbench_cli.commands import charts, runs
+from mlbench_core.comparison.pool import Group
 from tests.cli.fake_master import FakeMaster
 
 Call = Callable[..., Result]
+DRAW_OVERVIEW = charts.draw_overview
+
+
+def draw_nothing(groups: Sequence[Group], path: Path) -> Path:
+    """Take the place of :func:`~mlbench_cli.commands.charts.draw_overview`, which takes seconds."""
+    return path
 
 
 @pytest.fixture
@@ -28,6 +36,7 @@ def fake(patch: pytest.MonkeyPatch) -> Iterator[FakeMaster]:
     patch.setenv("MLBENCH_MASTER_URL", master.url)
     patch.setattr(_wait, "POLL_S", 0.01)
     patch.setattr(runs, "FOLLOW_POLL_S", 0.01)
+    patch.setattr(charts, "draw_overview", draw_nothing)
     yield master
     master.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlbench_cli import _embedded, _follow, _wait
+from mlbench_cli.commands import charts
 from mlbench_cli.commands import run as run_module
 from mlbench_core.client import settings
 from mlbench_core.comparison.load import load
@@ -18,7 +19,7 @@ from mlbench_core.errors import MasterRequestError
 from mlbench_core.results.folder import FILES, verify_folder
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import get_task
-from tests.cli.conftest import Call
+from tests.cli.conftest import DRAW_OVERVIEW, Call
 from tests.cli.fake_master import FakeMaster, entry
 from tests.results.helpers import write_run
 
@@ -572,8 +573,9 @@ def test_refusal_says_what_was_started_before(
 
 
 def test_wait_shows_progress_table_results_and_chart(
-    fake: FakeMaster, call: Call, tmp_path: Path
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
+    patch.setattr(charts, "draw_overview", DRAW_OVERVIEW)
     result = call(
         "run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path / "out")
     )
