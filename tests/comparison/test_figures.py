@@ -25,6 +25,7 @@ from mlbench_core.comparison.pool import pool, series
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.stats import confidence_interval, log_interval, student_quantile
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
+from tests.helpers.thorough import examples
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")
 
@@ -607,7 +608,7 @@ TIMES = st.lists(st.sampled_from([10.0, 20.0, 30.0, 50.0]), min_size=1, max_size
     turned=st.booleans(),
     workers=st.sampled_from([1, 2]),
 )
-@settings(derandomize=True, database=None, deadline=None, max_examples=8)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(8))
 def test_a_miss_never_makes_a_number_of_a_figure_better(
     times: list[float], misses: list[float], turned: bool, workers: int
 ) -> None:

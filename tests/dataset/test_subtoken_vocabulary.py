@@ -22,13 +22,14 @@ from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabul
 from mlbench_core.errors import DatasetError, DatasetNotFoundError
 from tests.helpers.data import test_data
 from tests.helpers.subtokens import ESCAPES, write_subtokens
+from tests.helpers.thorough import examples
 
 # The numbers are 0 to 6 for these lines, \ 7, _ 8, u 9, ; 10, 11 to 20 for the digits, and t 21, h
 # 22, e 23, n 24, comma 25, space 26, dot 27.
 LINES = ["'<pad>'", "'<EOS>'", "', _'", '"the_"', "'the'", "'n_'  ", "'''"]
 LINES += [f"'{c}'" for c in f"{ESCAPES}then, ."]
 
-repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=200)
+repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=examples(200))
 # Many of the characters that have a meaning in the format, and any others.
 texts = st.text(
     st.one_of(st.sampled_from("ab_\\;u019 \n\u00a0é漢"), st.characters(exclude_categories=["Cs"]))

@@ -34,3 +34,8 @@ def pairs(rows: Iterable[R], columns: Sequence[C], each: int = 1) -> list[tuple[
             if THOROUGH or (position - number * each) % len(columns) < each:
                 found.append((row, column))
     return found
+
+
+def examples(count: int) -> int:
+    """Return the number of random cases that a property is tried on: a third of them, or all."""
+    return count if THOROUGH else -(-count // 3)

@@ -26,6 +26,7 @@ from mlbench_core.sweep.outcome import Outcome, gather
 from mlbench_core.sweep.tables import as_csv, table_rows
 from mlbench_core.sweep.winners import Map, predict_map
 from mlbench_core.sweep.words import per_network, summary
+from tests.helpers.thorough import examples
 
 repeatable = settings(derandomize=True, database=None, deadline=None)
 
@@ -187,7 +188,7 @@ def rows_of(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 @given(sweeps())
-@settings(repeatable, max_examples=100)
+@settings(repeatable, max_examples=examples(100))
 def test_a_miss_never_makes_the_words_or_the_table_of_its_method_better(
     case: tuple[str, Place, Cells, Cells],
 ) -> None:
@@ -212,7 +213,7 @@ def test_a_miss_never_makes_the_words_or_the_table_of_its_method_better(
 
 
 @given(sweeps())
-@settings(repeatable, max_examples=80)
+@settings(repeatable, max_examples=examples(80))
 def test_a_miss_never_makes_the_map_of_its_method_better(
     case: tuple[str, Place, Cells, Cells],
 ) -> None:
@@ -303,7 +304,7 @@ def drawn(outcome: Outcome, algorithm: str) -> dict[tuple[Any, ...], float]:
 
 
 @given(sweeps())
-@settings(repeatable, max_examples=6)
+@settings(repeatable, max_examples=examples(6))
 def test_a_miss_never_makes_the_figures_of_its_method_better(
     case: tuple[str, Place, Cells, Cells],
 ) -> None:
