@@ -18,7 +18,8 @@ from mlbench_core.observe.script import check_script, end_as_python, run_script
 from mlbench_core.observe.table import FAILED_EARLY, NO_STEP
 from mlbench_core.paths import user_folder
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.environment import describe_environment, mask_command_line
+from mlbench_core.results.environment import describe_environment
+from mlbench_core.results.masking import mask_command_line
 from mlbench_core.tasks import command_options
 from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.process_end import call_at_end, delay_sigterm, forget, state_after

@@ -16,7 +16,7 @@ import platform
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from mlbench_core.caller import NAMED_VARIABLES, is_carried
 from mlbench_core.files import digest
 from mlbench_core.results.checkout import describe_checkout
+from mlbench_core.results.control_groups import cores_limit, memory_limit, read_file
+from mlbench_core.results.masking import as_utf8, mask_command_line, mask_variables
 
 __all__ = [
     "describe_environment",
@@ -36,8 +38,6 @@ __all__ = [
     "describe_torch",
     "driver_version",
     "machine_of",
-    "mask_command_line",
-    "mask_variables",
     "software_of",
 ]
 
@@ -62,35 +62,6 @@ _VARIABLES = {
 # Names of accounts.
 _UNRECORDED = ("SBATCH_", "MLBENCH_NAMED_VARIABLES")
 
-# I_MPI_PIN binds processes to cores.
-_SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH|COOKIE"
-    r"|(?:^|_)(?:PAT|DSN|SAS|(?<!MPI_)PIN)$",
-    re.IGNORECASE,
-)
-# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and
-# --tokenizer do not.
-_SECRET_NAME = (
-    r"[\w.+-]*"
-    r"(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)"
-    r"(?![a-z0-9])[\w.-]*"
-)
-# A flag such as --no-token has no value.
-_SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
-# Also within a command that is one argument.
-_SECRET_SETTING = re.compile(
-    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)",
-    re.IGNORECASE,
-)
-# Up to the last @, because a password may contain one.
-_URL_USER = re.compile(r"(?<=://)\S*@")
-_URL_PARAMETER = re.compile(r"([?&;#][^=&;#\s]*=)[^&;#\s]*")
-# A header such as "X-Api-Key: abc", or an entry of a JSON text.
-_SECRET_ENTRY = re.compile(
-    rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE
-)
-_BEARER = re.compile(r"(?<=\bbearer )\S+", re.IGNORECASE)
-_MASK = "***"
 
 _MOST_DATA_FILES = 1000
 _MOST_HASHED_BYTES = 1 << 30
@@ -199,13 +170,13 @@ def describe_system() -> dict[str, Any]:
         "kernel": platform.release,
         "libc": lambda: " ".join(platform.libc_ver()).strip() or None,
         "python": lambda: f"{platform.python_implementation()} {platform.python_version()}",
-        "executable": lambda: _text(sys.executable),
+        "executable": lambda: as_utf8(sys.executable),
         "cpu": _cpu_name,
         "sockets": _sockets,
         "cores": os.cpu_count,
         "cores_physical": lambda: _psutil().cpu_count(logical=False),
         "cores_usable": _usable_cores,
-        "cores_limit": _cores_limit,
+        "cores_limit": lambda: cores_limit(_PROC, _SYS),
         "frequency_mhz": _frequency_mhz,
         "memory_bytes": lambda: _psutil().virtual_memory().total,
         "memory_limit_bytes": _memory_limit,
@@ -322,7 +293,7 @@ def driver_version() -> str | None:
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
 
-    return _read_file(_SYS / "module/nvidia/version") or _read(ask_nvml)
+    return read_file(_SYS / "module/nvidia/version") or _read(ask_nvml)
 
 
 def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,64 +366,11 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mask_command_line(arguments: Sequence[str]) -> list[str]:
-    """Replace the secrets in a command line by ``***``.
-
-    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or
-    ``MLBENCH_TOKEN=``, user names and passwords in URLs, parameters of URLs with such names, and
-    bearer tokens.
-
-    Args:
-        arguments: The command line.
-
-    Example:
-        >>> mask_command_line(["run", "--token", "abc", "--max-tokens=5"])
-        ['run', '--token', '***', '--max-tokens=5']
-        >>> mask_command_line(["--url=http://me:pw@host/?key=abc"])
-        ['--url=http://***@host/?key=***']
-    """
-    masked: list[str] = []
-    is_value = False
-    for argument in arguments:
-        masked.append(_MASK if is_value else _mask(argument))
-        is_value = not is_value and _SECRET_OPTION.fullmatch(argument) is not None
-    return masked
-
-
-def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Replace the secrets in the values of environment variables by ``***``.
-
-    Args:
-        variables: The values by name.
-
-    Example:
-        >>> mask_variables({"WANDB_API_KEY": "abc", "NCCL_ALGO": "Ring"})
-        {'WANDB_API_KEY': '***', 'NCCL_ALGO': 'Ring'}
-        >>> mask_variables({"MLFLOW_TRACKING_URI": "http://me:pw@host"})
-        {'MLFLOW_TRACKING_URI': 'http://***@host'}
-    """
-    masked = {}
-    for name, value in variables.items():
-        masked[name] = _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value))
-    return masked
-
-
 def _is_recorded(name: str) -> bool:
     if name.startswith(_UNRECORDED):
         return False
     is_read = name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES) or is_carried(name)
     return is_read or name in os.environ.get(NAMED_VARIABLES, "").split()
-
-
-def _mask(text: str) -> str:
-    """Replace the secrets within one text."""
-
-    def parameter(match: re.Match[str]) -> str:
-        return f"{match[1]}{_MASK}" if _SECRET_VARIABLE.search(match[1]) else match[0]
-
-    text = _BEARER.sub(_MASK, _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text)))
-    text = _SECRET_ENTRY.sub(rf"\1{_MASK}", text)
-    return _URL_PARAMETER.sub(parameter, _URL_USER.sub(f"{_MASK}@", text))
 
 
 def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
@@ -464,7 +382,7 @@ def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
         status = _read(path.stat)
         if status is not None and stat.S_ISDIR(status.st_mode):
             continue
-        entry: dict[str, Any] = {"path": _text(str(path)), "bytes": None, "sha256": None}
+        entry: dict[str, Any] = {"path": as_utf8(str(path)), "bytes": None, "sha256": None}
         # Anything but a file, for example a pipe, could be read without end.
         if status is not None and stat.S_ISREG(status.st_mode):
             entry["bytes"] = status.st_size
@@ -506,7 +424,7 @@ def _os_name() -> str:
 
 def _cpu_name() -> str:
     # On Linux platform.processor() is empty or names only the architecture.
-    model = re.search(r"^model name\s*: (.+)$", _read_file(_PROC / "cpuinfo") or "", re.MULTILINE)
+    model = re.search(r"^model name\s*: (.+)$", read_file(_PROC / "cpuinfo") or "", re.MULTILINE)
     if model:
         return model[1].strip()
     return platform.processor() or platform.machine()
@@ -514,7 +432,7 @@ def _cpu_name() -> str:
 
 def _sockets() -> int | None:
     files = _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")
-    return len(set(map(_read_file, files)) - {None, "-1"}) or None
+    return len(set(map(read_file, files)) - {None, "-1"}) or None
 
 
 def _usable_cores() -> int | None:
@@ -524,64 +442,14 @@ def _usable_cores() -> int | None:
     return os.cpu_count()
 
 
+def _memory_limit() -> int | None:
+    return memory_limit(_PROC, _SYS, int(_psutil().virtual_memory().total))
+
+
 def _frequency_mhz() -> dict[str, float | None]:
     frequencies = _psutil().cpu_freq()._asdict()
     # psutil gives 0 for a frequency that it does not know.
     return {name: value or None for name, value in frequencies.items()}
-
-
-def _cores_limit() -> float | None:
-    """Return the number of cores that the control groups allow, if the machine has more."""
-    limits: list[float] = [os.cpu_count() or math.inf]
-    for folder in _control_groups("cpu"):
-        # Version 2 has both numbers in one file, version 1 in two; "max" and -1 mean no limit.
-        words = (_read_file(folder / "cpu.max") or "").split()
-        words.append(_read_file(folder / "cpu.cfs_quota_us") or "-1")
-        words.append(_read_file(folder / "cpu.cfs_period_us") or "-1")
-        quota, period = words[:2]
-        if quota.isdecimal() and period.isdecimal():
-            limits.append(int(quota) / int(period))
-    for folder in _control_groups("cpuset"):
-        cores = _read_file(folder / "cpuset.cpus.effective") or _read_file(folder / "cpuset.cpus")
-        if cores:
-            count = 0
-            # Single cores and ranges, as in "0-3,8".
-            for part in cores.split(","):
-                ends = part.split("-")
-                count += int(ends[-1]) - int(ends[0]) + 1
-            limits.append(count)
-    return min(limits) if min(limits) < limits[0] else None
-
-
-def _memory_limit() -> int | None:
-    """Return the bytes of memory that the control groups allow, if the machine has more."""
-    total = int(_psutil().virtual_memory().total)
-    limits = []
-    for folder in _control_groups("memory"):
-        # The files of version 2 and of version 1.
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read_file(folder / name)
-            if text is not None and text.isdecimal() and int(text) < total:
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups (Linux) for a resource, of both versions.
-
-    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the
-    root is the group of the container.
-    """
-    for line in (_read_file(_PROC / "self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        # The line of version 2 names no controllers.
-        if not controllers or controller in controllers.split(","):
-            root = _SYS / "fs/cgroup"
-            if controllers:
-                root /= controller
-            parts = list(filter(None, path.split("/")))
-            for length in range(len(parts), -1, -1):
-                yield root.joinpath(*parts[:length])
 
 
 def _can_use_cuda(torch: ModuleType) -> bool:
@@ -616,13 +484,3 @@ def _read(reader: Callable[[], _T]) -> _T | None:
         return reader()
     except Exception:
         return None
-
-
-def _read_file(path: Path) -> str | None:
-    """Return the stripped text of a small file of the system, or None if it cannot be read."""
-    return _read(lambda: path.read_text(encoding="utf-8", errors="replace").strip())
-
-
-def _text(text: str) -> str:
-    """Return a text that can be written as UTF-8, unlike some names of files and arguments."""
-    return text.encode("utf-8", "replace").decode()

@@ -12,7 +12,8 @@ from mlbench_core.distributed.workers import Workers
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import is_file_name
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.environment import describe_environment, mask_command_line
+from mlbench_core.results.environment import describe_environment
+from mlbench_core.results.masking import mask_command_line
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import command_options
 from mlbench_core.tracking.clock import cuda_in_use

@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.environment import mask_variables
+from mlbench_core.results.masking import mask_variables
 from mlbench_core.run_terms import WorkerRange
 from mlbench_master.database.columns import PAGE, Columns
 from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database

@@ -27,9 +27,9 @@ from mlbench_core.results.environment import (
     describe_torch,
     driver_version,
     machine_of,
-    mask_command_line,
     software_of,
 )
+from mlbench_core.results.masking import mask_command_line
 
 
 @pytest.fixture
