@@ -27,7 +27,7 @@ from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, load
 from mlbench_core.comparison.pool import Group, pool, usable
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import holm
+from mlbench_core.comparison.significance import holm
 from mlbench_core.comparison.table import Column, compare_groups, escape, markdown_lines
 from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError

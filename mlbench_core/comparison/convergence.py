@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.arguments import check_finite_at_least_0, check_int, check_positive
-from mlbench_core.comparison.stats import known_values, student_cdf, student_quantile
+from mlbench_core.comparison.significance import known_values, student_cdf, student_quantile
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import replacing
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.comparison.record import UNKNOWN, RunRecord
-from mlbench_core.comparison.stats import known_values
+from mlbench_core.comparison.significance import known_values
 from mlbench_core.comparison.times import complete, is_miss
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text, length_text

@@ -34,7 +34,7 @@ from mlbench_core.comparison.pool import (
 )
 from mlbench_core.comparison.prices import Pricing, price_index
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import (
+from mlbench_core.comparison.significance import (
     describe,
     holm,
     known_values,

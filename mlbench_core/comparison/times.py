@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import known_values, paired_test, welch_test
+from mlbench_core.comparison.significance import known_values, paired_test, welch_test
 
 __all__ = [
     "TimesTest",

@@ -15,7 +15,7 @@ from typing import Any
 from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.run_terms import TRACKER_PHASES
-from mlbench_core.statistics import QuantileSketch
+from mlbench_core.running_statistics import QuantileSketch
 from mlbench_core.wire_bytes import total_wire_bytes
 
 __all__ = ["goal_message", "summarize"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import Group, check_comparable
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import holm, log_interval
+from mlbench_core.comparison.significance import holm, log_interval
 from mlbench_core.comparison.times import TimesTest, compare_times, cost_per_success_s, median_s
 from mlbench_core.sweep.modelled import ModelledRecord, SweepPlace, on_networks
 

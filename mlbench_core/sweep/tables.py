@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.stats import known_values
+from mlbench_core.comparison.significance import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 from mlbench_core.sweep.search import Search

@@ -17,7 +17,7 @@ from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.processor_time import work_s
 from mlbench_core.run_terms import GoalAim, check_unit, length_text
-from mlbench_core.statistics import AverageMeter, QuantileSketch
+from mlbench_core.running_statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, computes_in_this_thread, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from mlbench_core._optional.lazy import lazy_subpackages
 from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.statistics import AverageMeter
+from mlbench_core.running_statistics import AverageMeter
 from mlbench_core.tracking import Tracker
 
 __all__ = ["AverageMeter", "LogMetrics", "Tracker"]

@@ -24,7 +24,7 @@ from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan, split_command
-from mlbench_master.web.comparing import FINAL_STATES
+from mlbench_master.web.compared_results import FINAL_STATES
 from mlbench_master.web.fields import (
     MOST_READ,
     MOST_TEXT,

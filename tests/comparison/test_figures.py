@@ -23,7 +23,7 @@ from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures import numbers
 from mlbench_core.comparison.pool import pool, series
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import confidence_interval, log_interval, student_quantile
+from mlbench_core.comparison.significance import confidence_interval, log_interval, student_quantile
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from tests.helpers.thorough import examples
 

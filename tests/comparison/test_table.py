@@ -16,7 +16,7 @@ from statsmodels.stats.multitest import multipletests
 
 from mlbench_core.comparison.pool import pool
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import log_interval
+from mlbench_core.comparison.significance import log_interval
 from mlbench_core.comparison.table import (
     COLUMNS,
     RATIOS,

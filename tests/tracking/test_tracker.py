@@ -19,7 +19,7 @@ from unittest.mock import MagicMock, call, patch
 import pytest
 
 from mlbench_core.errors import CheckpointError
-from mlbench_core.statistics import QuantileSketch
+from mlbench_core.running_statistics import QuantileSketch
 from mlbench_core.tracking.sinks import CSVSink, JSONLSink, TensorBoardSink
 from mlbench_core.utils import AverageMeter, Tracker
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlbench_core.comparison.stats import (
+from mlbench_core.comparison.significance import (
     confidence_interval,
     known_values,
     log_interval,

@@ -19,7 +19,7 @@ from mlbench_core.comparison.figures.numbers import (
     speed_up,
 )
 from mlbench_core.comparison.pool import Group, Series, plural, series
-from mlbench_core.comparison.stats import known_values
+from mlbench_core.comparison.significance import known_values
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:

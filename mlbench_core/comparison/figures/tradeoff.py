@@ -17,7 +17,7 @@ from mlbench_core.comparison.figures.numbers import (
     pareto_front,
 )
 from mlbench_core.comparison.pool import Group, series, workload
-from mlbench_core.comparison.stats import performance_profile
+from mlbench_core.comparison.significance import performance_profile
 from mlbench_core.comparison.table import times_to_goal
 from mlbench_core.errors import ConfigurationError
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.validation_stats import record_validation_stats
-from mlbench_core.statistics import AverageMeter
+from mlbench_core.running_statistics import AverageMeter
 from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["TrainValidation", "train_round", "validation_round"]

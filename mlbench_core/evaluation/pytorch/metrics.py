@@ -32,7 +32,7 @@ from torch import Tensor
 from mlbench_core.arguments import check_at_least
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import require
-from mlbench_core.statistics import AverageMeter
+from mlbench_core.running_statistics import AverageMeter
 
 __all__ = [
     "BLEUScore",

@@ -19,7 +19,7 @@ from mlbench_core.comparison.figures.captions import caption, not_among
 from mlbench_core.comparison.figures.looks import method_look, method_looks
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import confidence_interval, known_values, log_interval
+from mlbench_core.comparison.significance import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.modelled import ModelledRecord

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from statsmodels.stats.meta_analysis import effectsize_smd
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
 
-from mlbench_core.comparison.stats import (
+from mlbench_core.comparison.significance import (
     confidence_interval,
     describe,
     log_interval,
