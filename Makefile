@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
+# With this variable, each of the hundreds of programs that tests start would compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-paired test-single test-thorough test-tensorflow cuda lint types docs wheel release gpu micro clean help
 .DELETE_ON_ERROR:
 
@@ -44,9 +47,6 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
-
-# Tests start hundreds of programs, each of which would compile the library again.
-unexport PYTHONDONTWRITEBYTECODE
 
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only:
 # threads that wait for each other's cores spin: a test of task 3a took 17 times the processor time with two of them.

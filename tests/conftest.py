@@ -1,4 +1,4 @@
-"""Leak guards: a test that leaves something behind fails. And the collection of garbage."""
+"""Fail tests that leave something behind, and keep the garbage collector out of collection."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ import pytest
 SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 
 
-# The tests and their parameters are two million objects. To search them all takes seconds, again
-# and again while they are collected, and in the middle of tests, so the search leaves them out.
-gc.disable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave the tests and their parameters out of each search for garbage.
 
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+    They are two million objects. A search of them takes seconds, again and again while pytest
+    collects them, and later in the middle of tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -256,8 +256,8 @@ class Observer:
 
 def _is_sharded(optimizer: Optimizer) -> bool:
     """Return True if the parameters of an optimizer are those of FSDP2 or another DTensor."""
-    # A script with such parameters has imported this module. The import takes as long as a third of
-    # that of torch, so other scripts go without it.
+    # A script with such parameters has imported this module already. Importing it here would add a
+    # third of torch's import time to every other script.
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return False

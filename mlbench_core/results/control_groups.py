@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cores_limit", "memory_limit", "read_file"]
+__all__ = ["cores_limit", "memory_limit"]
 
 
 def cores_limit(proc: Path, sys: Path) -> float | None:
@@ -78,5 +78,6 @@ def read_file(path: Path) -> str | None:
     """Return the stripped text of a small file of the system, or None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+    # A description of the machine must not end a run, whatever the system does.
+    except Exception:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["as_utf8", "mask_command_line", "mask_variables"]
+__all__ = ["mask_command_line", "mask_variables"]
 
 # I_MPI_PIN binds processes to cores.
 _SECRET_VARIABLE = re.compile(

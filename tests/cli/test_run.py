@@ -305,11 +305,8 @@ def test_a_master_that_is_started_gets_the_engine(patch: pytest.MonkeyPatch) -> 
 
 
 def test_wait_pools_repeats_and_keeps_their_result_folders(
-    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+    fake: FakeMaster, call: Call, tmp_path: Path
 ) -> None:
-    # The chart takes a second, and another test has one.
-    patch.setattr(_follow, "_draw", lambda *_: None)
-
     def run_of(item: dict[str, Any]) -> Path:
         seed = int(item["name"][-1])
         return write_run(

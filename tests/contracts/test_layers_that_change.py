@@ -29,8 +29,8 @@ from tests.contracts.test_distributed_optimizers import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.thorough import pairs
 
-STEPS = 9
-CHANGE, BACK = 1, 5  # steps of a change and of its end, both between two averages
+STEPS = 12
+CHANGE, BACK = 4, 8  # steps of a change and of its end, both between two averages
 WORLD_SIZE = 3
 
 Change = Callable[[Net, int, int], None]

@@ -38,14 +38,18 @@ def fork_context() -> ForkServerContext:
 
 
 class _Pickler(pickle.Pickler):
-    """Write tensors as their bytes: torch makes a file of each, which takes a hundred times as
-    long for the small ones of a test."""
+    """Pickle plain tensors as their bytes.
+
+    torch writes an archive for each tensor, which takes a hundred times as long for small ones.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         import torch
 
         is_plain = type(value) is torch.Tensor and value.is_cpu and not value.requires_grad
         if not is_plain or value.layout is not torch.strided or not value.numel():
+            return NotImplemented
+        if value.is_quantized or value.__dict__:
             return NotImplemented
         if not value.is_contiguous() or value.is_conj() or value.is_neg():
             return NotImplemented

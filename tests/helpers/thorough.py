@@ -37,5 +37,5 @@ def pairs(rows: Iterable[R], columns: Sequence[C], each: int = 1) -> list[tuple[
 
 
 def examples(count: int) -> int:
-    """Return the number of random cases that a property is tried on: a third of them, or all."""
-    return count if THOROUGH else -(-count // 3)
+    """Return on how many random cases to try a property: a third, but at least 10, or all."""
+    return count if THOROUGH else min(count, max(10, count // 3))

@@ -25,7 +25,7 @@ from mlbench_master.engines.interface import FROM_THE_START, LogRange
 
 __all__ = ["IdleEngine", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
-# A busy machine may stand still for longer than the 5 seconds that httpx waits by itself.
+# A busy machine may take longer to answer than httpx's default timeout of 5 seconds.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 60
 httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60
 

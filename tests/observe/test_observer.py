@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -21,6 +23,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def observer(**options: float) -> Observer:
     """An observer with a tracker of its own."""
     return Observer(Tracker([], "run", 0, progress=False), **options)
+
+
+def test_the_module_does_not_import_dtensor() -> None:
+    """The import would take a second of each observed script."""
+    code = (
+        "import sys, mlbench_core.observe.observer; "
+        "sys.exit('torch.distributed.tensor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_notice_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""Observe what the workers of a script send to each other, and how long they wait for it."""
+"""Observe the messages of a script's workers, and the time that they wait for them."""

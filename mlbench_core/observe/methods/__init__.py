@@ -1,1 +1,1 @@
-"""Methods that take the place of an observed script's own exchange or optimizer."""
+"""Replace the exchange or the optimizer of an observed script by a method."""

@@ -360,7 +360,7 @@ def make_method(choice: MethodChoice) -> Method | None:
     return kinds[choice.kind](choice)
 
 
-# ---- the aggregation or optimizer of each name; options as in method_names.METHODS
+# ---- the aggregation or optimizer of each name; options as in names.METHODS
 
 
 def _in_dtype(dtype: torch.dtype) -> Callable[..., Aggregation]:
