@@ -40,7 +40,7 @@ def fork_context() -> ForkServerContext:
 class _Pickler(pickle.Pickler):
     """Pickle plain tensors as their bytes.
 
-    torch writes an archive for each tensor, which takes a hundred times as long for small ones.
+    torch writes an archive for each tensor, which takes ten times as long for small ones.
     """
 
     def reducer_override(self, value: Any) -> Any:
