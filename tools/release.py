@@ -2,8 +2,8 @@
 
 ``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds
 the source distribution and, from this, the wheel, and compares the contents of both with the
-checkout. It runs ``twine check`` if twine is installed. At the end it prints the steps of a real
-release, which CONTRIBUTING.md explains. The exit status is 1 if something is wrong."""
+checkout. It runs ``twine check``. At the end it prints the steps of a real release, which
+CONTRIBUTING.md explains. The exit status is 1 if something is wrong."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ def next_steps(version: str) -> str:
 
 
 def run_twine(*files: Path) -> bool:
-    """Run ``twine check`` if it is installed, and return False if it found something."""
+    """Run ``twine check``, and return False if it found something or twine is not installed."""
     if importlib.util.find_spec("twine") is None:
-        print("twine check: skipped, because twine is not installed (pip install twine)")
-        return True
+        print("twine check: not run, because twine is not installed (pip install twine)")
+        return False
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
     return subprocess.run(command).returncode == 0
 
