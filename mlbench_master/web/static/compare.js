@@ -133,9 +133,11 @@ function lines() {
   if (!repeats.checked) return found.map((run) => ({ label: run.name, curve: run.curve }));
   const rows = new Map();
   for (const run of found) rows.set(run.row || run.name, [...(rows.get(run.row || run.name) ?? []), run]);
-  return [...rows].map(([label, members]) => {
+  return [...rows].flatMap(([label, members]) => {
     if (members.length === 1) return { label, curve: members[0].curve };
     const [xs, mean, high, low] = band(members.map((member) => member.curve));
+    // Repeats that have no place in common have no mean.
+    if (!xs.length) return members.map(({ name, curve }) => ({ label: name, curve }));
     return { label: `${label} (${members.length} runs)`, curve: [xs, mean], high: [xs, high], low: [xs, low] };
   });
 }
