@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     """Run the ``mlbench`` command and end the process with its exit status."""
     _leave_out_current_folder()
-    from mlbench_cli._streams import open_streams
+    from mlbench_cli._output_streams import open_streams
     from mlbench_cli.cli import cli_group
 
     open_streams()

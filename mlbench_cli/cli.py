@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from mlbench_cli._streams import lost_output
+from mlbench_cli._output_streams import lost_output
 from mlbench_core.errors import MLBenchError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlbench_cli import _embedded
-from mlbench_cli._engines import EngineType
+from mlbench_cli._engine_options import EngineType
 from mlbench_cli._output import dashboard_option, json_option, print_json
 from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import check_token, forget_master, remember_master

@@ -16,9 +16,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_cli import _embedded, _follow, _no_master, _wait
+from mlbench_cli import _embedded, _follow, _run_without_master, _wait
 from mlbench_cli._client import MasterClient, RunSource, names_of
-from mlbench_cli._engines import EngineType
+from mlbench_cli._engine_options import EngineType
 from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import (
     clean,
@@ -329,9 +329,10 @@ class _Options:
                     "the folder of a master is an option of 'mlbench master'"
                 )
             return
-        if self.engine != _no_master.ENGINE:
+        if self.engine != _run_without_master.ENGINE:
             raise click.UsageError(
-                f"--no-master works only with --engine {_no_master.ENGINE}: with another engine, "
+                f"--no-master works only with --engine {_run_without_master.ENGINE}: "
+                "with another engine, "
                 "the master decides when a run starts, or collects its results"
             )
         if self.dashboard_url is not None:
@@ -607,10 +608,10 @@ def run(ctx: click.Context, **values: Any) -> None:
     # Before find_or_start, so that a wrong command line starts no master.
     requests = options.series.requests()
     if options.no_master:
-        with _no_master.open_runs(options.name, options.data_dir) as direct:
+        with _run_without_master.open_runs(options.name, options.data_dir) as direct:
             started = _start(direct, requests, options.replace)
             if options.wait or not options.as_json:
-                _no_master.show_submitted(direct, started, bool(options.wait))
+                _run_without_master.show_submitted(direct, started, bool(options.wait))
             _finish(direct, options, started)
         return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)

@@ -14,7 +14,6 @@ import click
 
 from mlbench_cli._client import FINAL_STATES, MasterClient, names_of, reason_of, state_of
 from mlbench_cli._embedded import connect
-from mlbench_cli._master_away import connect_or_read
 from mlbench_cli._output import (
     clean,
     confirm_deletion,
@@ -27,7 +26,8 @@ from mlbench_cli._output import (
     print_table,
     remark,
 )
-from mlbench_cli._streams import stdout_is_closed
+from mlbench_cli._output_streams import stdout_is_closed
+from mlbench_cli._unreachable_master import connect_or_read
 from mlbench_cli.commands.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing

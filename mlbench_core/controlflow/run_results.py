@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.distributed.workers import Workers
+from mlbench_core.distributed.worker_messages import Workers
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.run_terms import GoalAim

@@ -20,7 +20,7 @@ from mlbench_core.network.emulated import EmulatedNetwork
 __all__ = ["AllReduceTime", "NetworkReport", "PathReport", "measure_network"]
 
 _PROBE = Path(__file__).with_name("probe.py")
-_ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
+_ALL_REDUCE = Path(__file__).with_name("all_reduce_timing.py")
 _PINGS = 40
 _DATAGRAMS = 2000
 _INTERVAL_S = 0.0005

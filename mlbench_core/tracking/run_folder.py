@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.distributed.workers import Workers
+from mlbench_core.distributed.worker_messages import Workers
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import lock
 from mlbench_core.results.configuration import Configuration

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlbench_core.distributed.workers import Workers
+from mlbench_core.distributed.worker_messages import Workers
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import is_file_name
 from mlbench_core.results.configuration import Configuration
@@ -143,6 +143,6 @@ def _workers() -> tuple[Workers, dict[str, Any]]:
     import torch
 
     from mlbench_core.distributed.pytorch.process_groups import backend
-    from mlbench_core.distributed.pytorch.workers import ProcessGroupWorkers
+    from mlbench_core.distributed.pytorch.worker_messages import ProcessGroupWorkers
 
     return ProcessGroupWorkers(), {"backend": backend(), "threads": torch.get_num_threads()}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mlbench_master.web import compare, logs, main, run, runs, start, workers
+from mlbench_master.web import (
+    compare_page,
+    log_page,
+    main_page,
+    run_page,
+    runs_page,
+    start_page,
+    worker_page,
+)
 
 __all__ = ["make_pages"]
 
@@ -16,6 +24,7 @@ def make_pages() -> APIRouter:
     """
     router = APIRouter(include_in_schema=False)
     # The form is at /runs/new/, which could also be the page of a run.
-    for page in (main, runs, start, run, logs, workers, compare):
+    pages = (main_page, runs_page, start_page, run_page, log_page, worker_page, compare_page)
+    for page in pages:
         router.include_router(page.router)
     return router

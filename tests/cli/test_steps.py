@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_cli._steps import print_steps, show_unmeasured
+from mlbench_cli._step_table import print_steps, show_unmeasured
 from mlbench_core.comparison.record import RunRecord
 
 FIRST = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mlbench_core.controlflow.run_results import task_configuration, task_environment
-from mlbench_core.distributed.pytorch.workers import ProcessGroupWorkers
+from mlbench_core.distributed.pytorch.worker_messages import ProcessGroupWorkers
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.tracking.run_folder import RunFolder
 

@@ -43,7 +43,7 @@ _MODULES = (
     *("torch.distributed.tensor", "torch.profiler._cupti_monitor", "torch.utils.data"),
     *("mlbench_core.controlflow.pytorch.run", "mlbench_core.optim.pytorch"),
     *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
-    "mlbench_core.observe.workers",
+    "mlbench_core.observe.worker_messages",
 )
 _REQUEST_BYTES = 2**20
 _IMPORTS_S = 120.0

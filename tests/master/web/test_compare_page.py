@@ -22,7 +22,7 @@ from mlbench_master import create_app
 from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
 from mlbench_master.runs.result_files import RESULT_METRIC
 from mlbench_master.web import figures
-from mlbench_master.web.compare import MOST_RUNS
+from mlbench_master.web.compare_page import MOST_RUNS
 from tests.cli.fake_master import summary
 from tests.master.helpers import IdleEngine, TestClient, server, wait_for
 from tests.results.helpers import GOAL, write_run
@@ -279,7 +279,7 @@ def test_figures_are_drawn_once_and_served_as_files(
 def test_without_matplotlib_the_page_says_what_to_install(
     client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlbench_master.web.compare.can_draw", lambda: False)
+    monkeypatch.setattr("mlbench_master.web.compare_page.can_draw", lambda: False)
     assert "pip install" in client.get(address(four, "/compare/figures/")).text
     answer = client.get(address(four, "/compare/figures/speedup.svg"))
     assert answer.status_code == 404 and "mlbench-core[charts]" in answer.json()["message"]
@@ -295,7 +295,7 @@ def test_a_drawing_that_fails_or_must_wait_is_reported_and_not_kept(
         ]
     )
     monkeypatch.setattr(figures, "_kept", type(figures._kept)())
-    monkeypatch.setattr("mlbench_master.web.compare.can_draw", lambda: True)
+    monkeypatch.setattr("mlbench_master.web.compare_page.can_draw", lambda: True)
     with monkeypatch.context() as broken:
         broken.setattr(figures.sys, "executable", "/bin/false")
         assert (
@@ -316,7 +316,7 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
     wait = f"import os, time\nwhile os.path.exists({str(goes_on)!r}): time.sleep(0.05)\n"
     (tmp_path / "wait.py").write_text(wait)
     # Drawing would only take time.
-    setup = "import mlbench_master.web.compare as page; page.can_draw = lambda: False"
+    setup = "import mlbench_master.web.compare_page as page; page.can_draw = lambda: False"
     with (
         chromium(tmp_path / "profile") as browser,
         server(tmp_path / "data", setup=setup) as (base, _),

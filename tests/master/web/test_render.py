@@ -10,7 +10,7 @@ import pytest
 
 from mlbench_master import create_app
 from mlbench_master.dates import now_us
-from mlbench_master.web.logs import ERROR_LINE
+from mlbench_master.web.log_page import ERROR_LINE
 from mlbench_master.web.render import ago, duration, number, render, size
 from tests.master.helpers import IdleEngine, TestClient, wait_for
 

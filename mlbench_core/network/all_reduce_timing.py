@@ -1,7 +1,7 @@
 """Time all-reduces over Gloo in an emulated network.
 
-Run ``python all_reduce.py BYTES SECONDS`` once on every host. The process of rank 0 writes one line
-of JSON: the median seconds of an all-reduce of 4 bytes and of BYTES bytes.
+Run ``python all_reduce_timing.py BYTES SECONDS`` once on every host. The process of rank 0 writes
+one line of JSON: the median seconds of an all-reduce of 4 bytes and of BYTES bytes.
 """
 
 from __future__ import annotations

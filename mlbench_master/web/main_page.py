@@ -11,8 +11,8 @@ from mlbench_master.api.routes import EnginePart, StorePart
 from mlbench_master.database.store import Run
 from mlbench_master.engines.interface import Engine
 from mlbench_master.web.render import page
-from mlbench_master.web.runs import list_runs
-from mlbench_master.web.workers import list_workers
+from mlbench_master.web.runs_page import list_runs
+from mlbench_master.web.worker_page import list_workers
 
 __all__ = ["router"]
 

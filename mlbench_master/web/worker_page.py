@@ -15,7 +15,7 @@ from mlbench_master.database.columns import number_of
 from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner
 from mlbench_master.engines.supervisor.load_sampler import LOAD_METRICS
-from mlbench_master.web.logs import log_view
+from mlbench_master.web.log_page import log_view
 from mlbench_master.web.render import page, size
 
 __all__ = ["Figure", "Worker", "list_workers", "router"]

@@ -39,9 +39,9 @@ from mlbench_master.runs.phases import (
 from mlbench_master.runs.progress import progress_of
 from mlbench_master.runs.result_files import RESULT_METRIC, ResultFolder
 from mlbench_master.web.fields import condition
-from mlbench_master.web.logs import log_view
+from mlbench_master.web.log_page import log_view
 from mlbench_master.web.render import moment, page
-from mlbench_master.web.workers import list_workers
+from mlbench_master.web.worker_page import list_workers
 
 __all__ = ["router"]
 

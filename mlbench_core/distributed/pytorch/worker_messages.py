@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor
-from mlbench_core.distributed.workers import Workers
+from mlbench_core.distributed.worker_messages import Workers
 
 __all__ = ["ProcessGroupWorkers"]
 
