@@ -76,7 +76,7 @@ def test_the_shell_accepts_its_script(shell: str, call: Call, tmp_path: Path) ->
     assert f"_MLBENCH_COMPLETE={shell}_complete" in script.read_text()
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
-    subprocess.run([shell, "-n", str(script)], check=True, timeout=10)
+    subprocess.run([shell, "-n", str(script)], check=True, timeout=60)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -91,6 +91,6 @@ def test_bash_completes_the_name_of_a_run(fake: FakeMaster, call: Call, tmp_path
         f"_mlbench_completion {program}; echo ${{COMPREPLY[@]}}"
     )
     done = subprocess.run(
-        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("demo-1\n", "")
