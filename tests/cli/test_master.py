@@ -25,10 +25,12 @@ from tests.helpers.processes import free_port
 
 
 @pytest.fixture
-def real_master() -> Iterator[None]:
+def real_master(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that start the real one: it is stopped at the end, whatever happened."""
     pytest.importorskip("fastapi", reason="needs the extra [master]")
     pytest.importorskip("uvicorn", reason="needs the extra [master]")
+    patch.setattr(_embedded, "_ANSWER_S", 60.0)
+    patch.setattr(_embedded, "STOP_TIMEOUT_S", 60.0)
     yield
     record = read_record()
     if record is not None and record.is_alive():

@@ -216,7 +216,7 @@ def test_a_forked_child_has_a_client_of_its_own_and_exit_delivers(master: StubMa
         env={**os.environ, "MLBENCH_MASTER_URL": master.url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(master.values) == ["child", "parent", "parent again"]

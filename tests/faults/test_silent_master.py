@@ -28,7 +28,7 @@ def mlbench(
         [sys.executable, "-c", setup + "from mlbench_cli import main; main()", *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

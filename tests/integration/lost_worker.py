@@ -35,12 +35,17 @@ def main() -> None:
     torch.set_num_threads(1)
     lost_workers.SILENCE_S = SILENCE_S
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    patience = datetime.timedelta(seconds=60)
     if store.startswith("tcp:"):
         shared = dist.TCPStore(
-            "127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=timeout
+            "127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=patience
         )
     else:
         shared = dist.FileStore(store, world_size)
+    # A worker may start long after another one.
+    shared.set(f"started {rank}", "")
+    shared.wait([f"started {other}" for other in range(world_size)], patience)
+    shared.set_timeout(timeout)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=timeout)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     exchange = AllReduceAggregation(

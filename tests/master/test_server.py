@@ -22,7 +22,7 @@ from tests.master.helpers import PYTHON, ROOT, TestClient, server, wait_for
 def master(*options: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [PYTHON, "-m", "mlbench_cli", "master", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, cwd=ROOT)
 
 
 def test_another_address_needs_a_token(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_events_reach_a_watcher_and_do_not_hold_up_the_end(tmp_path: Path) -> No
         assert second.returncode == 1 and "another master uses the folder" in second.stderr
 
         def watch() -> None:
-            with httpx.stream("GET", f"{base}/api/events/", timeout=60) as response:
+            with httpx.stream("GET", f"{base}/api/events/", timeout=240) as response:
                 seen.extend(line for line in response.iter_lines() if line)
 
         watcher = threading.Thread(target=watch)

@@ -108,6 +108,7 @@ def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path) -> None:
         with sockets(base, 1, f"{request}Authorization: Bearer sesame\r\n\r\n".encode()) as (
             connection,
         ):
+            assert connection.recv(1, socket.MSG_PEEK), "the answer begins"
             wait_for(lambda: connections_of(process) == 0, what="the end of the connection")
             assert 0 < len(answer(connection)) < 18_000_000
         assert process.poll() is None
@@ -165,6 +166,7 @@ def test_event_streams_are_bounded(tmp_path: Path) -> None:
                 refused.json()["message"]
                 == "events: at most 3 streams of one client may be open: close one of them"
             )
+
         # The ends of streams are noticed, so their places are free again.
         def is_accepted() -> bool:
             with sockets(base, 1, EVENTS) as (stream,):
