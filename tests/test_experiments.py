@@ -95,7 +95,7 @@ def as_texts(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_class_of_ten_lines_trains_like_the_average_of_ddp(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

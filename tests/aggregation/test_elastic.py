@@ -246,7 +246,7 @@ def test_a_worker_that_was_stopped_for_a_while_receives_the_state_that_it_missed
         store.wait(["elastic/outcome/1"])
         os.kill(processes[stopped].pid, signal.SIGCONT)
         for process in processes:
-            process.join(60)
+            process.join(200)
         assert [process.exitcode for process in processes] == [0] * WORKERS
     own, others = read_log(tmp_path, stopped), read_log(tmp_path, 0)
     assert [line["members"] for line in others] == [

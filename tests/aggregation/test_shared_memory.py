@@ -128,7 +128,7 @@ def test_who_does_not_come_in_time_is_named(results: Results) -> None:
     for result in others:
         assert (
             result["who_does_not_come"]
-            == f"timed out: worker {len(others)} did not come within 0.3 s"
+            == f"timed out: worker {len(others)} did not come within 1.5 s"
         )
 
 

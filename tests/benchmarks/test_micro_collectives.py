@@ -59,7 +59,7 @@ def test_numbers_below_one_are_refused(
 
 def test_a_short_run_of_collectives(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     done = run_script(
-        [str(MICRO / "collectives.py"), "--quick", "--save", str(tmp_path)], timeout_s=120
+        [str(MICRO / "collectives.py"), "--quick", "--save", str(tmp_path)], timeout_s=240
     )
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "collectives.json")["runs"][0]["rows"]
@@ -79,7 +79,7 @@ def test_a_short_run_of_collectives(micro: Callable[[str], ModuleType], tmp_path
 @thorough
 def test_sums_in_both_ways(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     done = run_script(
-        [str(MICRO / "shared_memory.py"), "--quick", "--save", str(tmp_path)], timeout_s=120
+        [str(MICRO / "shared_memory.py"), "--quick", "--save", str(tmp_path)], timeout_s=240
     )
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "shared_memory.json")["runs"][0]["rows"]
@@ -92,7 +92,7 @@ def test_a_short_run_of_transports(micro: Callable[[str], ModuleType], tmp_path:
     if micro("_workers").mpirun_command(2) is None:
         pytest.skip("needs mpi4py and mpirun")
     done = run_script(
-        [str(MICRO / "transports.py"), "--quick", "--save", str(tmp_path)], timeout_s=120
+        [str(MICRO / "transports.py"), "--quick", "--save", str(tmp_path)], timeout_s=240
     )
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "transports.json")["runs"][0]["rows"]

@@ -171,7 +171,7 @@ def test_quick_runs_write_their_file(
     name: str, tmp_path: Path, micro: Callable[[str], ModuleType]
 ) -> None:
     done = run_script(
-        [str(MICRO / f"{name}.py"), "--quick", "--save", str(tmp_path)], timeout_s=200
+        [str(MICRO / f"{name}.py"), "--quick", "--save", str(tmp_path)], timeout_s=240
     )
     assert done.returncode == 0, done.stderr
     found = micro("_bench").read(tmp_path / f"{name}.json")
@@ -184,7 +184,7 @@ def test_quick_runs_write_their_file(
 def test_text_store_needs_data(tmp_path: Path) -> None:
     command = [sys.executable, str(MICRO / "text_store.py"), "--help"]
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
-    done = run_script([str(MICRO / "text_store.py")], timeout_s=120, MLBENCH_TEST_DATA="")
+    done = run_script([str(MICRO / "text_store.py")], timeout_s=240, MLBENCH_TEST_DATA="")
     assert done.returncode == 1
     assert done.stderr == (
         "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de\n"

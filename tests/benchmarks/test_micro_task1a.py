@@ -17,7 +17,7 @@ from tests.helpers.thorough import thorough
 def test_a_short_run(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
     sizes = ["--quick", "--batch-size", "2", "--variants", "flags"]
     command = [str(MICRO / "task1a_epoch.py"), *sizes, "--save", str(tmp_path)]
-    done = run_script(command, timeout_s=200, MLBENCH_TEST_DATA="")
+    done = run_script(command, timeout_s=240, MLBENCH_TEST_DATA="")
     assert done.returncode == 0, done.stderr
     (run,) = micro("_bench").read(tmp_path / "task1a_epoch.json")["runs"]
     assert "images of random bytes" in run["conditions"]

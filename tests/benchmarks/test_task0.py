@@ -46,7 +46,7 @@ def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -75,7 +75,7 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
         "gloo",
         *arguments,
     ]
-    done = run_script([*command, *roots(tmp_path)], timeout_s=120)
+    done = run_script([*command, *roots(tmp_path)], timeout_s=240)
     assert done.returncode == 0, done.stderr
     out, folder = done.stdout, tmp_path / "output" / "task0" / "7"
     stem = folder / "all_reduce-gloo-cpu-2"
@@ -118,7 +118,7 @@ def test_the_old_command_line_one_process_at_a_time(tmp_path: Path) -> None:
         *roots(tmp_path),
     ]
     workers = [[*command, "--rank", str(rank), *arguments] for rank in range(2)]
-    both = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
+    both = run_scripts(workers, timeout_s=240, MASTER_PORT=str(free_port()))
     assert [done.returncode for done in both] == [0, 0], both
     out, silent = (done.stdout for done in both)
     assert "all_gather, gloo, cpu, 2 workers" in out
@@ -258,7 +258,7 @@ def test_the_chart_compares_runs(tmp_path: Path) -> None:
         files.append(str(LatencyReport(measurements=measured).save(tmp_path / backend)[1]))
     chart = tmp_path / "times.svg"
     drawn = run_script(
-        [str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)], timeout_s=120
+        [str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)], timeout_s=240
     )
     assert drawn.returncode == 0, drawn.stderr
     assert "<svg" in chart.read_text()

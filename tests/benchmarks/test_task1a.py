@@ -36,7 +36,7 @@ def run_task(
         [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint",
          str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out"), *arguments],
-        timeout_s=200, MASTER_PORT=str(free_port()),
+        timeout_s=240, MASTER_PORT=str(free_port()),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
          "--epochs", "1", "--model", "resnet8",
          "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
-        timeout_s=200,
+        timeout_s=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "ckpt").rglob("model_best.pth.tar"))

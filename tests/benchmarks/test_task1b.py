@@ -115,7 +115,7 @@ def test_two_workers_by_torchrun(images: Path, tmp_path: Path) -> None:
          "small",
          "--batch-size", "8", "--epochs", "1", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
-        timeout_s=200,
+        timeout_s=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = done.stdout + done.stderr

@@ -275,7 +275,7 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
         [*COMMAND, "--hosts", "127.0.0.1,127.0.0.1", "--rank", str(rank), *common]
         for rank in range(2)
     ]
-    by_hosts = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
+    by_hosts = run_scripts(workers, timeout_s=240, MASTER_PORT=str(free_port()))
     assert [done.returncode for done in by_hosts] == [0, 0], by_hosts
     # An MPI's mpirun where there is one, else torchrun: two more starts of Python are enough.
     mpirun = shutil.which(
@@ -303,7 +303,7 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
         )
     variables = environment(MASTER_PORT=str(free_port()))
     launched = subprocess.run(
-        [*launcher, *COMMAND, *common], env=variables, capture_output=True, text=True, timeout=120
+        [*launcher, *COMMAND, *common], env=variables, capture_output=True, text=True, timeout=240
     )
     assert launched.returncode == 0, launched.stderr
     assert last_line(by_hosts[0]) == last_line(launched)
@@ -322,7 +322,7 @@ def test_the_best_value_after_a_time_is_the_result_of_a_run(tmp_path: Path) -> N
     # Each epoch takes some milliseconds, so the time is over after the first one.
     done = run_script(
         [*COMMAND, *data, "--goal-after", "1e-6", *roots],
-        timeout_s=120,
+        timeout_s=240,
         MASTER_PORT=str(free_port()),
     )
     assert done.returncode == 0, done.stderr
@@ -371,7 +371,7 @@ def test_bad_input_is_one_clear_line(
     tmp_path: Path, arguments: list[str], status: int, message: str
 ) -> None:
     roots = [f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")]
-    done = run_script([*COMMAND, *arguments, *roots], timeout_s=120, MASTER_PORT=str(free_port()))
+    done = run_script([*COMMAND, *arguments, *roots], timeout_s=240, MASTER_PORT=str(free_port()))
     output = done.stdout + done.stderr
     assert done.returncode == status, output
     assert message in output

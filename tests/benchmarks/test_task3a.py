@@ -129,7 +129,7 @@ def test_missing_text_is_one_clear_line(tmp_path: Path) -> None:
     done = run_script(
         [str(get_task("3a").script), "--backend", "gloo", "--data", str(text), "--preset", "small",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        timeout_s=200, MASTER_PORT=str(free_port()),
+        timeout_s=240, MASTER_PORT=str(free_port()),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "no wiki.train.tokens or train.txt" in done.stderr

@@ -246,7 +246,7 @@ def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
          "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02",
          "--checkpoint", "--overlap",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        timeout_s=200,
+        timeout_s=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     files = sorted((tmp_path / "ckpt").rglob("1_*.pth.tar"))

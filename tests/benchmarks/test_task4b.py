@@ -250,7 +250,7 @@ def test_two_workers_by_torchrun(text: Path, tmp_path: Path) -> None:
          str(text),
          "--preset", "small", "--max-tokens", "128", "--global-tokens", "256", "--epochs", "1",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        timeout_s=200, MLBENCH_HOME=str(text),
+        timeout_s=240, MLBENCH_HOME=str(text),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = done.stdout + done.stderr

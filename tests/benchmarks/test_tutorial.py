@@ -118,7 +118,7 @@ def losses(step: int, world_size: int, folder: Path) -> list[list[float]]:
     ]  # fmt: skip
     done = run_scripts(
         workers,
-        timeout_s=120,
+        timeout_s=240,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
         MLBENCH_OUTPUT=str(folder / "output"),

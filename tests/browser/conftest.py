@@ -43,6 +43,12 @@ class Watched:
         if response.status >= 500:
             self.problems.append(f"{response.status}: {response.url}")
 
+    def complaints(self) -> list[str]:
+        """The problems, without those of a click that aborts a reading of the page, which htmx
+        reports."""
+        aborted = "error: htmx:afterRequest", "error: htmx:sendAbort", "error: htmx:sendError"
+        return [problem for problem in self.problems if not problem.startswith(aborted)]
+
     def open(self, path: str) -> None:
         self.page.goto(self.base + path)
 

@@ -87,8 +87,8 @@ def test_dates_are_in_the_zone_of_the_browser(playwright_browser: Any, base: str
     httpx.delete(f"{base}/api/runs/{run}/", headers=HEADERS)
 
 
-def command(name: str, epochs: int) -> str:
-    return f"{sys.executable} {TRAINS} {earlier_runs() / name} {epochs}"
+def command(name: str, epochs: int, end: Path | str = "") -> str:
+    return f"{sys.executable} {TRAINS} {earlier_runs() / name} {epochs} {end}"
 
 
 def state_of(base: str, name: str) -> str:
@@ -108,8 +108,11 @@ def answer_late(route: Any) -> None:
     route.continue_()
 
 
-def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched) -> None:
+def test_a_user_starts_watches_compares_stops_and_deletes_runs(
+    watched: Watched, tmp_path: Path
+) -> None:
     page, base = watched.page, watched.base
+    end = tmp_path / "end"  # of both runs, after the user has watched them
     # An empty master says what to do, and the way is one click.
     page.click("text=Start runs")
     page.wait_for_url(f"{base}/runs/new/")
@@ -117,7 +120,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.fill("[name=name]", "walk")
     page.fill("[name=num_workers]", "1 2")
     page.fill("[name=num_cpus]", "0.1")
-    page.fill("[name=command]", command("centralized-sgd-1-r1", 60))
+    page.fill("[name=command]", command("centralized-sgd-1-r1", 3, end))
     page.click("#start button:has-text('Start')")
     page.wait_for_selector("#runs .state-started")
     page.click("#runs a:text-is('walk-2')")
@@ -137,6 +140,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.click("#stop button")
     page.wait_for_selector("#state.state-stopped")
     page.wait_for_selector("#why >> text=stopped by a user")
+    end.touch()
     wait_for(
         lambda: state_of(base, "walk-1") == "finished",
         timeout_s=60,
@@ -199,7 +203,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     # The deletion may overtake the page's last questions about the run, and htmx reports each with
     # a second line.
     late = re.compile(rf"404.*{re.escape(base)}/(api/)?runs/{runs['walk-2']}/")
-    assert [problem for problem in watched.problems if not late.search(problem)] == []
+    assert [problem for problem in watched.complaints() if not late.search(problem)] == []
 
 
 def pages(base: str) -> dict[str, str]:
@@ -263,7 +267,7 @@ def test_every_page_fits_the_screen_and_is_open_to_all(
         found += watched.barriers(axe, name)
         watched.picture(f"{name}-{width}-{theme}")
     assert found == []
-    assert watched.problems == []
+    assert watched.complaints() == []
 
 
 def test_the_keyboard_does_in_a_chart_what_a_mouse_does(watched: Watched) -> None:

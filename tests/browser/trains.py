@@ -1,9 +1,12 @@
 """A command that looks like a training: it sends metrics, prints, and leaves the results of a
 measured run.
 
-usage: trains.py RESULTS EPOCHS
+usage: trains.py RESULTS EPOCHS [FILE]
+
+With a file, it trains for more epochs until the file exists.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 results, epochs = Path(sys.argv[1]), int(sys.argv[2])
+ends = [Path(name) for name in sys.argv[3:]]
 run_id, rank = int(os.environ["MLBENCH_RUN_ID"]), int(os.environ["RANK"])
 
 
@@ -26,12 +30,12 @@ def send(name: str, value: object, epoch: int) -> None:
         "Authorization": f"Bearer {os.environ['MLBENCH_TOKEN']}",
         "Content-Type": "application/json",
     }
-    urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=30).close()
+    urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60).close()
 
 
 print("<script>window.broken = 1</script>", flush=True)
 print("\033[31mred\033[0m and a long line: " + "x" * 10_000, flush=True)
-for epoch in range(epochs):
+for epoch in itertools.count():
     print(f"epoch {epoch} starts", flush=True)
     print(f"epoch {epoch} may go wrong", file=sys.stderr, flush=True)
     send("train_loss", 2.5 / (epoch + 1), epoch)
@@ -41,6 +45,8 @@ for epoch in range(epochs):
         send("val_global_loss", 2.7 / (epoch + 1), epoch)
         send("val_global_Prec@1", min(98, 10 * (epoch + 1)), epoch)
     time.sleep(0.25)
+    if epoch + 1 >= epochs and all(path.exists() for path in ends):
+        break
 if rank == 0:
     goal = {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False, "reached": True}
     phases = {"compute": 3.0, "communication": 1.0, "metrics": 0.1, "data": 0.2}

@@ -40,7 +40,7 @@ class Terminal:
     def shown(self) -> str:
         return _ESCAPES.sub("", self._raw.decode(errors="replace"))
 
-    def read_until(self, text: str, timeout_s: float = 20.0) -> None:
+    def read_until(self, text: str, timeout_s: float = 60.0) -> None:
         """Read until a text has been shown, which is empty for the end of the process."""
         deadline = time.monotonic() + timeout_s
         while not text or text not in self.shown:
@@ -58,7 +58,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._screen, text.encode())
 
-    def end(self, timeout_s: float = 20.0) -> int:
+    def end(self, timeout_s: float = 60.0) -> int:
         """Wait for the end; the exit status."""
         self.read_until("", timeout_s)
         return self.process.wait(timeout_s)

@@ -28,7 +28,7 @@ def test_only_the_own_master_is_stopped(ran_before: bool, exit_status: int, tmp_
     (tmp_path / "bin" / "python").symlink_to("/bin/true")
     (tmp_path / ".installed").touch()
     done = subprocess.run(
-        ["make", "demo", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        ["make", "demo", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode != 0) == (exit_status != 0), done.stderr
     end = [] if ran_before else ["master --stop"]

@@ -25,10 +25,12 @@ from tests.helpers.processes import free_port
 
 
 @pytest.fixture
-def real_master() -> Iterator[None]:
+def real_master(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that start the real one: it is stopped at the end, whatever happened."""
     pytest.importorskip("fastapi", reason="needs the extra [master]")
     pytest.importorskip("uvicorn", reason="needs the extra [master]")
+    patch.setattr(_embedded, "_ANSWER_S", 60.0)
+    patch.setattr(_embedded, "STOP_TIMEOUT_S", 60.0)
     yield
     record = read_record()
     if record is not None and record.is_alive():
@@ -98,7 +100,7 @@ def test_two_runs_at_once_start_one_master(real_master: None) -> None:
         )
         for name in ("a", "b")
     ]
-    output = [process.communicate(timeout=90) for process in both]
+    output = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], output
     assert sum("started the master" in stderr for _, stderr in output) == 1
     assert len(_connect().runs()) == 2
@@ -111,9 +113,7 @@ def _connect() -> MasterClient:
 
 
 def test_foreground_master_is_found_and_ends_on_ctrl_c(real_master: None, call: Call) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         command("master", "--port", str(port)), stderr=subprocess.PIPE, text=True
     )
@@ -125,7 +125,7 @@ def test_foreground_master_is_found_and_ends_on_ctrl_c(real_master: None, call: 
             pause.wait(0.1)
         assert call("get-dashboard-url").stdout == f"http://127.0.0.1:{port}\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()

@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlbench_cli._wait import Progress, live_table
 from tests.cli.fake_master import FakeMaster
 from tests.cli.terminal import CTRL_C, on_terminal
+from tests.helpers.processes import wait_for
 
 RUN = ("run", "demo", "1", "2", "--task", "1a", "--wait", "--output")
 QUICK = "import mlbench_cli._wait as w; w.POLL_S = 0.3"
@@ -42,6 +44,8 @@ def test_ctrl_c_asks_if_the_runs_should_stop(
         terminal.read_until("[y/N]")
         assert QUESTION in terminal.shown
         # Python misses a Ctrl-C in the instant between the question and its wait for the answer.
+        process = psutil.Process(terminal.process.pid)
+        wait_for(lambda: process.status() == psutil.STATUS_SLEEPING, 60, "its wait")
         time.sleep(0.3)
         terminal.type(answer)
         assert terminal.end() == 1

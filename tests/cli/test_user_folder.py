@@ -181,6 +181,6 @@ def test_logs_end_when_their_reader_has_ended(said: FakeMaster) -> None:
     said.states[1] = ["started"]
     line = f"{' '.join(INSTALLED)} logs demo-1 --follow | head -1 >/dev/null"
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", line], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")

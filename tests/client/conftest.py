@@ -23,7 +23,7 @@ def connect(master: StubMaster) -> Iterator[Callable[..., ApiClient]]:
     clients: list[ApiClient] = []
 
     def make(**options: Any) -> ApiClient:
-        clients.append(ApiClient(**{"url": master.url, "timeout_s": 2.0, **options}))
+        clients.append(ApiClient(**{"url": master.url, "timeout_s": 60.0, **options}))
         return clients[-1]
 
     yield make

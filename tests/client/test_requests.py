@@ -59,7 +59,7 @@ Call = Callable[[ApiClient], Any]
 def test_requests(
     call: Call, method: str, path: str, query: dict[str, str], master: StubMaster, connect: Connect
 ) -> None:
-    assert call(connect()).result(10).status_code == 200
+    assert call(connect()).result(60).status_code == 200
     ((seen_method, target, headers, _),) = master.requests
     assert (seen_method, urlsplit(target).path) == (method, path)
     assert {key: value for key, (value,) in parse_qs(urlsplit(target).query).items()} == query
@@ -75,14 +75,14 @@ def test_the_token_goes_with_every_request(
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MLBENCH_TOKEN", "from-environment")
         client = connect(token=token)
-    client.get_runs().result(10)
-    client.post_metric(1, "m", 1).result(10)
+    client.get_runs().result(60)
+    client.post_metric(1, "m", 1).result(60)
     assert [headers["Authorization"] for _, _, headers, _ in master.requests] == [sent, sent]
 
 
 def test_an_error_status_is_an_answer(master: StubMaster, connect: Connect) -> None:
     master.respond = lambda method, path, body: (409, {"message": "in use"})
-    response = connect().create_run("taken", 2, task="1a").result(10)
+    response = connect().create_run("taken", 2, task="1a").result(60)
     assert (response.status_code, response.json()["message"]) == (409, "in use")
 
 
@@ -105,14 +105,14 @@ def test_what_an_old_master_cannot_do_is_a_clear_error(
 ) -> None:
     master.respond = lambda method, path, body: (404, answer)
     with pytest.raises(MasterRequestError, match=words) as caught:
-        call(connect()).result(10)
+        call(connect()).result(60)
     assert caught.value.status == 404
     master.respond = lambda method, path, body: (
         404,
         {"status": "Not Found", "message": "id: there is no run '3'"},
     )
     assert (
-        call(connect()).result(10).status_code == 404
+        call(connect()).result(60).status_code == 404
     )  # this version's master: the run is missing
 
 
@@ -121,10 +121,10 @@ def test_reading_is_repeated_and_starting_a_run_is_not(
 ) -> None:
     master.respond = lambda method, path, body: (503, {}) if len(master.requests) < 3 else None
     client = connect()
-    assert client.get_runs().result(20).status_code == 200
+    assert client.get_runs().result(60).status_code == 200
     assert len(master.requests) == 3
     master.requests.clear()
-    assert client.create_run("new", 2, task="1a").result(10).status_code == 503
+    assert client.create_run("new", 2, task="1a").result(60).status_code == 503
     assert len(master.requests) == 1
 
 
@@ -188,7 +188,7 @@ NAMED_IMAGES = {
 def test_a_run_is_created_with_what_the_master_takes(
     options: dict[str, Any], sent: dict[str, Any], master: StubMaster, connect: Connect
 ) -> None:
-    connect().create_run("my-run", 4, 1.5, 100, gpu_enabled=True, **options).result(10)
+    connect().create_run("my-run", 4, 1.5, 100, gpu_enabled=True, **options).result(60)
     ((method, path, _, body),) = master.requests
     assert (method, path) == ("POST", "/api/runs/")
     assert body == {
@@ -258,7 +258,7 @@ def test_a_metric_is_sent_as_the_master_takes_it(master: StubMaster, connect: Co
     zone = datetime.timezone(datetime.timedelta(hours=2))
     connect().post_metric(
         9, "loss @ 1", 0.5, True, {"epoch": 3}, datetime.datetime(2026, 1, 2, 3, 4, 5, 6, zone)
-    ).result(10)
+    ).result(60)
     (metric,) = master.metrics
     assert len(metric.pop("id")) == 32
     assert metric == {
@@ -273,7 +273,7 @@ def test_a_metric_is_sent_as_the_master_takes_it(master: StubMaster, connect: Co
 
 def test_the_date_is_now_in_utc(master: StubMaster, connect: Connect) -> None:
     before = datetime.datetime.now(datetime.timezone.utc)
-    connect().post_metric(9, "loss @ 1", 0.5).result(10)
+    connect().post_metric(9, "loss @ 1", 0.5).result(60)
     date = datetime.datetime.strptime(master.metrics[0]["date"], "%Y-%m-%dT%H:%M:%S.%fZ")
     assert (
         before
@@ -296,7 +296,7 @@ def test_the_date_is_now_in_utc(master: StubMaster, connect: Connect) -> None:
     ],
 )
 def test_values_survive_json(value: Any, sent: Any, master: StubMaster, connect: Connect) -> None:
-    connect().post_metric(1, "m", value).result(10)
+    connect().post_metric(1, "m", value).result(60)
     assert master.values == [sent]
 
 
@@ -311,7 +311,7 @@ def test_scalars_of_numpy_and_one_element_arrays_are_numbers(
             {"run_id": 1, "name": "m", "value": value}
             for value in (np.float32(0.5), np.int64(3), np.array([2.0]))
         ]
-    ).result(10)
+    ).result(60)
     assert master.values == [0.5, 3, 2.0]
 
 
@@ -337,7 +337,7 @@ def test_a_wrong_metric_is_refused_at_once(
                 {"run_id": 1, "name": "m", "value": 1, **metric},
             ]
         )
-    assert client.flush(5)
+    assert client.flush(60)
     assert master.requests == []
 
 

@@ -23,8 +23,8 @@ def test_only_reading_follows_a_redirect(
         None if path.startswith("/new/") else (301, f"/new{path}")
     )
     client = connect()
-    assert client.get_runs().result(10).json()["path"] == "/new/api/runs/"
-    assert client.delete_run(3).result(10).status_code == 301
+    assert client.get_runs().result(60).json()["path"] == "/new/api/runs/"
+    assert client.delete_run(3).result(60).status_code == 301
     with MasterClient(master.url) as command:
         for change in (command.delete, command.stop):
             with pytest.raises(

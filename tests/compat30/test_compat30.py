@@ -38,7 +38,7 @@ def run(script: str, world_size: int, folder: Path, *arguments: str) -> list[Com
          "--rank", str(rank), "--backend", "gloo", *roots, *arguments]
         for rank in range(world_size)
     ]  # fmt: skip
-    done = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
+    done = run_scripts(workers, timeout_s=240, MASTER_PORT=str(free_port()))
     assert [worker.returncode for worker in done] == [0] * world_size, done
     return done
 

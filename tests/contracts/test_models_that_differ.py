@@ -92,7 +92,7 @@ def trained(what: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_all_workers_name_the_difference(what: str, name: str) -> None:
     if is_late(name):
-        found = run_ranks(2, run_late, name, what, timeout_s=60)
+        found = run_ranks(2, run_late, name, what, timeout_s=120)
     else:
         found = [result[name] for result in trained(what)]
     assert len(set(found)) == 1

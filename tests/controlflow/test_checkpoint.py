@@ -360,7 +360,7 @@ def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(FULL_DISK)
     folder.mkdir()
-    run = run_script([str(script), str(folder)], timeout_s=60)
+    run = run_script([str(script), str(folder)], timeout_s=240)
     assert run.returncode == 0, run.stderr
     assert "0_0.pth.tar could not be written" in run.stdout
     assert os.strerror(errno.EFBIG) in run.stdout
@@ -440,7 +440,7 @@ def test_killed_again_and_again_while_saving(tmp_path: Path) -> None:
     script.write_text(KILLS)
     folder.mkdir()
     kills = 100 if THOROUGH else 20
-    run = run_script([str(script), str(folder), str(kills)], timeout_s=120)
+    run = run_script([str(script), str(folder), str(kills)], timeout_s=240)
     assert run.returncode == 0, run.stderr
     epochs, interrupted = map(int, run.stdout.split())
     assert epochs >= kills

@@ -360,7 +360,7 @@ print(done, partial)
 def test_two_workers_killed_while_they_save(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(KILLS)
-    run = run_script([str(script), str(folder), "8"], timeout_s=120)
+    run = run_script([str(script), str(folder), "8"], timeout_s=240)
     assert run.returncode == 0, run.stderr
     saves, partial = map(int, run.stdout.split())
     assert saves >= 8

@@ -478,7 +478,7 @@ def test_workers_of_one_machine_download_once(server: Server, tmp_path: Path) ->
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(200)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert len(server.requests) == 1
     assert (tmp_path / "a.txt").read_bytes() == BODY

@@ -284,7 +284,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_work
 ) -> None:
     target = tmp_path / "k_train.lmdb"
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(target)], env=environment(), cwd=ROOT, timeout=60
+        [sys.executable, "-c", KILLED, str(target)], env=environment(), cwd=ROOT, timeout=240
     )
     assert ended.returncode == -signal.SIGKILL
     assert (tmp_path / ".k_train.lmdb.part").stat().st_size > 1000
@@ -415,7 +415,7 @@ def test_the_command_runs_under_its_old_and_its_new_path(place: str) -> None:
         "x",
     ]
     ended = subprocess.run(
-        command, env=environment(), cwd=ROOT, timeout=60, capture_output=True, text=True
+        command, env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "the name 'nothing' is not known" in ended.stderr

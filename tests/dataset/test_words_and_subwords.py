@@ -184,7 +184,7 @@ def test_ids_and_batches_are_the_same_in_every_process(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=240,
     )
     assert there.stdout.strip() == here
     for name in ("bpe.1500", "vocab.bpe.1500"):

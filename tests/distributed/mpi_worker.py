@@ -631,7 +631,7 @@ def in_and_out_of_worlds(folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(150, exit=True)
+    faulthandler.dump_traceback_later(250, exit=True)
     folder = Path(sys.argv[1])
     path = folder / f"{os.environ['OMPI_COMM_WORLD_RANK']}.json"
     report: dict[str, str | None] = {}

@@ -69,7 +69,7 @@ def no_launcher(no_leaks: None) -> Iterator[None]:
 def _finish(*running: ForkedScript) -> None:
     """All must end well."""
     try:
-        done = [script.finish(timeout_s=90) for script in running]
+        done = [script.finish(timeout_s=240) for script in running]
         assert [one.returncode for one in done] == [0] * len(done), "".join(
             one.stdout + one.stderr for one in done
         )
@@ -167,7 +167,7 @@ def test_a_world_over_nccl_warns_of_nothing() -> None:
         "dist.all_reduce(x)\n    print(dist.get_backend(), x.tolist())\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
     )
     assert (ended.stdout, ended.stderr) == ("nccl [1.0, 1.0, 1.0]\n", "")
 
@@ -196,7 +196,7 @@ with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, "WARNING", timeout_s=
             text,
         )
         waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(30) == -signal.SIGINT
+        assert waiting.wait(60) == -signal.SIGINT
 
 
 def test_workers_that_take_each_others_cores_are_warned(caplog: pytest.LogCaptureFixture) -> None:

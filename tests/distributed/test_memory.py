@@ -46,7 +46,7 @@ def run_program(**variables: str) -> list[int]:
         capture_output=True,
         text=True,
         env={**clean, **variables},
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]

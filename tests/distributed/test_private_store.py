@@ -32,7 +32,7 @@ from mlbench_core.errors import WorkerError
 from tests.helpers.forked import ForkedScript, forked_python
 from tests.helpers.processes import environment, free_port
 
-LIMIT = datetime.timedelta(seconds=20)
+LIMIT = datetime.timedelta(seconds=60)
 
 WORKER = """
 import json, os, pathlib, sys, time

@@ -113,7 +113,7 @@ def test_a_run_that_ended_without_a_master_keeps_its_metrics(tmp_path: Path) -> 
         finished = datetime.fromisoformat(
             run(base)["finished_at"].replace("Z", "+00:00")
         ).timestamp()
-        assert ended - 5 < finished < ended + 0.1
+        assert ended - 30 < finished < ended + 0.1
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_worker_killed_at_any_step_of_a_delivery_loses_nothing(
         )
     stored = {}
     for step, worker in workers.items():
-        assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL), (
+        assert (worker.communicate(timeout=120)[1], worker.returncode) == (b"", -signal.SIGKILL), (
             step
         )
         for _ in range(2):  # a master may be killed before it has recorded the end of the run
@@ -171,15 +171,15 @@ def test_a_worker_leaves_no_file_if_everything_is_delivered(
     master = masters()
     monkeypatch.setenv("MLBENCH_SPOOL", str(tmp_path))
     monkeypatch.setenv("MLBENCH_MASTER_URL", master.url)
-    with ApiClient(url=master.url) as client:
-        client.post_metric(1, "loss @ 0", 1).result(10)
+    with ApiClient(url=master.url, timeout_s=60) as client:
+        client.post_metric(1, "loss @ 0", 1).result(60)
         assert len(list(tmp_path.iterdir())) == 1
         master.stop()
-        client.post_metric(1, "loss @ 0", 2).exception(10)
+        client.post_metric(1, "loss @ 0", 2).exception(60)
         client.post_metric(1, "loss @ 0", 3)
         master.start()
-        assert client.flush(20)
-        client.post_metric(1, "loss @ 0", 4).result(10)
+        assert client.flush(60)
+        client.post_metric(1, "loss @ 0", 4).result(60)
         assert client.close() is True
     assert list(tmp_path.iterdir()) == []
     assert (master.values, len(master.deliveries)) == ([1, 2, 3, 4], 4)
@@ -195,9 +195,9 @@ def test_a_disk_that_is_full_delays_no_delivery(
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLBENCH_SPOOL", str(tmp_path / "file"))
     monkeypatch.setenv("MLBENCH_MASTER_URL", master.url)
-    with ApiClient(url=master.url) as client:
+    with ApiClient(url=master.url, timeout_s=60) as client:
         for value in range(3):
-            client.post_metric(1, "loss @ 0", value).result(10)
+            client.post_metric(1, "loss @ 0", value).result(60)
         assert client.close() is True
     assert (master.values, len(master.deliveries)) == ([0, 1, 2], 3)
     assert caplog.text.count("cannot be kept on disk") == 1

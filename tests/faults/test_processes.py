@@ -72,7 +72,7 @@ def test_a_worker_that_replaces_the_state_of_its_run_ends_no_other_process(tmp_p
             assert innocent.poll() is None
         finally:
             innocent.kill()
-    supervisor.wait(10)
+    supervisor.wait(60)
     assert processes_of(tmp_path) == []
 
 
@@ -126,7 +126,7 @@ class SlowEngine(IdleEngine):
     def stop(self, job_id: str) -> None:
         if job_id == "idle-1":
             self.stopping.set()
-            assert self.may_end.wait(20)
+            assert self.may_end.wait(200)
 
 
 def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
@@ -140,16 +140,16 @@ def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
     slow = threading.Thread(target=lambda: ended.append(scheduler.stop_run(1)))
     slow.start()
     try:
-        assert engine.stopping.wait(10)
+        assert engine.stopping.wait(60)
         add_run(store, "third")
         quick = threading.Thread(target=lambda: (scheduler.tick(), scheduler.stop_run(2)))  # type: ignore[func-returns-value]
         quick.start()
-        quick.join(10)
+        quick.join(60)
         assert [run.state for run in store.runs()] == ["started", "failed", "started"]
     finally:
         engine.may_end.set()
-        slow.join(10)
-        quick.join(10)
+        slow.join(60)
+        quick.join(60)
     assert ended[0] is not None and ended[0].metadata_dict()["reason"] == "stopped by a user"
 
 
@@ -161,7 +161,7 @@ def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
         with server(tmp_path / "data") as (_, process):
             signal.signal(signal.SIGINT, before)
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -20,7 +20,7 @@ from tests.master.helpers import processes_of, wait_for
 
 
 def mlbench(
-    *arguments: str, code: int = 0, patience_s: float = 5.0
+    *arguments: str, code: int = 0, patience_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     # The time in which the master must answer, which is always over if it is stopped.
     setup = f"import mlbench_cli._embedded as e; e._ANSWER_S = {patience_s}; "
@@ -28,7 +28,7 @@ def mlbench(
         [sys.executable, "-c", setup + "from mlbench_cli import main; main()", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

@@ -38,13 +38,13 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
 
 
-def get_json(url: str, timeout_s: float = 10.0) -> Any:
+def get_json(url: str, timeout_s: float = 60.0) -> Any:
     """The JSON that a URL answers."""
     with urllib.request.urlopen(url, timeout=timeout_s) as answer:
         return json.load(answer)
 
 
-def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
+def post_json(url: str, body: Any, timeout_s: float = 60.0) -> Any:
     """Post JSON and return the JSON of the answer."""
     request = urllib.request.Request(
         url,
@@ -95,13 +95,13 @@ class Master:
             )
         wait_for(
             self._answers,
-            30,
+            120,
             f"the master to answer; its log:\n{(self.folder / 'master.log').read_text()}",
         )
 
     def _answers(self) -> bool:
         try:
-            return bool(get_json(f"{self.url}/api/health/", timeout_s=2))
+            return bool(get_json(f"{self.url}/api/health/", timeout_s=10))
         except (urllib.error.URLError, OSError):
             assert self.process is not None and self.process.poll() is None, (
                 self.folder / "master.log"
@@ -112,7 +112,7 @@ class Master:
         """End it by SIGTERM, or by SIGKILL."""
         if self.process is not None:
             (self.process.kill if kill else self.process.terminate)()
-            self.process.wait(30)
+            self.process.wait(60)
             self.process = None
 
     def state(self, run_id: int) -> str:

@@ -178,7 +178,7 @@ def run_ranks(
                     try:
                         succeeded, value = pickle.loads(channels[rank].recv_bytes())
                     except EOFError:
-                        processes[rank].join(5)
+                        processes[rank].join(60)
                         succeeded, value = False, f"died with exit code {processes[rank].exitcode}"
                     if succeeded:
                         results[rank] = value
@@ -191,7 +191,7 @@ def run_ranks(
                 failures.setdefault(rank, f"did not end within {timeout_s} s")
         finally:
             for process in processes:
-                process.join(0.1 if failures else 10)
+                process.join(0.1 if failures else 60)
                 if process.is_alive():
                     process.kill()
                     process.join()

@@ -20,8 +20,11 @@ from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.distributed.pytorch import lost_workers
 from mlbench_core.optim.pytorch import CentralizedSGD
 
-TIMEOUT_S = 3
-SILENCE_S = 1.5  # how long who waited so long looks for a sign of life
+# Of a worker that hangs: how long the others wait for it, and look for a sign of life. The end of a
+# worker is noticed at once, so there the limits are only for a busy machine.
+TIMEOUT_S = 5
+SILENCE_S = 2.5
+PATIENCE_S = 60
 
 
 def main() -> None:
@@ -33,14 +36,19 @@ def main() -> None:
         sys.argv[5],
     )
     torch.set_num_threads(1)
-    lost_workers.SILENCE_S = SILENCE_S
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    lost_workers.SILENCE_S = SILENCE_S if how == "stop" else PATIENCE_S
+    timeout = datetime.timedelta(seconds=TIMEOUT_S if how == "stop" else PATIENCE_S)
+    patience = datetime.timedelta(seconds=PATIENCE_S)
     if store.startswith("tcp:"):
         shared = dist.TCPStore(
-            "127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=timeout
+            "127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=patience
         )
     else:
         shared = dist.FileStore(store, world_size)
+    # A worker may start long after another one.
+    shared.set(f"started {rank}", "")
+    shared.wait([f"started {other}" for other in range(world_size)], patience)
+    shared.set_timeout(timeout)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=timeout)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     exchange = AllReduceAggregation(

@@ -46,7 +46,7 @@ def mlbench(tmp_path: Path) -> Iterator[Mlbench]:
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_an_unchanged_script_is_measured_with_another_method_and_predicted(
     mlbench: Mlbench, tmp_path: Path
 ) -> None:

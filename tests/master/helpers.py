@@ -68,7 +68,7 @@ class IdleContainers(IdleEngine):
 
 
 def wait_for(
-    condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition"
+    condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "the condition"
 ) -> Any:
     """Ask until the answer is true; the answer."""
     deadline = time.monotonic() + timeout_s
@@ -146,7 +146,7 @@ def server(
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         finally:
             process.kill()
             process.wait()
@@ -155,6 +155,6 @@ def server(
 def answers(base: str, verify: ssl.SSLContext | bool = True) -> bool:
     """Whether a master answers there."""
     try:
-        return httpx.get(f"{base}/api/health/", timeout=2, verify=verify).status_code == 200
+        return httpx.get(f"{base}/api/health/", timeout=10, verify=verify).status_code == 200
     except httpx.TransportError:
         return False

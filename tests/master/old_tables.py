@@ -108,6 +108,6 @@ def upgrade_until_killed(url: str) -> None:
     """Open a database of an older version in a process that is killed after the last revision,
     before the commit."""
     done = subprocess.run(
-        [sys.executable, "-c", _KILLED, url], env=environment(), timeout=60, check=False
+        [sys.executable, "-c", _KILLED, url], env=environment(), timeout=240, check=False
     )
     assert done.returncode == -9

@@ -15,22 +15,23 @@ from mlbench_master import idle
 from mlbench_master.database.store import Store
 from tests.master.helpers import server
 
-IDLE_S = 1.0
+# A slow machine must manage the first request in this time after the start.
+IDLE_S = 3.0
 
 
 def test_it_ends_after_the_last_run_and_leaves_nothing_held(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with server(data, "--end-when-idle", str(IDLE_S)) as (base, process):
         request = {"name": "r", "num_workers": 1, "command": f"sleep {2 * IDLE_S}"}
-        assert httpx.post(f"{base}/api/runs/", json=request).status_code == 201
         start = time.monotonic()
+        assert httpx.post(f"{base}/api/runs/", json=request).status_code == 201
         # Nothing is asked of it meanwhile, and the command posts nothing either: only the run holds
         # it.
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert time.monotonic() - start > 3 * IDLE_S
     log = (tmp_path / "master.log").read_text()
-    assert "it ends after 1 s without a run or a request" in log
-    assert "the master is ending: no run and no request for 1 s" in log
+    assert "it ends after 3 s without a run or a request" in log
+    assert "the master is ending: no run and no request for 3 s" in log
     assert "Traceback" not in log
     assert not user_folder("master.json").exists()
     store = Store(f"sqlite:///{data / 'master.db'}")
@@ -41,12 +42,12 @@ def test_it_ends_after_the_last_run_and_leaves_nothing_held(tmp_path: Path) -> N
 
 def test_an_open_dashboard_keeps_it_running(tmp_path: Path) -> None:
     with server(tmp_path / "data", "--end-when-idle", str(IDLE_S)) as (base, process):
-        with httpx.stream("GET", f"{base}/api/events/", timeout=30):
+        with httpx.stream("GET", f"{base}/api/events/", timeout=60):
             threading.Event().wait(2.5 * IDLE_S)
             # An ending server would wait for the stream, so its end alone does not show that it has
             # begun to end.
             assert process.poll() is None and "ending" not in (tmp_path / "master.log").read_text()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_time_of_a_suspended_server_is_not_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from tests.master.helpers import IdleEngine, TestClient, wait_for
 HOUR_US = 3_600_000_000
 STEP_US = 5_000_000
 BUSY = "import sys, time\nprint('x', flush=True)\nwhile time.process_time() < 60: pass\n"
-IDLE = "import sys, time\nfat = b'x' * 50_000_000\nprint('x', flush=True)\ntime.sleep(60)\n"
+IDLE = "import sys, time\nfat = b'x' * 50_000_000\nprint('x', flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -236,12 +236,15 @@ def test_the_last_samples_are_kept_and_zero_means_none(
     for interval, name in (("0.1", "some"), ("0", "none")):
         monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", interval)
         run = added_run(store, name, 1)
-        job_id = engine.start(
-            Job(run.id, name, f"{sys.executable} -c 'import time; time.sleep(0.4)'", 1)
-        )
-        run.job_id = job_id
-        while engine.poll(job_id).state == "running":
-            time.sleep(0.05)
+        may_end = tmp_path / name
+        command = f"sh -c 'while [ ! -e {may_end} ]; do sleep 0.05; done'"
+        job_id = run.job_id = engine.start(Job(run.id, name, command, 1))
+        if name == "some":
+            wait_for(lambda job_id=job_id: engine.load(job_id).lines, what="a sample")
+        else:
+            time.sleep(0.4)
+        may_end.touch()
+        wait_for(lambda job_id=job_id: engine.poll(job_id).state != "running", what="the end")
         LoadKeeper(store, engine, EventBus()).finish(run)
         assert bool(store.latest(pod_owner(f"{name}-worker-0"))) is (name == "some")
 

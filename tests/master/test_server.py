@@ -22,7 +22,7 @@ from tests.master.helpers import PYTHON, ROOT, TestClient, server, wait_for
 def master(*options: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [PYTHON, "-m", "mlbench_cli", "master", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=env, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, cwd=ROOT)
 
 
 def test_another_address_needs_a_token(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_events_reach_a_watcher_and_do_not_hold_up_the_end(tmp_path: Path) -> No
         assert second.returncode == 1 and "another master uses the folder" in second.stderr
 
         def watch() -> None:
-            with httpx.stream("GET", f"{base}/api/events/", timeout=30) as response:
+            with httpx.stream("GET", f"{base}/api/events/", timeout=240) as response:
                 seen.extend(line for line in response.iter_lines() if line)
 
         watcher = threading.Thread(target=watch)
@@ -75,12 +75,18 @@ def test_events_reach_a_watcher_and_do_not_hold_up_the_end(tmp_path: Path) -> No
             f"{base}/api/metrics/", json={"run_id": run["id"], "name": "loss @ 0", "value": 1}
         )
         wait_for(lambda: httpx.get(f"{base}/api/runs/{run['id']}/").json()["state"] == "finished")
+        wait_for(
+            lambda: (
+                {"event: state", "event: metric", "event: log"} <= set(seen)
+                and any('"text": "hello"' in line for line in seen)
+            ),
+            what="the events",
+        )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(4) == 0
+        assert process.wait(60) == 0
         assert not user_folder("master.json").exists()  # it is not taken for a master that runs
-        watcher.join(5)
-    assert {"event: state", "event: metric", "event: log"} <= set(seen)
-    assert any('"text": "hello"' in line for line in seen)
+        watcher.join(60)
+        assert not watcher.is_alive()
 
 
 def test_a_token_is_asked_of_everybody(tmp_path: Path) -> None:

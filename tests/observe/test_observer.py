@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from mlbench_core.observe import steps
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
 from mlbench_core.tracking.tracker import Tracker
+from tests.helpers.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,18 +35,19 @@ def test_the_module_does_not_import_dtensor() -> None:
 
 
 def test_notice_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    notice = "no optimizer step seen yet: 0.01 s after the start"
     with observer(first_step_s=0.01):
-        time.sleep(0.2)
-    text = capsys.readouterr().err
-    assert "no optimizer step seen yet: 0.01 s after the start" in text
+        wait_for(lambda: notice in capsys.readouterr().err, 60, "the notice")
 
 
 def test_no_notice_after_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     # The first step imports parts of torch.
     train(1)
-    with observer(first_step_s=0.3) as watched:
+    with observer(first_step_s=3.0) as watched:
         train(2)
-        time.sleep(0.5)
+        assert watched._notice is not None
+        watched._notice.join(60)
+        assert watched._notice.finished.is_set()
     assert watched.clock.steps == 2
     assert capsys.readouterr().err == ""
 

@@ -71,7 +71,7 @@ class Browser:
         return answer["result"]
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while b"\0" not in self._buffer:
             assert time.monotonic() < deadline, "the browser does not answer"
             if select.select([self._answers], [], [], 1)[0]:
@@ -117,10 +117,10 @@ def chromium(folder: Path) -> Iterator[Browser]:
         )
         os.close(their_input)
         os.close(their_output)
-        stack.callback(process.wait, 20)
+        stack.callback(process.wait, 60)
         stack.callback(process.kill)
         browser = Browser(to, answers)
         yield browser
         browser.call("Browser.close")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+            process.wait(20)

@@ -44,7 +44,7 @@ def as_another_user(action: Callable[[], Any]) -> Any:
 def request(base: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:
     """Send one request with nothing but the given headers; the status and the text of the
     answer."""
-    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=60)
     try:
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, {"Content-Type": "application/json", **headers})

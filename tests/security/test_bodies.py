@@ -168,7 +168,7 @@ def test_crafted_bodies_neither_freeze_the_master_nor_fill_its_memory(tmp_path: 
         for attacker in attackers:
             attacker.start()
         # A frozen master would answer too late.
-        with httpx.Client(base_url=base, headers=HEADERS, timeout=30) as client:
+        with httpx.Client(base_url=base, headers=HEADERS, timeout=60) as client:
             while any(attacker.is_alive() for attacker in attackers):
                 assert client.post("/api/metrics/", json=[]).status_code == 201
         for attacker in attackers:

@@ -26,7 +26,7 @@ TOKEN = "the-secret-token-of-the-master"
 @pytest.fixture
 def innocent() -> Iterator[subprocess.Popen[bytes]]:
     """A process that has the id of a master that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     yield process
     process.kill()
     process.wait()

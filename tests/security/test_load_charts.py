@@ -14,7 +14,7 @@ from tests.security.browser import chromium
 CHARTS = "document.querySelectorAll('.load canvas').length"
 # It ends by itself, so that a test that fails leaves nothing behind for long.
 BUSY = (
-    "import os, time\nfor _ in range(900):\n    "
+    "import os, time\nfor _ in range(3000):\n    "
     "print('<i>line</i>', flush=True)\n    time.sleep(0.1)\n"
 )
 

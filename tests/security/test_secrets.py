@@ -37,7 +37,7 @@ def test_no_process_shows_the_token_or_the_database_in_its_arguments(
         with context as (base, master), ApiClient(url=base) as client:
             assert (tmp_path / "other.db").exists(), "the variable counts"
             # Runs inherit the master's environment.
-            command = "sh -c 'echo database=$MLBENCH_DATABASE_URL; sleep 30'"
+            command = "sh -c 'echo database=$MLBENCH_DATABASE_URL; sleep 300'"
             assert (
                 client.create_run(
                     "r", 1, custom_image_name="custom_image", custom_image_command=command

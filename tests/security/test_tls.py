@@ -78,7 +78,7 @@ def test_clients_and_workers_talk_over_tls(
             answer = httpx.get(address, verify=ssl.create_default_context(cafile=certificate))
             assert "Secure" in answer.headers["set-cookie"].split("; ")
             with pytest.raises(requests.ConnectionError):
-                requests.get(base.replace("https", "http"), timeout=5)
+                requests.get(base.replace("https", "http"), timeout=60)
             # The variables of requests count, too, and without one of them the certificate is
             # unknown.
             patch.delenv("MLBENCH_CA_BUNDLE")

@@ -24,7 +24,7 @@ RUN = {"name": "eve", "num_workers": 1, "command": "id"}
 def mlbench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlbench_cli", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environment(**variables)
+        command, capture_output=True, text=True, timeout=240, env=environment(**variables)
     )
 
 
@@ -72,7 +72,7 @@ def test_programs_of_the_same_user_and_workers_find_the_token(tmp_path: Path) ->
         by_name = place.replace("127.0.0.1", "localhost")
         assert mlbench("run", "s", "1", "--command", "true", "-u", by_name).returncode == 0
         command = [sys.executable, str(script), place, "1", "script"]
-        subprocess.run(command, env=environment(), check=True, timeout=60)
+        subprocess.run(command, env=environment(), check=True, timeout=240)
         with ApiClient(url=base) as client:
             wait_for(
                 lambda: client.get_run(1).result().json()["state"] == "finished",

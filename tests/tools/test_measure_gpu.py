@@ -6,11 +6,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,13 @@ import psutil
 import pytest
 from measure_gpu import Step
 
+from tests.helpers.processes import wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"missing": [], "gpu": "a GPU", "source": {"commit": "abc"}}
 
 
-def python(name: str, code: str, limit_s: int = 20) -> Step:
+def python(name: str, code: str, limit_s: int = 100) -> Step:
     return Step(name, f"the step {name}", limit_s, ("-c", code))
 
 
@@ -241,10 +243,10 @@ def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(
 ) -> None:
     folder, begun = tmp_path / "out", tmp_path / "begun"
     second = (
-        f"import pathlib, time; p = pathlib.Path({str(begun)!r}); "
-        "p.exists() or (p.touch(), time.sleep(30))"
+        f"import os, pathlib, time; p = pathlib.Path({str(begun)!r}); "
+        "p.exists() or (p.write_text(str(os.getpid())), time.sleep(100))"
     )
-    steps = [python("first", "print(1)"), python("second", second, limit_s=4)]
+    steps = [python("first", "print(1)"), python("second", second)]
     driver = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tools', '.']; import "
         f"measure_gpu as m\nm.probe = lambda: {MACHINE!r}\nsteps = [m.Step(*parts) for parts "
@@ -252,11 +254,10 @@ def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(
         f"steps, Path({str(folder)!r}), False)"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while not begun.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(lambda: begun.exists() and begun.read_text(), 120, "the second step")
     process.send_signal(signal.SIGKILL)
     process.wait()
+    os.kill(int(begun.read_text()), signal.SIGKILL)
     report = json.loads((folder / "results.json").read_text())
     assert [result["step"] for result in report["steps"]] == ["first"]
     before = (folder / "steps" / "first.json").stat().st_mtime_ns

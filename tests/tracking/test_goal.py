@@ -329,7 +329,7 @@ def test_a_script_that_never_closes_its_tracker_reports_its_goal_at_exit(
             env={**os.environ, "MLBENCH_MASTER_URL": master.url},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
     finally:
         master.stop()
@@ -350,7 +350,7 @@ def test_a_metric_of_a_process_that_exits_while_the_master_is_away_is_kept(tmp_p
         env={**os.environ, "MLBENCH_MASTER_URL": master.url, "MLBENCH_SPOOL": str(spool)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0
     assert "Traceback" not in done.stderr

@@ -60,7 +60,7 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
         env={**os.environ, "WANDB_SILENT": "true", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (0, "")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -183,7 +183,7 @@ tracker = Tracker([], "7", 0, sinks=[MLflowSink(), WandbSink()])
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     calls = [line for line in done.stderr.splitlines() if line.startswith(("mlflow ", "wandb "))]
     assert sorted(calls) == [f"mlflow {state}", f"wandb {code}"]

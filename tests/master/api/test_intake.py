@@ -158,7 +158,7 @@ def test_requests_that_wait_are_written_together_and_fail_apart(
     def slow_add(batches: Any) -> list[int]:
         groups.append(len(batches))
         first.set()
-        assert rest.wait(10)
+        assert rest.wait(60)
         if any(metric.value == "bad" for batch in batches for metric in batch):
             # A driver of a database raises this error itself, so SQLAlchemy passes it on.
             raise OverflowError("int too large")
@@ -178,7 +178,7 @@ def test_requests_that_wait_are_written_together_and_fail_apart(
 
     async def main() -> list[int | str]:
         leader = asyncio.create_task(request("run:1", "1"))
-        await asyncio.to_thread(first.wait, 10)
+        await asyncio.to_thread(first.wait, 60)
         others = [
             request("run:1", "2", "3"),
             request("run:7", "4"),
@@ -200,7 +200,7 @@ def test_requests_that_wait_are_written_together_and_fail_apart(
 async def outcome(writer: MetricWriter, *values: str) -> int | str:
     try:
         return await asyncio.wait_for(
-            writer.add([NewMetric("run:1", "m", 1, value) for value in values]), 5
+            writer.add([NewMetric("run:1", "m", 1, value) for value in values]), 60
         )
     except Exception as error:
         return type(error).__name__
@@ -216,7 +216,7 @@ def test_a_database_that_does_not_answer_is_asked_once_for_all_requests_that_wai
         nonlocal attempts
         attempts += 1
         first.set()
-        assert rest.wait(10)
+        assert rest.wait(60)
         # After half a minute, of a file that another program has locked.
         raise OperationalError("INSERT", {}, Exception("database is locked"))
 
@@ -225,7 +225,7 @@ def test_a_database_that_does_not_answer_is_asked_once_for_all_requests_that_wai
 
     async def main() -> list[int | str]:
         leader = asyncio.create_task(outcome(writer, "1"))
-        await asyncio.to_thread(first.wait, 10)
+        await asyncio.to_thread(first.wait, 60)
         others = [asyncio.create_task(outcome(writer, str(number))) for number in range(2, 12)]
         await asyncio.sleep(0.05)
         rest.set()

@@ -63,7 +63,7 @@ class FakeKubernetes:
 
     def __enter__(self) -> FakeKubernetes:
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *error: object) -> None:

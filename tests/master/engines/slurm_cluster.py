@@ -91,7 +91,7 @@ class Cluster:
         self.run("slurmctld", "-c")
         for name in self.nodes:
             self.run("slurmd", "-N", name)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.run(
             "sinfo", "--noheader", "--states=idle", "--format=%D", "--partition=all"
         ).strip() != str(len(self.nodes)):
@@ -121,7 +121,7 @@ class Cluster:
             check=True,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
         ).stdout
 
     def processes(self) -> list[psutil.Process]:

@@ -154,7 +154,7 @@ def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, engine: Loca
 
 def test_a_stopped_run_leaves_no_container(podman: Fake, engine: LocalEngine) -> None:
     job_id = engine.start(job("sh -c 'trap \"\" TERM; while :; do sleep 1; done'"))
-    pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
+    pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 60, "both containers")
     engine.stop(job_id)
     assert podman.pids == []
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
@@ -164,13 +164,13 @@ def test_containers_of_a_killed_supervisor_are_found_by_their_label(
     podman: Fake, engine: LocalEngine
 ) -> None:
     job_id = engine.start(job("sleep 100"))
-    pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
+    pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 60, "both containers")
     folder = engine.results(job_id).parent
     # The programs in the foreground are killed with their supervisor, but the containers go on.
     killed = [process for process in processes_of(folder) if process.pid not in pids]
     for process in killed:
         process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(killed, timeout=10)
+    psutil.wait_procs(killed, timeout=60)
     assert all(psutil.pid_exists(pid) for pid in pids)
     assert ended(engine, job_id).state == "lost"
     assert podman.pids == []
@@ -191,7 +191,7 @@ def test_containers_that_cannot_be_removed_have_a_reason(
     (tmp_path / "docker").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(containers, "_REMOVE_S", 2)
+    monkeypatch.setattr(containers, "_REMOVE_S", 2 if reason == "no answer within 2 s" else 60)
     found = remove_containers("docker", tmp_path)
     assert found == f"cannot remove containers of this run: docker: {reason}"
 
@@ -205,7 +205,7 @@ def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(
     folder = engine.results("local-7").parent
     (state / "old.container").write_text(f"{left.pid}\nmlbench.folder={folder}")
     job_id = engine.start(job("true"))
-    assert left.wait(10) == -signal.SIGKILL
+    assert left.wait(60) == -signal.SIGKILL
     assert ended(engine, job_id).state == "finished"
     assert [words[0] for words in podman.calls][:3] == ["ps", "rm", "run"]
 

@@ -158,7 +158,7 @@ def test_a_stop_ends_the_replacement_and_a_death_ends_what_the_worker_left(tmp_p
     wait_for(lambda: "worker 2 starts" in lines(engine, job_id, None), 60, "the replacement")
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
     # Two workers and the supervisor.
-    wait_for(lambda: len(processes_of(tmp_path)) == 3, 20, "three processes")
+    wait_for(lambda: len(processes_of(tmp_path)) == 3, 60, "three processes")
     engine.stop(job_id)
     assert processes_of(tmp_path) == []
     assert (engine.poll(job_id).state, engine.poll(job_id).reason) == ("failed", "stopped")

@@ -309,10 +309,13 @@ def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
     run = create(client, script(tmp_path, WAITS.format(go=str(go))), workers=4)
     wait_for(lambda: len([x for x in lines(client, run["id"]) if x["text"] == "begun"]) == 4)
     (fake / "b.error").write_text("ssh: connect to host b port 22: No route to host")
-    reason = wait_for(
-        lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason")
+    reason = "host b does not answer: ssh: connect to host b port 22: No route to host"
+    wait_for(
+        lambda: (
+            client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason") == reason
+        ),
+        what="the reason",
     )
-    assert reason == "host b does not answer: ssh: connect to host b port 22: No route to host"
     answer = client.post(f"/api/runs/{run['id']}/stop/")
     assert answer.status_code == 503
     assert (
@@ -706,11 +709,11 @@ def test_a_host_that_refuses_calls_is_called_once_per_interval(fake: Path, tmp_p
         wait_for(lambda: remote(fake, "a"), what="the supervisor")
         (fake / "a.error").write_text("Connection refused")
         wait_for(lambda: engine.poll(job_id).reason, what="the problem")
-        before = len((fake / "calls").read_text().splitlines())
+        began, before = time.monotonic(), len((fake / "calls").read_text().splitlines())
         time.sleep(1.0)
-        assert len((fake / "calls").read_text().splitlines()) - before <= 2, (
-            "about five without the interval"
-        )
+        calls = len((fake / "calls").read_text().splitlines()) - before
+        # A slow machine may sleep for longer.
+        assert calls <= 1 + (time.monotonic() - began), "about five without the interval"
         (fake / "a.error").unlink()
         engine.stop(job_id)
     finally:
@@ -835,7 +838,7 @@ def test_calls_do_not_depend_on_the_number_of_runs(
         engine.start(job("true", run_id=number, options=options, env={"MLBENCH_TOKEN": TOKEN}))
         for number in range(1, 1001)
     ]
-    wait_for(lambda: all(engine.poll(job_id).state == "running" for job_id in jobs), 60)
+    wait_for(lambda: all(engine.poll(job_id).state == "running" for job_id in jobs), 100)
     wait_for(
         lambda: (
             len(
@@ -848,7 +851,7 @@ def test_calls_do_not_depend_on_the_number_of_runs(
             )
             >= 4
         ),
-        60,
+        100,
     )
     # The token goes to a host only when all hosts of the run have passed the check.
     kinds = {
@@ -880,9 +883,9 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
         wants = {root: step["want"] for root, step in asked["runs"].items()}
         calls.append(" ".join(wants.values()))
         if "remove" in wants.values():
-            late.wait(10)
+            late.wait(100)
         elif late.is_set():
-            end.wait(10)
+            end.wait(100)
         told = {root: states.get(want, {"state": "missing"}) for root, want in wants.items()}
         return io.BytesIO(
             json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode()

@@ -70,7 +70,7 @@ def wait_status(
         return wanted(statuses[-1])
 
     try:
-        wait_for(poll, 10)
+        wait_for(poll, 60)
     except AssertionError:
         pytest.fail(f"the last status was {statuses[-1]}")
     return statuses[-1]

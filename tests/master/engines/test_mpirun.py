@@ -141,7 +141,7 @@ def test_a_killed_worker_fails_the_run_and_stop_ends_the_group(
     workers = wait_for(lambda: pids(job_id), 60, "both workers").values()
     engine.stop(job_id)
     assert engine.poll(job_id).reason == "stopped"
-    assert not any(psutil.pid_exists(pid) for pid in workers)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in workers), what="the workers' end")
     wait_for(lambda: not processes_of(tmp_path), what="the last process to end")
 
 

@@ -201,9 +201,11 @@ def test_the_reason_says_which_rank_failed_and_how(
     """The other worker is ended by srun, which must not be taken for the first failure."""
     script = tmp_path / "fails.py"
     sleep = 100 if reason else 0
+    # Worker 1 waits for the other one, which srun might end before its shell can note its status.
     script.write_text(
-        "import os, sys, time\nif os.environ['RANK'] != '1': "
-        f"time.sleep({sleep}); sys.exit()\n{ending}\n"
+        f"import os, pathlib, sys, time\nbegun = pathlib.Path({str(tmp_path / 'begun')!r})\n"
+        f"if os.environ['RANK'] != '1': begun.touch(); time.sleep({sleep}); sys.exit()\n"
+        f"while not begun.exists(): time.sleep(0.01)\n{ending}\n"
     )
     job_id = engine.start(job(str(script)))
     status = end_of(engine, job_id)
@@ -631,11 +633,16 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("has_pmix", [True, False])
 def test_mpi_starts_through_srun_or_through_its_own_mpirun(
-    engine: SlurmEngine, fake: Path, mpirun: Path, has_pmix: bool
+    engine: SlurmEngine, fake: Path, mpirun: Path, tmp_path: Path, has_pmix: bool
 ) -> None:
     if not has_pmix:
         (fake / "no-pmix").touch()
-    worker = "sh -c 'echo $RANK of $WORLD_SIZE $SLURM_MPI_TYPE; exit $RANK'"
+    # Worker 1 fails when worker 0, which srun then ends, has said its line.
+    said_0 = tmp_path / "said-0"
+    worker = (
+        "sh -c 'echo $RANK of $WORLD_SIZE $SLURM_MPI_TYPE; [ $RANK = 1 ] || touch "
+        f"{said_0}; while [ ! -e {said_0} ]; do sleep 0.02; done; exit $RANK'"
+    )
     status = end_of(engine, engine.start(job(worker, backend="mpi")))
     said = sorted(
         (line["rank"], line["text"])

@@ -31,7 +31,7 @@ else:
     deadline = time.monotonic() + 20
     while True:
         try:
-            answer = socket.create_connection(place, timeout=5).recv(3).decode()
+            answer = socket.create_connection(place, timeout=60).recv(3).decode()
             print(answer, os.environ["SLURMD_NODENAME"])
             break
         except ConnectionRefusedError:
@@ -66,7 +66,7 @@ def end_of(engine: SlurmEngine, job_id: str) -> JobStatus:
         status = engine.poll(job_id)
         return None if status.state in ("waiting", "running") else status
 
-    found = wait_for(look, 30, "the end of the run")
+    found = wait_for(look, 60, "the end of the run")
     assert isinstance(found, JobStatus)
     return found
 

@@ -360,9 +360,15 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
         goes_on.unlink()
         wait_for(lambda: "MEAN (s)" in page.text("#comparison"), what="the table")
         wait_for(lambda: "centralized_sgd, 1 worker" in page.text("#compared"), what="the rows")
-        assert page.text("#baseline").split() == ["every", "pair", "centralized_sgd"]
-        wait_for(lambda: "The figures need matplotlib" in page.text("#figures"), what="the figures")
-        assert not page("document.getElementById('figures-card').hidden")
+        baselines = ["every", "pair", "centralized_sgd"]
+        wait_for(lambda: page.text("#baseline").split() == baselines, what="the baselines")
+        wait_for(
+            lambda: (
+                "The figures need matplotlib" in page.text("#figures")
+                and not page("document.getElementById('figures-card').hidden")
+            ),
+            what="the figures",
+        )
         httpx.delete(f"{base}/api/runs/{ids[0]}/")
         wait_for(
             lambda: f"There is no run {ids[0]}: it was deleted" in page.text("#unknown"),

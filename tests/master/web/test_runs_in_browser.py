@@ -82,17 +82,25 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
             what="the filter",
         )
         page("document.querySelector('#sort-name').click()")
-        wait_for(lambda: page(NAMES) == "demo-1,demo-2", what="the order")
-        assert page("location.search") == "?q=DEMO&sort=name" and page(CHOSEN) == "Choose demo-2"
+        wait_for(
+            lambda: (
+                page(NAMES) == "demo-1,demo-2" and page("location.search") == "?q=DEMO&sort=name"
+            ),
+            what="the order",
+        )
+        assert page(CHOSEN) == "Choose demo-2"
         page("history.back()")
         wait_for(lambda: page(NAMES) == "demo-2,demo-1", what="the way back")
         page("window.confirm = (text) => { window.asked = text; return true; }")
         page("document.querySelector('[data-all=stop]').click()")
         wait_for(
-            lambda: page("document.querySelectorAll('#runs .state-stopped').length") == 1,
+            lambda: (
+                page("document.querySelectorAll('#runs .state-stopped').length") == 1
+                and page(CHOSEN) == ""
+            ),
             what="the stop",
         )
-        assert page("window.asked") == "Stop 1 run? Metrics and logs stay." and page(CHOSEN) == ""
+        assert page("window.asked") == "Stop 1 run? Metrics and logs stay."
         page("document.querySelectorAll('#runs tbody input').forEach((box) => box.click())")
         page("document.querySelector('[data-all=delete]').click()")
         wait_for(lambda: "No run matches" in page.text("#list"), what="the end of both")
