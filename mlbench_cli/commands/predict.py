@@ -156,8 +156,8 @@ def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str,
         remark(clean(f"{_rows_text(of_text, rows)}: {text}"))
     if checks or any(row["figures"] == "measured" for row in rows):
         remark(
-            "measured times are the means of all steps, of the worker with the longest; the table "
-            "of a run has the first worker, without the first step"
+            "measured times are means over all steps, of the slowest worker in each part; the "
+            "table of a run has the first worker, without the first step"
         )
     failed = [check for check in checks if not check["holds"]]
     for check in failed:
@@ -166,8 +166,8 @@ def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str,
         remark(clean(f"{check['run']}: {text}: {check['problem']}"))
     if failed:
         remark(
-            "the ranges of predictions from these runs are wider: they reach as far as the model "
-            "is from the measured step"
+            "the ranges of predictions from these runs are wider, by the factor between the "
+            "measured step and the model"
         )
 
 

@@ -17,11 +17,14 @@ from mlbench_core.prediction.model import (
     network_of,
     predict,
     share_of_core,
+    slowest_cpu,
     steps_of,
 )
 from mlbench_core.prediction.repeats import starting_runs
 
 __all__ = ["Check", "check_repeats", "widened"]
+
+_AGAIN = "Measure again on a quiet machine."
 
 
 @dataclass(frozen=True)
@@ -76,30 +79,32 @@ def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
         network = network_of(record)
         # Like a prediction, the check leaves out a repeat that lacks another measurement.
         with contextlib.suppress(ConfigurationError):
-            pair = record, predict(record, network, count, alone)
-            by_case.setdefault((str(network), count), []).append(pair)
+            prediction = predict(record, network, count, alone)
+            if prediction.step_s > 0:
+                by_case.setdefault((str(network), count), []).append((record, prediction))
     return [_check(pairs, alone) for pairs in by_case.values()]
 
 
 def _check(pairs: Sequence[tuple[RunRecord, Prediction]], alone: RunRecord | None) -> Check:
     repeats, predictions = map(list, zip(*pairs, strict=True))
     first = repeats[0]
-    measured_s = _median_of_step(repeats, "total_s")
+    measured_s = _of_step(repeats, "total_s")
     model_s = median(prediction.step_s for prediction in predictions)
     # Several workers always have a range.
     low_s, high_s = map(median, zip(*(p.step_range_s or () for p in predictions), strict=True))
     problem = ""
     if measured_s > high_s:
-        problem = _why_longer(repeats, predictions, measured_s)
+        waiting_s = median(prediction.exposed_s for prediction in predictions)
+        problem = _why_longer(repeats, alone, waiting_s)
     elif measured_s < low_s:
-        problem = _why_shorter(repeats, alone)
+        problem = _other_work(repeats, alone, is_longer=False) or (
+            "messages took less time than by the model, so predicted times may be too long."
+        )
     network, workers = network_of(first), first.workers or 0
     return Check(network, workers, measured_s, model_s, (low_s, high_s), problem)
 
 
-def _why_longer(
-    repeats: Sequence[RunRecord], predictions: Sequence[Prediction], measured_s: float
-) -> str:
+def _why_longer(repeats: Sequence[RunRecord], alone: RunRecord | None, waiting_s: float) -> str:
     """Return the probable reason why steps took longer than by the model, and the remedy."""
     first = repeats[0]
     if share_of_core(first) < 1:
@@ -108,44 +113,48 @@ def _why_longer(
             f"{plural(first.workers or 0, 'worker')} shared {plural(cores, 'core')}, and the model "
             "gives each one a core. Measure with fewer workers, or with more cores."
         )
-    work_s = _median_of_step(repeats, "compute_cpu_s")
-    work_s += _median_of_step(repeats, "communication_cpu_s")
-    exposed_s = median(prediction.exposed_s for prediction in predictions)
-    text = (
-        f"a step took {1e3 * measured_s:.2f} ms of wall time and {1e3 * work_s:.2f} ms of "
-        f"processor time, and the model has {1e3 * exposed_s:.2f} ms of waiting for messages"
-    )
-    # Time outside of communication in which the training thread did not work.
-    compute_s = median(prediction.step_s - prediction.exposed_s for prediction in predictions)
-    idle_s = _median_of_step(repeats, "without_communication_s") - compute_s
-    data_s = median((each.phases_s.get("data") or 0.0) / steps_of(each) for each in repeats)
-    if idle_s > UNEXPLAINED_SHARE * measured_s:
-        if data_s > idle_s / 2:
-            return f"{text}: training waited for its data. Make loading faster, and measure again."
-        return (
-            f"{text}: probably other programs used the machine. Measure again on a quiet machine."
+    step_s, compute_s = (_of_step(repeats, name) for name in ("total_s", "compute_cpu_s"))
+    # Time outside of communication without work of the training thread, apart from the part of a
+    # processor that a slow host does not have.
+    own_s = compute_s / slowest_cpu(network_of(first), first.workers or 1)
+    idle_s = _of_step(repeats, "without_communication_s") - own_s
+    if idle_s > UNEXPLAINED_SHARE * step_s:
+        work_s = compute_s + _of_step(repeats, "communication_cpu_s")
+        text = (
+            f"a step took {1e3 * step_s:.2f} ms of wall time and {1e3 * work_s:.2f} ms of "
+            "processor time"
         )
-    return (
-        f"{text}: messages took longer than by the model, or a worker waited for another that "
-        "other programs delayed. Measure again on a quiet machine."
+        data_s = median((each.phases_s.get("data") or 0.0) / steps_of(each) for each in repeats)
+        if data_s > idle_s / 2:
+            return (
+                f"{text}, and {1e3 * data_s:.2f} ms were for its data: loading was slow, or other "
+                f"programs used the machine. {_AGAIN}"
+            )
+        return f"{text}, so probably other programs used the machine. {_AGAIN}"
+    waited_s = _of_step(repeats, "communication_exposed_s")
+    return _other_work(repeats, alone, is_longer=True) or (
+        f"training waited {1e3 * waited_s:.2f} ms in a step, and by the model "
+        f"{1e3 * waiting_s:.2f} ms: messages took longer, or a worker waited for another that "
+        f"other programs delayed. {_AGAIN}"
     )
 
 
-def _why_shorter(repeats: Sequence[RunRecord], alone: RunRecord | None) -> str:
-    """Return the probable reason why steps took less time than by the model."""
-    if alone is not None and alone.compute_cpu_s is not None:
-        own_s = _median_of_step(repeats, "compute_cpu_s")
-        alone_s = _median_of_step([alone], "compute_cpu_s")
-        if alone_s > (1 + UNEXPLAINED_SHARE) * own_s:
-            return (
-                f"a step took {1e3 * own_s:.2f} ms of processor time, and one of the run "
-                f"{alone.name}, which the model uses, {1e3 * alone_s:.2f} ms. Measure both again "
-                "on a quiet machine."
-            )
-    return "messages took less time than by the model, so predicted times may be too long."
+def _other_work(repeats: Sequence[RunRecord], alone: RunRecord | None, is_longer: bool) -> str:
+    """Return the reason that a worker alone, from which the model takes compute, differs."""
+    if alone is None or alone.compute_cpu_s is None:
+        return ""
+    own_s, alone_s = _of_step(repeats, "compute_cpu_s"), _of_step([alone], "compute_cpu_s")
+    less_s, more_s = (alone_s, own_s) if is_longer else (own_s, alone_s)
+    if more_s <= (1 + UNEXPLAINED_SHARE) * less_s:
+        return ""
+    return (
+        f"the computation of a step took {1e3 * own_s:.2f} ms of processor time, and in the run "
+        f"{alone.name}, which the model uses, {1e3 * alone_s:.2f} ms. {_AGAIN}"
+    )
 
 
-def _median_of_step(records: Sequence[RunRecord], name: str) -> float:
+def _of_step(records: Sequence[RunRecord], name: str) -> float:
+    """Return the median of the seconds in a step."""
     return median((getattr(record, name) or 0.0) / steps_of(record) for record in records)
 
 

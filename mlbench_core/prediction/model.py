@@ -20,6 +20,7 @@ __all__ = [
     "predict",
     "predict_time_to_goal",
     "share_of_core",
+    "slowest_cpu",
     "steps_of",
 ]
 
@@ -131,8 +132,8 @@ def predict(
     if critical_workers is not None:
         check_int("critical_workers", critical_workers)
     measured = _read(record, workers, alone)
-    slowest_cpu = _slowest_cpu(network, workers)
-    backward_s = measured.backward_s / slowest_cpu
+    cpu = slowest_cpu(network, workers)
+    backward_s = measured.backward_s / cpu
     exposed_s, hidden_s = _communication_s(measured, network, workers, backward_s)
     step_bytes = 0.0
     error: float | None = None
@@ -142,7 +143,7 @@ def predict(
         error = _error(network, workers)
         each = [entry.scaled(measured.workers, workers) for entry in measured.collectives]
         step_bytes = sum(entry.calls * entry.size_bytes for entry in each)
-    step_s = measured.compute_s / slowest_cpu + exposed_s
+    step_s = measured.compute_s / cpu + exposed_s
     steps, assumption = _steps(record, workers, critical_workers)
     step_range_s: tuple[float, float] | None = None
     if error is not None:
@@ -277,7 +278,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
         # by this time, too.
         exposed_s = record.phases_s.get("communication") or 0.0
     waited_s = exposed_s / steps_of(record)
-    backward_there_s = backward_s / _slowest_cpu(there, workers)
+    backward_there_s = backward_s / slowest_cpu(there, workers)
     explained_s, _ = _communication_s(measured, there, workers, backward_there_s)
     unexplained_s = max(0.0, waited_s - explained_s)
     if record.communication_cpu_s is None:
@@ -294,7 +295,7 @@ def network_of(record: RunRecord) -> Network:
     return get_network(text) if text else _ONE_MACHINE
 
 
-def _slowest_cpu(network: Network, workers: int) -> float:
+def slowest_cpu(network: Network, workers: int) -> float:
     """Return the least share of its processor time that one of the first hosts has."""
     return min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
 
@@ -324,7 +325,7 @@ def _compute_s(record: RunRecord) -> tuple[float, float]:
         share = record.compute_cpu_s / seconds if seconds else 1.0
         return record.compute_cpu_s / steps_of(record), share
     # The measured time of a host that had a part of its processor time only contains that already.
-    share = share_of_core(record) * _slowest_cpu(network_of(record), record.workers or 1)
+    share = share_of_core(record) * slowest_cpu(network_of(record), record.workers or 1)
     return seconds / steps_of(record) * share, share
 
 
