@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
     from mlbench_core.network.description import Network
 
-__all__ = ["NetworkType", "networks_option", "workers_option"]
+__all__ = ["NetworkType", "TypedNetwork", "networks_option", "workers_option"]
+
+
+class TypedNetwork(NamedTuple):
+    """A network, and the text that the user typed for it."""
+
+    text: str
+    network: Network
 
 
 class NetworkType(click.ParamType):
@@ -46,12 +53,21 @@ class NetworkType(click.ParamType):
         ]
 
 
+class _TypedNetworkType(NetworkType):
+    """As :class:`NetworkType`; the value is a :class:`TypedNetwork`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, TypedNetwork):
+            return value
+        return TypedNetwork(value.strip(), super().convert(value, param, ctx))
+
+
 networks_option = click.option(
     "--network",
     "networks",
     multiple=True,
     required=True,
-    type=NetworkType(),
+    type=_TypedNetworkType(),
     help="Network; repeatable.",
 )
 workers_option = click.option(

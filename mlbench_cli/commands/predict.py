@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_cli._networks import networks_option, workers_option
+from mlbench_cli._networks import TypedNetwork, networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
 from mlbench_core.comparison.pool import usable
@@ -23,11 +23,14 @@ from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
+    from mlbench_core.prediction.check import Check
 
 __all__ = ["predict"]
 
 _NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
 _RANGES = ("step_range_s", "time_to_goal_range_s")
+# The parts of a row that notes name.
+_NAMES = ("run", "network", "workers")
 _HEADERS = (
     "RUN",
     "NETWORK",
@@ -39,6 +42,7 @@ _HEADERS = (
     "TO GOAL (S)",
     "TO GOAL (MB)",
 )
+_CHECK_HEADERS = ("RUN", "NETWORK", "WORKERS", "MEASURED (MS)", "MODEL (MS)", "CHECK")
 
 
 @click.command()
@@ -55,7 +59,7 @@ _HEADERS = (
 @json_option
 def predict(
     places: tuple[str, ...],
-    networks: tuple[Network, ...],
+    networks: tuple[TypedNetwork, ...],
     workers: tuple[int, ...],
     critical_workers: int | None,
     pricing: Pricing,
@@ -67,9 +71,11 @@ def predict(
     are one line for each network and number of workers. A prediction starts from the runs with the
     nearest number of workers, at least 2; runs of one worker give the compute time. Measured
     figures are marked as measured. A predicted time has its range in brackets, from the error of
-    predictions that were compared with measured times. A configuration that cannot be predicted has
-    a line without figures, and the reason below the table. A run that cannot be used is left out,
-    with one line that says why.
+    predictions that were compared with measured times. A second table checks the model: it compares
+    the measured steps from which predictions start with those that the model gives for them. If a
+    measured step is not in the range of the model, a line says why, and the ranges of predictions
+    are wider. A configuration that cannot be predicted has a line without figures, and the reason
+    below the table. A run that cannot be used is left out, with one line that says why.
     """
     from mlbench_core.comparison.load import load
 
@@ -82,10 +88,7 @@ def predict(
         leave_out(reason)
     if not kept:
         raise ConfigurationError("no run in PATH has ended and recorded its times: give others")
-    rows = []
-    for records in _by_configuration(kept):
-        for network, count in itertools.product(networks, workers):
-            rows.append(_row(records, network, count, critical_workers))
+    rows = _rows(kept, networks, workers, critical_workers)
     errors = dict.fromkeys(row["error"] for row in rows)
     # With one prediction or more, the reasons of the other rows are below the table.
     if all(errors):
@@ -102,24 +105,106 @@ def predict(
     if pricing.machine is not None:
         headers.append(f"PRICE ({pricing.machine.currency})")
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
+    checks = _checks_of(rows)
+    if checks:
+        click.echo()
+        print_table(_CHECK_HEADERS, list(map(_check_cells, checks)), right=(2, 3, 4))
     if pricing.per_hour is None:
         for text in pricing.remarks:
             remark(clean(text))
-    _show_notes(rows)
+    _show_notes(rows, checks)
 
 
-def _show_notes(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write errors and assumptions, then caveats, each once."""
-    notes = []
+def _name(network: Network, typed: Sequence[TypedNetwork]) -> str:
+    """Return the text that the user typed for a network, else its name, else its text."""
+    from mlbench_core.network.named import NETWORKS
+
+    named = [*typed, *(TypedNetwork(name, entry.network) for name, entry in NETWORKS.items())]
+    return next((text for text, other in named if other == network), str(network))
+
+
+def _checks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the checks of all rows, each once, with the name of its configuration."""
+    checks: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in rows:
+        for check in row["checks"]:
+            key = row["run"], check["network"], check["workers"]
+            checks.setdefault(key, {"run": row["run"], **check})
+    return list(checks.values())
+
+
+def _check_cells(check: Mapping[str, Any]) -> list[str]:
+    low_s, high_s = check["model_range_s"]
+    model = f"{number(1e3 * check['model_s'], 2)} ({number(1e3 * low_s, 2)} to "
+    model += f"{number(1e3 * high_s, 2)})"
+    verdict = "passed" if check["holds"] else "failed"
+    where = [clean(check["run"]), check["network"], str(check["workers"])]
+    return [*where, number(1e3 * check["measured_s"], 2), model, verdict]
+
+
+def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str, Any]]) -> None:
+    """Write errors and assumptions, then caveats and checks, each once with its rows."""
+    notes: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         text = row["error"] or row["assumption"]
         if text:
-            notes.append(f"{row['run']}: {text}")
+            notes.setdefault(text, []).append(row)
     for row in rows:
         for caveat in row["caveats"]:
-            notes.append(f"{row['run']}: {row['network']}, {row['workers']} workers: {caveat}")
-    for note in dict.fromkeys(notes):
-        remark(clean(note))
+            notes.setdefault(caveat, []).append(row)
+    for text, of_text in notes.items():
+        remark(clean(f"{_rows_text(of_text, rows)}: {text}"))
+    if checks or any(row["figures"] == "measured" for row in rows):
+        remark(
+            "measured times are means over all steps, of the slowest worker in each part; the "
+            "table of a run has the first worker, without the first step"
+        )
+    failed = [check for check in checks if not check["holds"]]
+    for check in failed:
+        where = f"{check['workers']} workers on {check['network']}"
+        text = f"the measured step of {where} is not in the range of the model"
+        remark(clean(f"{check['run']}: {text}: {check['problem']}"))
+    if failed:
+        remark(
+            "the ranges of predictions from these runs are wider, by the factor between the "
+            "measured step and the model"
+        )
+
+
+def _rows_text(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the words for some of the rows of the table, in as few columns as tell them apart."""
+    everything = "all rows"
+    if all(row["figures"] == "predicted" for row in some):
+        predicted = [row for row in rows if row["figures"] == "predicted"]
+        if len(predicted) < len(rows):
+            rows, everything = predicted, "all predicted rows"
+    values: dict[str, list[Any]] = {}
+    for name in _NAMES:
+        values[name] = list(dict.fromkeys(row[name] for row in some))
+
+    def are_some(names: Sequence[str]) -> bool:
+        alike = [row for row in rows if all(row[name] in values[name] for name in names)]
+        return len(alike) == len(some)
+
+    names = list(_NAMES)
+    if not are_some(names):
+        places = [_place_text([row["run"]], [row["network"]], [row["workers"]]) for row in some]
+        return "; ".join(places)
+    for name in reversed(_NAMES):
+        others = [other for other in names if other != name]
+        if are_some(others):
+            names = others
+    return _place_text(*(values[name] if name in names else [] for name in _NAMES)) or everything
+
+
+def _place_text(runs: Sequence[str], networks: Sequence[str], workers: Sequence[int]) -> str:
+    texts = ["; ".join(runs)]
+    if networks:
+        texts.append(f"on {' and '.join(networks)}")
+    if workers:
+        counts = " and ".join(map(str, workers))
+        texts.append(f"with {counts} {'worker' if counts == '1' else 'workers'}")
+    return " ".join(filter(None, texts))
 
 
 def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -135,8 +220,24 @@ def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return list(groups.values())
 
 
+def _rows(
+    records: Sequence[RunRecord],
+    networks: Sequence[TypedNetwork],
+    workers: Sequence[int],
+    critical_workers: int | None,
+) -> list[dict[str, Any]]:
+    rows = []
+    for alike in _by_configuration(records):
+        for typed, count in itertools.product(networks, workers):
+            row = _row(alike, typed, count, critical_workers)
+            for check in row["checks"]:
+                check["network"] = _name(check["network"], networks)
+            rows.append(row)
+    return rows
+
+
 def _row(
-    records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
+    records: Sequence[RunRecord], typed: TypedNetwork, workers: int, critical_workers: int | None
 ) -> dict[str, Any]:
     """Return the figures of a network and a number of workers.
 
@@ -152,10 +253,11 @@ def _row(
         del names[0]
     row: dict[str, Any] = {
         "run": ", ".join(filter(None, names)) or records[0].name,
-        "network": str(network),
+        "network": typed.text,
         "workers": workers,
         "assumption": "",
         "caveats": [],
+        "checks": [],
         "error": None,
     }
     measured = []
@@ -163,12 +265,12 @@ def _row(
         if record.workers != workers or not record.batches:
             continue
         text = record.configuration.get("network")
-        if workers == 1 or (text is not None and get_network(text) == network):
+        if workers == 1 or (text is not None and get_network(text) == typed.network):
             measured.append(_figures(record))
     if measured:
         return {**row, "figures": "measured", **_medians(measured), **dict.fromkeys(_RANGES)}
     try:
-        figures = _predicted(records, network, workers, critical_workers)
+        figures = _predicted(records, typed.network, workers, critical_workers)
     except ConfigurationError as error:
         nothing = dict.fromkeys((*_NUMBERS, *_RANGES))
         return {**row, "figures": "none", **nothing, "error": str(error)}
@@ -178,21 +280,41 @@ def _row(
 def _predicted(
     records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
 ) -> dict[str, Any]:
-    """Return the predicted figures and the assumption behind them."""
+    """Return the predicted figures, with their assumption, caveats and checks."""
+    from mlbench_core.prediction.check import check_repeats, widened
+    from mlbench_core.prediction.model import NOT_ADDED
     from mlbench_core.prediction.repeats import predict_repeats
 
     predictions = predict_repeats(records, network, workers, critical_workers)
     figures: dict[str, Any] = {**_medians(list(map(dataclasses.asdict, predictions)))}
-    for name in _RANGES:
-        ranges = list(map(operator.attrgetter(name), predictions))
-        figures[name] = None
+    checks = check_repeats(records, workers)
+    for name in ("step", "time_to_goal"):
+        ranges = list(map(operator.attrgetter(f"{name}_range_s"), predictions))
+        ends: tuple[float, float] | None = None
         if None not in ranges:
             # All have the same error, so this is the range of the median.
-            figures[name] = list(map(statistics.median, zip(*ranges, strict=True)))
-    caveats = itertools.chain.from_iterable(prediction.caveats for prediction in predictions)
+            low_s, high_s = map(statistics.median, zip(*ranges, strict=True))
+            ends = low_s, high_s
+        seconds = figures[f"{name}_s"]
+        figures[f"{name}_range_s"] = None if seconds is None else widened(seconds, ends, checks)
+    failed = any(not check.holds for check in checks)
+    caveats = []
+    for caveat in itertools.chain.from_iterable(each.caveats for each in predictions):
+        # The reason of a failed check has this waiting, and the rest of the step.
+        if not (failed and NOT_ADDED in caveat):
+            caveats.append(caveat)
+    if workers > 1 and not checks:
+        caveats.append(
+            "the model is not checked with the measured runs, which have no processor time"
+        )
     figures["assumption"] = predictions[0].assumption
     figures["caveats"] = list(dict.fromkeys(caveats))
+    figures["checks"] = list(map(_check_entry, checks))
     return figures
+
+
+def _check_entry(check: Check) -> dict[str, Any]:
+    return {**vars(check), "holds": check.holds}
 
 
 def _figures(record: RunRecord) -> dict[str, float | None]:

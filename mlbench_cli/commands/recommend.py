@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mlbench_cli._networks import networks_option, workers_option
+from mlbench_cli._networks import TypedNetwork, networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
 from mlbench_core.comparison.prices import Pricing
-
-if TYPE_CHECKING:
-    from mlbench_core.network.description import Network
 
 __all__ = ["recommend"]
 
@@ -38,7 +35,7 @@ _HEADERS = (
 @json_option
 def recommend(
     folder: Path,
-    networks: tuple[Network, ...],
+    networks: tuple[TypedNetwork, ...],
     workers: tuple[int, ...],
     pricing: Pricing,
     as_json: bool,
@@ -69,7 +66,7 @@ def recommend(
             f"FOLDER must be a folder, not the file {folder}: give the folder of a sweep"
         )
     runs = read_runs(folder)
-    advice = advise(runs, networks, workers, pricing)
+    advice = advise(runs, [typed.network for typed in networks], workers, pricing)
     if as_json:
         print_json(
             {"tuned": runs.is_tuned, "rows": advice.rows, "sentences": advice.sentences},

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from mlbench_core.prediction.check import Check, check_repeats, widened
 from mlbench_core.prediction.costs import Collective, collective_s
 from mlbench_core.prediction.model import Prediction, predict, predict_time_to_goal
 from mlbench_core.prediction.repeats import predict_repeats
 
 __all__ = [
+    "Check",
     "Collective",
     "Prediction",
+    "check_repeats",
     "collective_s",
     "predict",
     "predict_repeats",
     "predict_time_to_goal",
+    "widened",
 ]

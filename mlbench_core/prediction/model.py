@@ -12,7 +12,17 @@ from mlbench_core.network.description import Link, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.prediction.costs import Collective, collective_s
 
-__all__ = ["Prediction", "predict", "predict_time_to_goal", "share_of_core"]
+__all__ = [
+    "NOT_ADDED",
+    "UNEXPLAINED_SHARE",
+    "Prediction",
+    "network_of",
+    "predict",
+    "predict_time_to_goal",
+    "share_of_core",
+    "slowest_cpu",
+    "steps_of",
+]
 
 # Without a described network, the workers talked inside of one machine.
 _ONE_MACHINE = Network(Link(None))
@@ -27,9 +37,11 @@ _ERRORS = {
 }
 _LARGEST_ERROR = 0.353
 _CALIBRATED_WORKERS = (2, 8)
+NOT_ADDED = "this is not added"
+"""The end of the caveat on waiting that a prediction leaves out."""
 # Below this share of a step, waiting without an explanation does not change what a prediction
 # means.
-_UNEXPLAINED_SHARE = 0.1
+UNEXPLAINED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -120,8 +132,8 @@ def predict(
     if critical_workers is not None:
         check_int("critical_workers", critical_workers)
     measured = _read(record, workers, alone)
-    slowest_cpu = _slowest_cpu(network, workers)
-    backward_s = measured.backward_s / slowest_cpu
+    cpu = slowest_cpu(network, workers)
+    backward_s = measured.backward_s / cpu
     exposed_s, hidden_s = _communication_s(measured, network, workers, backward_s)
     step_bytes = 0.0
     error: float | None = None
@@ -131,7 +143,7 @@ def predict(
         error = _error(network, workers)
         each = [entry.scaled(measured.workers, workers) for entry in measured.collectives]
         step_bytes = sum(entry.calls * entry.size_bytes for entry in each)
-    step_s = measured.compute_s / slowest_cpu + exposed_s
+    step_s = measured.compute_s / cpu + exposed_s
     steps, assumption = _steps(record, workers, critical_workers)
     step_range_s: tuple[float, float] | None = None
     if error is not None:
@@ -164,17 +176,18 @@ def predict(
 def _caveats(
     record: RunRecord, measured: _Measured, network: Network, workers: int
 ) -> tuple[str, ...]:
-    """Return the caveats: waiting of unknown cause, and a case that is not calibrated."""
+    """Return the caveats: waiting of unknown cause, and a case that was not validated."""
     if workers == 1:
         return ()
     caveats = []
-    least_s = _UNEXPLAINED_SHARE * ((record.total_s or 0.0) / _steps_of(record))
+    least_s = UNEXPLAINED_SHARE * ((record.total_s or 0.0) / steps_of(record))
     other_s = measured.other_s or 0.0
     if other_s > least_s:
+        # The table that a run prints has the first worker, without the first step.
         caveats.append(
-            f"the run {record.name} waited {1e3 * other_s:.1f} ms in a step for something that is "
-            "neither its network nor work of its own thread, such as other load on the machine: "
-            "this is not added"
+            f"the worker of the run {record.name} that waited most waited {1e3 * other_s:.1f} ms "
+            "in a step (mean of all steps) for something that is neither its network nor work of "
+            f"its own thread, such as other load on the machine: {NOT_ADDED}"
         )
     if measured.other_s is None and measured.local_s > least_s:
         caveats.append(
@@ -183,9 +196,12 @@ def _caveats(
             "other load, which does not"
         )
     if not _is_calibrated(network, workers):
-        names, (low, high) = ", ".join(_ERRORS), _CALIBRATED_WORKERS
+        highest = _CALIBRATED_WORKERS[1]
+        case = "on such networks"
+        if network in map(get_network, _ERRORS):
+            case = f"with more than {highest} workers"
         caveats.append(
-            f"not within the range of calibration, which is {low} to {high} workers on {names}"
+            f"the model was not validated {case}, so the range is that of its largest error"
         )
     return tuple(caveats)
 
@@ -236,7 +252,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
         local_s = source.communication_cpu_s
         if local_s is None:
             local_s = (source.communication_exposed_s or 0.0) * share
-        return _Measured(1, compute_s, 0.0, local_s / _steps_of(source), 0.0, ())
+        return _Measured(1, compute_s, 0.0, local_s / steps_of(source), 0.0, ())
     if entries is None or workers is None or workers < 2 or not batches:
         remedy = "observe the script, or average with an optimizer or a hook of this library"
         if workers is None or workers < 2:
@@ -255,35 +271,36 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
     compute_s, share = _compute_s(source)
     backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * share
     measured = _Measured(workers, compute_s, backward_s, 0.0, None, tuple(collectives))
-    there = _network_of(record)
+    there = network_of(record)
     exposed_s = record.communication_exposed_s
     if exposed_s is None:
         # Nothing was hidden, or the version of that run did not record it: compute has been reduced
         # by this time, too.
         exposed_s = record.phases_s.get("communication") or 0.0
-    waited_s = exposed_s / _steps_of(record)
-    backward_there_s = backward_s / _slowest_cpu(there, workers)
+    waited_s = exposed_s / steps_of(record)
+    backward_there_s = backward_s / slowest_cpu(there, workers)
     explained_s, _ = _communication_s(measured, there, workers, backward_there_s)
     unexplained_s = max(0.0, waited_s - explained_s)
     if record.communication_cpu_s is None:
         local_s = unexplained_s * share_of_core(record)
         return dataclasses.replace(measured, local_s=local_s)
     # Processor time has no part in which a thread waited for a core.
-    local_s = min(unexplained_s, record.communication_cpu_s / _steps_of(record))
+    local_s = min(unexplained_s, record.communication_cpu_s / steps_of(record))
     return dataclasses.replace(measured, local_s=local_s, other_s=unexplained_s - local_s)
 
 
-def _network_of(record: RunRecord) -> Network:
+def network_of(record: RunRecord) -> Network:
+    """Return the network of a measured run."""
     text = record.configuration.get("network")
     return get_network(text) if text else _ONE_MACHINE
 
 
-def _slowest_cpu(network: Network, workers: int) -> float:
+def slowest_cpu(network: Network, workers: int) -> float:
     """Return the least share of its processor time that one of the first hosts has."""
     return min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
 
 
-def _steps_of(record: RunRecord) -> int:
+def steps_of(record: RunRecord) -> int:
     """Return the number of steps to which the times of a record belong."""
     if record.reached and record.steps_to_goal:
         return record.steps_to_goal
@@ -306,10 +323,10 @@ def _compute_s(record: RunRecord) -> tuple[float, float]:
     if record.compute_cpu_s is not None:
         # Processor time has no part in which a thread waited for a core.
         share = record.compute_cpu_s / seconds if seconds else 1.0
-        return record.compute_cpu_s / _steps_of(record), share
+        return record.compute_cpu_s / steps_of(record), share
     # The measured time of a host that had a part of its processor time only contains that already.
-    share = share_of_core(record) * _slowest_cpu(_network_of(record), record.workers or 1)
-    return seconds / _steps_of(record) * share, share
+    share = share_of_core(record) * slowest_cpu(network_of(record), record.workers or 1)
+    return seconds / steps_of(record) * share, share
 
 
 def share_of_core(record: RunRecord) -> float:

@@ -9,7 +9,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
 from mlbench_core.prediction.model import Prediction, predict
 
-__all__ = ["predict_repeats"]
+__all__ = ["predict_repeats", "starting_runs"]
 
 
 def predict_repeats(
@@ -35,21 +35,32 @@ def predict_repeats(
     Raises:
         ConfigurationError: None of the runs has them.
     """
-    by_distance: dict[int, list[RunRecord]] = {}
-    for record in records:
-        count = record.workers or 0
-        if count > 1 and record.collectives is not None:
-            by_distance.setdefault(abs(count - workers), []).append(record)
-    bases = by_distance[min(by_distance)] if by_distance else records[:1]
-    alone = next((record for record in records if record.workers == 1 and record.batches), None)
+    starts, alone = starting_runs(records, workers)
     # Without a run of several workers, the prediction from any run raises the error to show.
     predictions, problems = [], []
-    for base in bases:
+    for start in starts:
         try:
-            predictions.append(predict(base, network, workers, alone, critical_workers))
+            predictions.append(predict(start, network, workers, alone, critical_workers))
         # Another repeat may have the measurement that this one lacks.
         except ConfigurationError as error:
             problems.append(error)
     if not predictions:
         raise problems[0]
     return predictions
+
+
+def starting_runs(
+    records: Sequence[RunRecord], workers: int
+) -> tuple[Sequence[RunRecord], RunRecord | None]:
+    """Return the runs from which :func:`predict_repeats` starts, and the run of one worker.
+
+    Without a run of several workers, the first run is the start, and it cannot be predicted from.
+    """
+    by_distance: dict[int, list[RunRecord]] = {}
+    for record in records:
+        count = record.workers or 0
+        if count > 1 and record.collectives is not None:
+            by_distance.setdefault(abs(count - workers), []).append(record)
+    starts = by_distance[min(by_distance)] if by_distance else records[:1]
+    alone = next((record for record in records if record.workers == 1 and record.batches), None)
+    return starts, alone

@@ -18,6 +18,7 @@ from mlbench_core.comparison.record import CurvePoint, RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict
+from mlbench_core.prediction.model import NOT_ADDED
 
 __all__ = [
     "ModelledRecord",
@@ -261,7 +262,7 @@ def shared_caveats(caveats: Iterable[str]) -> list[str]:
                 "does not explain counts as local work"
             )
         # The waiting for a core, of which the prediction warns, is the reason to model the time.
-        elif "this is not added" not in text:
+        elif NOT_ADDED not in text:
             texts.append(text)
     return texts
 

@@ -56,13 +56,14 @@ def test_measured_and_predicted_figures_are_marked(folder: Path, call: Call) -> 
     assert lines[0][4:] == ["600.00", "0.00", "30", "18.0", "0.0"]
     assert lines[1][4:] == ["1,503.33", "550.00", "30", "45.1", "0.1"]
     first, *more = shown.stderr.splitlines()
-    assert first == "centralized_sgd: samples to the goal as measured with 2 workers"
+    assert first == "all predicted rows: samples to the goal as measured with 2 workers"
     # The runs waited far longer than an all-reduce of a kilobyte takes, and 1024 workers were never
-    # calibrated.
+    # validated.
     text = " ".join(more)
-    assert f"{SLOW}, 1024 workers" in text
-    assert "not within the range of calibration" in text
+    assert "all predicted rows: the model was not validated on such networks" in text
     assert "not explained by its network" in text
+    # Earlier versions did not record the processor time. So there is no check, and no second table.
+    assert "not checked with the measured runs, which have no processor time" in text
 
 
 def test_a_prediction_is_the_median_over_repeats(folder: Path, call: Call) -> None:
@@ -123,8 +124,89 @@ def test_waiting_for_other_load_is_not_added(tmp_path: Path, call: Call) -> None
     (old,) = json.loads(call("predict", str(tmp_path / "old"), *arguments).stdout)
     assert new["exposed_s"] < 0.003
     assert old["exposed_s"] > 0.3
-    assert "is not added" in new["caveats"][0]
     assert "is not explained by its network" in old["caveats"][0]
+    # The failed check has this waiting, so there is no second sentence on it.
+    (check,) = new["checks"]
+    assert "probably other programs used the machine" in check["problem"]
+    assert new["caveats"] == [] and old["checks"] == []
+
+
+def busy(folder: Path) -> None:
+    """Two methods on a busy machine: steps of a second with 0.501 s of processor time."""
+    entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
+    for name in ("first", "second"):
+        write_run(
+            folder / name, algorithm=name, cpu_share=0.001, network="1gbit", collectives=[entry]
+        )
+
+
+def test_the_model_is_checked_with_the_measured_runs(tmp_path: Path, call: Call) -> None:
+    busy(tmp_path)
+    arguments = ("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4")
+    first, second = json.loads(call(*arguments, "--json").stdout)
+    (check,) = first["checks"]
+    # Rank 1 reached the goal after 30 steps 0.1 s later.
+    measured_s = 30.1 / 30
+    assert check["measured_s"] == pytest.approx(measured_s)
+    assert check["model_s"] == pytest.approx(0.501, rel=0.01)
+    assert (check["network"], check["workers"], check["holds"]) == ("lan-1g", 2, False)
+    # The range of the largest error, 35.3 %, is widened to the factor of the check.
+    for name in ("step", "time_to_goal"):
+        seconds, (low_s, high_s) = first[f"{name}_s"], first[f"{name}_range_s"]
+        assert low_s == pytest.approx(seconds / 1.353)
+        assert high_s == pytest.approx(seconds * measured_s / check["model_s"])
+    assert second["checks"] == first["checks"]
+    shown = call(*arguments)
+    lines = shown.stdout.splitlines()
+    assert lines[3] == ""
+    assert lines[4].split() == [
+        *("RUN", "NETWORK", "WORKERS", "MEASURED", "(MS)", "MODEL", "(MS)", "CHECK"),
+    ]
+    low_s, high_s = check["model_range_s"]
+    model = f"{1e3 * check['model_s']:.2f} ({1e3 * low_s:.2f} to {1e3 * high_s:.2f})"
+    for line, name in zip(lines[5:], ("first", "second"), strict=True):
+        assert line.split() == [name, "lan-1g", "2", "1,003.33", *model.split(), "failed"]
+    text = "the measured step of 2 workers on lan-1g is not in the range of the model"
+    text += f": {check['problem']}"
+    assert shown.stderr.splitlines()[-3:-1] == [f"first: {text}", f"second: {text}"]
+
+
+def test_a_check_that_passes_leaves_the_range(tmp_path: Path, call: Call) -> None:
+    entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
+    # 0.5 s of computation, and 0.33 s of work while waiting.
+    write_run(tmp_path / "run", cpu_share=0.34, network="1gbit", collectives=[entry])
+    arguments = ("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4")
+    (row,) = json.loads(call(*arguments, "--json").stdout)
+    assert [check["holds"] for check in row["checks"]] == [True]
+    assert row["step_range_s"] == pytest.approx([row["step_s"] / 1.353, row["step_s"] / 0.647])
+    shown = call(*arguments)
+    assert shown.stdout.splitlines()[-1].endswith("  passed")
+    assert "not in the range" not in shown.stderr and "wider" not in shown.stderr
+
+
+def test_equal_notes_are_one_line_with_their_rows(tmp_path: Path, call: Call) -> None:
+    busy(tmp_path)
+    networks = ("--network", "lan-1g", "--network", "datacenter")
+    shown = call("predict", str(tmp_path), *networks, "--workers", "2", "--workers", "16")
+    notes = shown.stderr.splitlines()
+    # Rows of 2 workers in lan-1g are measured.
+    assert notes[:4] == [
+        "with 16 workers: samples to the goal as measured with 2 workers",
+        "with 2 workers: steps as measured with 2 workers",
+        "on lan-1g: the model was not validated on such networks, so the range is that of its "
+        "largest error",
+        "on datacenter with 16 workers: the model was not validated with more than 8 workers, so "
+        "the range is that of its largest error",
+    ]
+    assert len(notes) == len(set(notes))
+    # No row has another name of the network than the typed one.
+    assert "1gbit" not in shown.stdout + shown.stderr
+
+
+def test_a_network_has_the_name_that_was_typed(folder: Path, call: Call) -> None:
+    arguments = ("--network", "1gbit", "--network", "datacenter", "--workers", "4", "--json")
+    rows = json.loads(call("predict", str(folder), *arguments).stdout)
+    assert [row["network"] for row in rows] == ["1gbit", "datacenter"]
 
 
 def test_a_run_that_cannot_be_predicted_is_named(tmp_path: Path, call: Call) -> None:
@@ -137,8 +219,8 @@ def test_a_configuration_without_a_prediction_has_an_empty_line(folder: Path, ca
     write_run(folder / "ddp", workers=2, algorithm="ddp")
     shown = call("predict", str(folder), "--network", "lan-1g", "--workers", "4")
     lines = sorted(line.split()[:5] for line in shown.stdout.splitlines()[1:])
-    assert lines[1] == ["ddp", "1gbit", "4", "none", "-"]
-    assert lines[0][:4] == ["centralized_sgd", "1gbit", "4", "predicted"]
+    assert lines[1] == ["ddp", "lan-1g", "4", "none", "-"]
+    assert lines[0][:4] == ["centralized_sgd", "lan-1g", "4", "predicted"]
     assert "ddp: run ddp did not record the collectives of several workers" in shown.stderr
 
 

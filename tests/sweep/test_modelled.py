@@ -211,7 +211,7 @@ def test_words_say_what_is_modelled(sweep: Sweep) -> None:
         for text in summary(gathered(parse_sweep({**FILE, "workers": [16]})))
         if text.startswith("Less certain: ")
     )
-    assert "home-fibre (16 workers)" in far and "not within the range of calibration" in far
+    assert "home-fibre (16 workers)" in far and "not validated with more than 8 workers" in far
 
 
 def test_the_page_of_a_folder(tmp_path: Path) -> None:

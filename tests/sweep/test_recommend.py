@@ -163,7 +163,7 @@ def test_a_number_of_workers_without_runs_has_no_time_to_the_goal(is_modelled: b
         "The folder has runs of 1 and 2 workers. The time to the goal with 16 is not known" in text
     )
     assert "with 16 workers has" not in text and "have ended" not in text
-    assert "Less certain: mobile-lte (16 workers): not within the range of calibration" in text
+    assert "Less certain: mobile-lte (16 workers): the model was not validated with more" in text
     only = " ".join(advice(runs(), 16).sentences)
     assert "no time to the goal is known with 16 workers, so no advice. One machine needs" in only
 
