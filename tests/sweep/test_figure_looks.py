@@ -25,7 +25,7 @@ from tests.sweep.test_page import GOAL, cell, outcome
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")
 
-# Of these, as-is and bf16 once had the same look. Names in a row have the same color.
+# as-is and bf16 once had the same look. The settings share a color, and three names are black.
 NAMES = (
     *("as-is", "bf16", "fp16", "Half", "MyTopK", "diloco:period=50"),
     *("power_sgd", "power_sgd:rank=2", "power_sgd:rank=4"),

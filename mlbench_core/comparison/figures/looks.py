@@ -20,7 +20,7 @@ METHODS = (
     *("decentralized_sgd", "sparsified_sgd", "normuon", "dion2", "dion3", "no_loco"),
     *("quantized_sgd", "loco", "ef21", "ef21_muon", "acp_sgd", "edit", "eager_diloco"),
     *("sgp", "arc_top_k", "des_loc", "sparta", "adamw", "local_adamw"),
-    *("bf16", "fp16", "as_is", "centralized_sparsified_sgd"),
+    *("centralized_sparsified_sgd", "fp16", "bf16", "as_is"),
 )
 """Methods with a fixed look, those that are most often on one page first.
 
