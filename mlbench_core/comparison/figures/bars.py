@@ -143,7 +143,7 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
         The caption.
     """
     y, ordered = _places(axes, groups, width)
-    _stack(axes, y, list(map(_phases, ordered)), _PHASE_LOOKS, _PHASE_NAMES)
+    bars = _stack(axes, y, list(map(_phases, ordered)), _PHASE_LOOKS, _PHASE_NAMES)
     hidden_y, hidden_s = [], []
     for position, group in zip(y, ordered, strict=True):
         hidden = mean(group.values("communication_hidden_s"))
@@ -160,7 +160,7 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
             "computation and is not part of the total."
         )
     totals = list(map(_total, ordered))
-    cut = _intervals(axes, y, totals)
+    cut = _intervals(axes, y, totals, bars)
     canvas.title(axes, "Training time by phase", groups)
     for group in groups:
         if sum(_phases(group).values()) > 1.001 * _total(group).value:
@@ -307,12 +307,21 @@ def _stack(
     return ends
 
 
-def _intervals(axes: Axes, y: Sequence[float], totals: Sequence[Estimate]) -> bool:
-    """Draw the totals' intervals and write the totals; return True if an interval is cut."""
+def _intervals(
+    axes: Axes, y: Sequence[float], totals: Sequence[Estimate], bars: Sequence[float]
+) -> bool:
+    """Draw the totals' intervals and write the totals; return True if an interval is cut.
+
+    Args:
+        axes: The axes to draw on.
+        y: Positions of the bars.
+        totals: The totals.
+        bars: Ends of the bars, which can exceed the totals.
+    """
     values = list(map(operator.attrgetter("value"), totals))
     limit = _LONGEST_INTERVAL * max(values)
     ends, cut = [], False
-    for position, total in zip(y, totals, strict=True):
+    for position, total, bar_end in zip(y, totals, bars, strict=True):
         end = total.value
         if total.low is not None and total.high is not None:
             cut = cut or total.high > limit or total.low < 0
@@ -321,7 +330,8 @@ def _intervals(axes: Axes, y: Sequence[float], totals: Sequence[Estimate]) -> bo
             # The interval of the geometric mean may lie below the mean, which the bar shows.
             lengths = [[max(total.value - low, 0.0)], [max(end - total.value, 0.0)]]
             axes.errorbar([total.value], [position], xerr=lengths, **bar)
-        ends.append(end)
+        # On the bar, the number could not be read.
+        ends.append(max(end, bar_end))
     _write_values(axes, y, values, ends)
     return cut
 

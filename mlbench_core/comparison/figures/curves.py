@@ -14,7 +14,7 @@ from mlbench_core.comparison.figures.captions import (
     not_among,
     shared_goal,
 )
-from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import Band, band
 from mlbench_core.comparison.pool import Group, plural, workload
 from mlbench_core.comparison.record import CurvePoint
@@ -158,8 +158,8 @@ def _draw(
     panel_in = 1.9 if uneven else 1.6
     figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)
-    # A series has the same look in every panel.
-    looks = method_looks(dict.fromkeys(group.label for group, _ in bands))
+    # A series has the same look in every panel, and in the other figures of these groups.
+    looks = line_looks(map(operator.attrgetter("label"), groups))
     entries: dict[str, Any] = {}
     goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
-from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import (
     Estimate,
     communication_share,
@@ -101,7 +101,7 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     for one in every:
         percent.append([percent_of[id(group)] for group in one.groups])
     _prepare(axes, every)
-    _lines(axes, every, percent)
+    _lines(axes, groups, every, percent)
     axes.set_ylabel("% of the training time")
     # Bars and shares are compared by their distance from zero.
     cut = _limit(axes, percent, 0.0, min(max(1.5 * max(heights), 1.0), 104.0))
@@ -141,7 +141,7 @@ def draw_price_index(
     indices = [price_index(one.groups) for one in every]
     _prepare(axes, every)
     axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8, label="break-even")
-    _lines(axes, every, indices)
+    _lines(axes, groups, every, indices)
     axes.set_ylabel("price increase / performance increase")
     top = 1.35 * max(1.0, *_values(indices))
     cut = _limit(axes, indices, 0.0, top)
@@ -211,7 +211,7 @@ def speed_up_panels(
             label = "ideal" if start == starts[0] else "_ideal"
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
             axes.plot([start, largest], [1.0, largest / start], label=label, **ideal)
-        _lines(axes, every, rows)
+        _lines(axes, groups, every, rows)
         note: canvas.Look = {"va": "top", "size": 6, "style": "italic"}
         axes.annotate(text, (0, 1), (3, -2), "axes fraction", "offset points", **note)
         axes.set_ylabel("times faster")
@@ -297,14 +297,19 @@ def _prepare(axes: Axes, every: Sequence[Series]) -> None:
     axes.set_xlabel("workers")
 
 
-def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> None:
-    """Draw a line with error bars for each series, shifted so that no error bar hides another."""
+def _lines(
+    axes: Axes, groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates]
+) -> None:
+    """Draw a line with error bars for each series, shifted so that no error bar hides another.
+
+    The look of a series is the same in all figures of these groups, drawn there or not.
+    """
     low, high = axes.get_xlim()
     # With a single number of workers, the points have the whole width.
     step = 0.9 / len(every)
     if len(axes.get_xticks()) > 1:
         step = min(0.02, 0.1 / len(every))
-    looks = method_looks(map(operator.attrgetter("label"), every))
+    looks = line_looks(map(operator.attrgetter("label"), groups))
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step

@@ -9,14 +9,14 @@ from typing import Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn, shared_goal
-from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import (
     Estimate,
     has_interval,
     mean_time,
     pareto_front,
 )
-from mlbench_core.comparison.pool import Group, series, workload
+from mlbench_core.comparison.pool import Group, workload
 from mlbench_core.comparison.significance import performance_profile
 from mlbench_core.comparison.table import times_to_goal
 from mlbench_core.errors import ConfigurationError
@@ -76,7 +76,7 @@ def _draw_prices(
         dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     drawn, times, prices = zip(*points, strict=True)
-    looks = method_looks(map(operator.attrgetter("label"), series(drawn)))
+    looks = line_looks(map(operator.attrgetter("label"), groups))
     limit = 1.5 * max(map(operator.attrgetter("value"), times))
     width = max(prices) - min(prices)
     named: set[str] = set()
@@ -149,7 +149,7 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
     axes = figure.subplots()
-    looks = method_looks(profile)
+    looks = line_looks(profile)
     for name, shares in profile.items():
         axes.step(ratios, shares, where="post", label=name, markevery=40, **looks[name])
     axes.set_ylim(0, 1.05)

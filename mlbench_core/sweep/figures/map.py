@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
@@ -117,9 +118,19 @@ def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) 
         color, hatch = colors[first]["color"], colors[first]["hatch"]
         axes.add_patch(PathPatch(shape, facecolor=color, alpha=_SHADES[shade], **look))
         if hatch:
-            axes.add_patch(PathPatch(shape, edgecolor="white", hatch=hatch, **hollow))
+            with _hatches(color, shade):
+                axes.add_patch(PathPatch(shape, hatch=hatch, **hollow))
         if shade == "close":
             axes.add_patch(PathPatch(shape, edgecolor="#444444", hatch="//////", **hollow))
+
+
+def _hatches(color: str, shade: str) -> AbstractContextManager[None]:
+    """Return a context in which hatches have a color that can be seen on an area."""
+    import matplotlib
+
+    # A close black is a light gray, on which the dark hatches of all other areas can be seen.
+    is_dark = color == "#000000" and shade != "close"
+    return matplotlib.rc_context({"hatch.color": "white"} if is_dark else {})
 
 
 def _borders(centers: tuple[float, ...]) -> list[float]:
@@ -219,9 +230,8 @@ def _legend(colors: Mapping[str, canvas.Look], prediction: Map) -> tuple[list[An
     handles: list[Any] = []
     for look in colors.values():
         color, hatch = look["color"], look["hatch"]
-        handles.append(
-            Patch(facecolor=color, edgecolor="white", linewidth=0, alpha=0.85, hatch=hatch)
-        )
+        with _hatches(color, "clear"):
+            handles.append(Patch(facecolor=color, linewidth=0, alpha=0.85, hatch=hatch))
     # A cell without a second method has a clear color, but no ratio for which a label is needed.
     shades = set()
     for cell in prediction.cells:

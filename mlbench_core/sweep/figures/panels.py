@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, not_among
-from mlbench_core.comparison.figures.looks import method_look, method_looks
+from mlbench_core.comparison.figures.looks import method_looks
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.significance import confidence_interval, known_values, log_interval
@@ -137,10 +137,7 @@ def algorithm_looks(outcome: Outcome) -> dict[str, canvas.Look]:
     Args:
         outcome: The runs.
     """
-    looks = method_looks(outcome.algorithms)
-    for name, look in looks.items():
-        look["hatch"] = method_look(name)["hatch"]
-    return looks
+    return method_looks(outcome.algorithms)
 
 
 def figure_name(quantity: str, network: str | None) -> str:
