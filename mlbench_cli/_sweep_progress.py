@@ -56,6 +56,7 @@ class _Lines(Observer):
         self.total = len(points)
         self._pending: Sequence[Point] = ()
         self._left_s: float | None = None
+        self._told: set[str] = set()
 
     def begin(self, pending: Sequence[Point]) -> None:
         self._pending = pending
@@ -83,6 +84,12 @@ class _Lines(Observer):
         # The estimate of the next runs now has the time of this one, too.
         self._left_s = self._expected_s(self._pending[1:])
         remark(f"[{self._ended}/{self.total}] {clean(point.name)}: {clean(text)}{self.left(0)}")
+        # A line of its own, which the next run does not replace in a notebook. The other runs of a
+        # script mostly lack the same.
+        for reason in ended.not_measured if isinstance(ended, Done) else ():
+            if reason not in self._told:
+                self._told.add(reason)
+                self.note(f"{point.name}: not measured: {reason}")
 
     def note(self, text: str) -> None:
         remark(clean(text))

@@ -35,7 +35,7 @@ from mlbench_core.sweep.folder import COPY, SweepFolder
 from mlbench_core.sweep.outcome import Outcome
 from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import csv_columns, known_columns, table_rows
-from mlbench_core.sweep.words import summary
+from mlbench_core.sweep.words import notes, summary
 
 __all__ = ["Comparison", "SweepFigure", "compare"]
 
@@ -158,6 +158,7 @@ class Comparison:
         for line in lines:
             words = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
             text += "  ".join(words).rstrip() + "\n"
+        text += "".join(f"{sentence}\n" for sentence in notes(self._outcome))
         return f"{text}results: {self.folder}"
 
     def _repr_html_(self) -> str:

@@ -162,10 +162,18 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
     for workers in _shown(outcome):
         prediction = predict_map(outcome, workers, predict)
         if prediction is None:
-            report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
+            report(f"the map for {workers} workers is not drawn: {_no_map(outcome, workers)}")
         else:
             maps.append(prediction)
     return maps
+
+
+def _no_map(outcome: Outcome, workers: int) -> str:
+    """Return why no algorithm has a prediction."""
+    cells = [cell for cell in outcome.cells if cell.workers == workers and cell.missed]
+    if cells and all(cell.unmeasured == cell.missed for cell in cells):
+        return "the goal was not measured"
+    return "no algorithm has a prediction"
 
 
 def _figures(
@@ -289,12 +297,16 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
 
 def _runs_text(outcome: Outcome, left_out: int) -> str:
     missed: set[str] = set()
+    unmeasured: set[str] = set()
     for cell in outcome.cells:
-        missed.update(record.name for record in not_among(cell.group.records, cell.reached))
+        for record in not_among(cell.group.records, cell.reached):
+            (unmeasured if record.lacks_goal_metric else missed).add(record.name)
     text = (
         f"{outcome.ended} of {outcome.planned} planned; "
         f"{plural(len(missed), 'run')} missed the goal"
     )
+    if unmeasured:
+        text += f"; in {plural(len(unmeasured), 'run')}, the goal was not measured"
     if outcome.limit_s is not None:
         text += f", limit {duration(outcome.limit_s)}"
     text += _stopped(outcome)

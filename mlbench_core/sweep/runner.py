@@ -315,10 +315,12 @@ class Runner:
             # begun.
             save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
             return ended
-        if (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished":
-            if _missed_at(folder, self._sweep.limit_s):
-                return Done("limit", ended.seconds)
-            return Done("finished", ended.seconds)
+        if (folder / RESULT).exists():
+            result = read_result(folder)
+            if result["run"]["state"] == "finished":
+                missed = _missed_at(folder, self._sweep.limit_s)
+                reasons = tuple(map(str, result.get("not_measured") or ()))
+                return Done("limit" if missed else "finished", ended.seconds, reasons)
         if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended

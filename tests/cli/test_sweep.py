@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlbench_cli.commands import sweep as module
+from mlbench_core.experiments import Comparison
 from mlbench_core.sweep import runner
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
@@ -150,6 +151,39 @@ def test_a_sweep_that_begins_with_a_byte_order_mark_is_read(
 ) -> None:
     file.write_bytes(f"\ufeff{FILE}".replace("\n", end).encode())
     call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run")
+
+
+def test_the_first_run_that_lacks_a_metric_says_so(
+    fake: FakeMaster, call: Call, tmp_path: Path, file: Path
+) -> None:
+    file.write_text(
+        'script = "train.py"\nmethods = ["as-is", "bf16"]\nworkers = [2]\nnetworks = ["lan-1g"]\n'
+        "metrics = {acc = 'my_acc ([0-9.]+)'}\ngoal = 'acc>=0.9'\n"
+    )
+    (tmp_path / "train.py").touch()
+    reason = "val_acc: no line of the output has 'my_acc ([0-9.]+)'"
+
+    def result(run: dict[str, Any]) -> Path:
+        goal = {"metric": "val_acc", "threshold": 1000.0, "minimize": False}
+        folder = write_run(tmp_path / "results" / run["name"], task=None, goal=goal)
+        content = json.loads((folder / "result.json").read_text())
+        (folder / "result.json").write_text(json.dumps({**content, "not_measured": [reason]}))
+        return folder
+
+    fake.result_folder = result
+    arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
+    lines = call(*arguments).stderr.splitlines()
+    ends = [at for at, line in enumerate(lines) if "finished after" in line]
+    assert lines[ends[0] + 1] == f"as-is-2-lan-1g-s42: not measured: {reason}"
+    assert sum(": not measured: " in line for line in lines) == 1, "once for all runs"
+    note = f"Not measured in 2 of 2 runs (as-is and bf16): {reason}."
+    assert lines[-1] == note
+    # Also if nothing is left to run, and from Python.
+    assert call(*arguments).stderr.splitlines()[-1] == note
+    found = Comparison(tmp_path / "out")
+    assert repr(found).splitlines()[-2] == note
+    assert "goal not measured on lan-1g with 2 workers (1 of 1)" in found._repr_html_()
+    assert "not_measured" not in (tmp_path / "out/runs/as-is-2-lan-1g-s42/run.json").read_text()
 
 
 def test_failed_runs_are_the_error(

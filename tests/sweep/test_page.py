@@ -143,6 +143,39 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     ]
 
 
+def test_a_goal_whose_metric_was_never_printed_is_not_called_missed() -> None:
+    reason = "val_global_Prec@1: no line of the output has 'acc ([0-9.]+)'"
+    base, other = cell("as-is", "fast", 2, None, None), cell("bf16", "fast", 2, None, 30.0)
+
+    def without(found: Cell) -> Cell:
+        records = []
+        for record in found.group.records:
+            name = f"{found.algorithm}-{record.name}"
+            records.append(dataclasses.replace(record, name=name, not_measured=(reason,)))
+        return dataclasses.replace(
+            found, group=dataclasses.replace(found.group, records=tuple(records))
+        )
+
+    for limit_s in (None, 120.0):
+        none = dataclasses.replace(outcome(without(base)), limit_s=limit_s)
+        text = " ".join([*summary(none), *per_network(none, "fast")])
+        assert f"Not measured in 2 of 2 runs (as-is): {reason}." in text
+        assert "as-is: goal not measured on fast with 2 workers (2 of 2)." in text
+        assert "no algorithm has a time to the goal, because the goal was not measured." in text
+        assert "reached" not in text and "not within" not in text
+        assert page._no_map(none, 2) == "the goal was not measured"
+        assert page._runs_text(none, 0).startswith(
+            "2 of 2 planned; 0 runs missed the goal; in 2 runs, the goal was not measured"
+        )
+    # Only one of the two printed it.
+    mixed = dataclasses.replace(outcome(base, without(other)), limit_s=None)
+    text = " ".join([*summary(mixed), *per_network(mixed, "fast")])
+    assert "Not measured in 2 of 4 runs (bf16)" in text
+    assert "as-is: goal not reached on fast with 2 workers (2 of 2)." in text
+    assert "bf16: goal not measured on fast with 2 workers (1 of 2)." in text
+    assert page._no_map(mixed, 2) == "no algorithm has a prediction"
+
+
 def test_the_map_counts_a_missed_run_as_the_longest() -> None:
     """The mean of the two runs that reached the goal would make x the fastest."""
     found = outcome(
