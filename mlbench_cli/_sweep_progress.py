@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 from mlbench_cli._output import clean, remark, seconds
@@ -57,6 +58,7 @@ class _Lines(Observer):
         self._pending: Sequence[Point] = ()
         self._left_s: float | None = None
         self._told: set[str] = set()
+        self._under_way: tuple[str, str] | None = None
 
     def begin(self, pending: Sequence[Point]) -> None:
         self._pending = pending
@@ -72,6 +74,17 @@ class _Lines(Observer):
 
     def _expected_s(self, pending: Sequence[Point]) -> float | None:
         return estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
+
+    def watch(self, point: Point, state: str, seconds: float, reason: str) -> None:
+        before, self._under_way = self._under_way, (point.name, reason)
+        if self._under_way == before:
+            return
+        if state == "started":
+            clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+            number = f"[{self._ended + 1}/{self.total}]"
+            remark(f"{number} {clean(point.name)}: started at {clock}{self.left(seconds)}")
+        elif reason != state:
+            self.note(f"{point.name} {reason}")
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._ended += 1
@@ -110,8 +123,8 @@ class _Bar(Observer):
         self._lines.begin(pending)
         self._bar.update(self._task, total=self._lines.total)
 
-    def watch(self, point: Point, state: str, seconds: float) -> None:
-        progress = f"{int(seconds)} s" if state == "started" else state
+    def watch(self, point: Point, state: str, seconds: float, reason: str) -> None:
+        progress = f"{int(seconds)} s" if state == "started" else reason
         text = clean(f"{point.name} {progress}{self._lines.left(seconds)}")
         self._bar.update(self._task, description=text)
 

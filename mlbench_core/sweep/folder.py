@@ -57,7 +57,7 @@ class Done:
     Attributes:
         outcome: ``"finished"``, or ``"limit"`` for a run that ended at the limit without its goal.
         seconds: Time from the start of its workers to their end.
-        not_measured: What was not measured, each with the reason; of a run that has just ended only.
+        not_measured: What was not measured, each with the reason; only of a run that just ended.
     """
 
     outcome: Literal["finished", "limit"]
