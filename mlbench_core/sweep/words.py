@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mlbench_core.comparison.figures.canvas import number
@@ -317,7 +316,9 @@ def unfinished(ended: int, planned: int) -> list[str]:
 
 def _leaders(outcome: Outcome) -> list[str]:
     leads: dict[str, list[Cell]] = {}
-    clear: Counter[str] = Counter()
+    # For each method that leads: the result of each test against the second.
+    tests: dict[str, list[bool | None]] = {}
+    repeated = set()
     for network, workers in itertools.product(outcome.networks, outcome.several):
         row = outcome.row(network, workers)
         if not row or row[0].median_s is None:
@@ -325,15 +326,27 @@ def _leaders(outcome: Outcome) -> list[str]:
         first = row[0]
         leads.setdefault(first.algorithm, []).append(first)
         # By a test with Holm's correction, paired by seed if both have the same seeds.
-        if len(row) > 1 and differ(first, row[1], row):
-            clear[first.algorithm] += 1
+        if len(row) > 1:
+            tests.setdefault(first.algorithm, []).append(differ(first, row[1], row))
+            if any(cell.runs + cell.failed > 1 for cell in row[:2]):
+                repeated.add(first.algorithm)
     sentences = []
     for name, cells in sorted(leads.items(), key=lambda item: -len(item[1])):
-        text = f"{name} had the least median time on {places_text(cells)}"
-        sentences.append(
-            f"{text}. The difference from the second is significant in {clear[name]} of "
-            f"{len(cells)} cases."
-        )
+        text = f"{name} had the least median time on {places_text(cells)}."
+        results = tests.get(name, [])
+        tested = len(results) - results.count(None)
+        if tested:
+            text += (
+                " The difference from the second is significant in "
+                f"{results.count(True)} of {tested} cases"
+            )
+            text += "." if tested == len(cells) else f" that were tested, of {len(cells)}."
+        elif results:
+            reason = "one run each"
+            if name in repeated:
+                reason = "that needs two runs of each, and no missed ones"
+            text += f" The difference from the second is not tested: {reason}."
+        sentences.append(text)
     return sentences
 
 

@@ -176,6 +176,52 @@ def test_a_goal_whose_metric_was_never_printed_is_not_called_missed() -> None:
     assert page._no_map(mixed, 2) == "no algorithm has a prediction"
 
 
+def test_only_cases_that_were_tested_are_counted() -> None:
+    def sentence(*cells: Cell) -> str:
+        found = outcome(*cells)
+        return next(text for text in summary(found) if "had the least median time" in text)
+
+    quick, slow = ("x", 20.0, 20.5, 21.0), ("y", 40.0, 41.0, 42.0)
+    pair = [cell(name, "fast", 2, *times) for name, *times in (quick, slow)]
+    start = "x had the least median time on fast (2 workers"
+    tested = "The difference from the second is significant in 1 of 1 cases"
+    assert sentence(*pair) == f"{start}). {tested}."
+    single = [cell(name, "fast", 2, time_s) for name, time_s in (("x", 20.0), ("y", 40.0))]
+    not_tested = "The difference from the second is not tested: "
+    assert sentence(*single) == f"{start}). {not_tested}one run each."
+    missed = cell("y", "fast", 2, 40.0, 41.0, None)
+    assert sentence(pair[0], missed) == (
+        f"{start}). {not_tested}that needs two runs of each, and no missed ones."
+    )
+    assert sentence(pair[0]) == f"{start}).", "there is no second"
+    more = [cell(name, "slow", 2, time_s) for name, time_s in (("x", 20.0), ("y", 40.0))]
+    assert sentence(*pair, *more).endswith(f"{tested} that were tested, of 2.")
+    (alone,) = per_network(outcome(pair[0]), "fast")
+    assert "Second" not in alone and "other algorithm" not in alone
+
+
+def test_the_best_value_is_in_the_table_if_the_goal_was_missed() -> None:
+    def best(*values: float | None, failed: int = 0, minimize: bool = False) -> float | None:
+        one = cell("x", "fast", 2, *[None] * len(values))
+        records = []
+        for record, value in zip(one.group.records, values, strict=True):
+            configuration = {**record.configuration, "goal": {**GOAL, "minimize": minimize}}
+            records.append(dataclasses.replace(record, best=value, configuration=configuration))
+        group = dataclasses.replace(one.group, records=tuple(records))
+        one = dataclasses.replace(one, group=group, failed=failed)
+        (row,) = table_rows(outcome(one), Pricing())
+        assert ("best" in [column.key for column in known_columns([row])]) == bool(row["best"])
+        value: float | None = row["best"]
+        return value
+
+    assert best(0.6) == 0.6 and best(0.6, 0.7, 0.9) == 0.7
+    assert best(None) is None
+    # A run that failed or printed no value is the worst, so it never helps its method.
+    assert best(0.6, 0.7, 0.9, failed=1) == pytest.approx(0.65)
+    assert best(0.6, 0.7, 0.9, failed=1, minimize=True) == pytest.approx(0.8)
+    assert best(0.9, None, failed=1) is None
+
+
 def test_the_map_counts_a_missed_run_as_the_longest() -> None:
     """The mean of the two runs that reached the goal would make x the fastest."""
     found = outcome(
