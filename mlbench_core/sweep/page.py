@@ -277,10 +277,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     # Dates in ISO 8601 are in the order of their texts.
     ends = [min(dates), max(dates)] if dates else []
     networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
-    hours = ""
     total_s = sum(_seconds(folder / RUNS / name) for name in names)
-    if total_s:
-        hours = f"{total_s / 3600:.1f} h"
     facts = {
         "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(goals))
@@ -289,7 +286,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": " to ".join(dict.fromkeys(ends)),
-        "Time of all runs": hours,
+        "Time of all runs": _long_time(total_s) if total_s else "",
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
@@ -370,7 +367,16 @@ def _trials_text(searches: Iterable[Search], folder: Path) -> str:
         for point, score in zip(search.points, search.scores, strict=True):
             trials += score is not None
             total_s += _seconds(folder / TUNING / point.name)
-    return f"{plural(trials, 'trial')}, {total_s / 3600:.1f} h"
+    return f"{plural(trials, 'trial')}, {_long_time(total_s)}"
+
+
+def _long_time(seconds: float) -> str:
+    """Return a time in the unit in which a tenth is precise enough."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 1800:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def _json(content: Any) -> str:

@@ -84,6 +84,17 @@ def test_limits_are_short_texts() -> None:
     assert [duration(s) for s in (120, 90, 5400, 45)] == ["2 min", "90 s", "1.5 h", "45 s"]
 
 
+def test_the_time_of_all_runs_has_the_unit_that_suits() -> None:
+    assert [page._long_time(s) for s in (4.24, 59.0, 90.0, 1700.0, 1800.0, 5800.0)] == [
+        "4.2 s",
+        "59.0 s",
+        "1.5 min",
+        "28.3 min",
+        "0.5 h",
+        "1.6 h",
+    ]
+
+
 def test_the_bytes_of_a_worker_are_known_only_until_a_goal() -> None:
     assert sent_per_worker(run(1, 10.0, workers=4)) == 5e5
     assert sent_per_worker(run(1, None)) is None
@@ -406,7 +417,7 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
         assert {row["run"] for row in csv.DictReader(file)} <= {
             path.name for path in (written / "runs").iterdir()
         }
-    assert content["facts"]["Time of all runs"].endswith(" h")
+    assert content["facts"]["Time of all runs"].endswith(" min")
     assert content["facts"]["Runs"] == (
         "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a "
         "network and a number of workers are judged up to the least training time "
