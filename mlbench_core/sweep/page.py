@@ -170,10 +170,14 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
 
 def _no_map(outcome: Outcome, workers: int) -> str:
     """Return why no algorithm has a prediction."""
-    cells = [cell for cell in outcome.cells if cell.workers == workers and cell.missed]
-    if cells and all(cell.unmeasured == cell.missed for cell in cells):
+    cells = [cell for cell in outcome.cells if cell.workers == workers and cell.runs]
+    missed = [cell for cell in cells if cell.median_s is None]
+    # A method with a median has no prediction for another reason.
+    if not missed or len(missed) < len(cells):
+        return "no algorithm has a prediction"
+    if all(cell.unmeasured == cell.missed for cell in missed):
         return "the goal was not measured"
-    return "no algorithm has a prediction"
+    return "no algorithm reached the goal in more than half of its runs"
 
 
 def _figures(
