@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 from mlbench_cli._output import clean, remark, seconds
@@ -56,6 +57,8 @@ class _Lines(Observer):
         self.total = len(points)
         self._pending: Sequence[Point] = ()
         self._left_s: float | None = None
+        self._told: set[str] = set()
+        self._under_way: tuple[str, str] | None = None
 
     def begin(self, pending: Sequence[Point]) -> None:
         self._pending = pending
@@ -72,6 +75,17 @@ class _Lines(Observer):
     def _expected_s(self, pending: Sequence[Point]) -> float | None:
         return estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
 
+    def watch(self, point: Point, state: str, seconds: float, reason: str) -> None:
+        before, self._under_way = self._under_way, (point.name, reason)
+        if self._under_way == before:
+            return
+        if state == "started":
+            clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+            number = f"[{self._ended + 1}/{self.total}]"
+            remark(f"{number} {clean(point.name)}: started at {clock}{self.left(seconds)}")
+        elif reason != state:
+            self.note(f"{point.name} {reason}")
+
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._ended += 1
         if isinstance(ended, Failure):
@@ -83,6 +97,12 @@ class _Lines(Observer):
         # The estimate of the next runs now has the time of this one, too.
         self._left_s = self._expected_s(self._pending[1:])
         remark(f"[{self._ended}/{self.total}] {clean(point.name)}: {clean(text)}{self.left(0)}")
+        # A line of its own, which the next run does not replace in a notebook. The other runs of a
+        # script mostly lack the same.
+        for reason in ended.not_measured if isinstance(ended, Done) else ():
+            if reason not in self._told:
+                self._told.add(reason)
+                self.note(f"{point.name}: not measured: {reason}")
 
     def note(self, text: str) -> None:
         remark(clean(text))
@@ -103,8 +123,8 @@ class _Bar(Observer):
         self._lines.begin(pending)
         self._bar.update(self._task, total=self._lines.total)
 
-    def watch(self, point: Point, state: str, seconds: float) -> None:
-        progress = f"{int(seconds)} s" if state == "started" else state
+    def watch(self, point: Point, state: str, seconds: float, reason: str) -> None:
+        progress = f"{int(seconds)} s" if state == "started" else reason
         text = clean(f"{point.name} {progress}{self._lines.left(seconds)}")
         self._bar.update(self._task, description=text)
 

@@ -35,7 +35,7 @@ from mlbench_core.sweep.folder import COPY, SweepFolder
 from mlbench_core.sweep.outcome import Outcome
 from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import csv_columns, known_columns, table_rows
-from mlbench_core.sweep.words import summary
+from mlbench_core.sweep.words import notes, summary
 
 __all__ = ["Comparison", "SweepFigure", "compare"]
 
@@ -46,9 +46,23 @@ _WORDS = (
     (r"^--method must", "methods must"),
     (r"^--method ", "methods: "),
     (r"\balgorithms (must|=)", r"methods \1"),
+    (r"^--metric must be NAME=REGEX", "metrics must be {'NAME': 'REGEX'}"),
+    (r"--metric '(\w+)=([^']*)'", r"metrics={'\1': '\2'}"),
+    (r"--goal '", "goal='"),
     (r"^--(goal|metric)\b", r"\1"),
-    (r"--metric '(\w+)=REGEX'", r"metrics={'\1': 'REGEX'}"),
     (r"--output folder", "output"),
+    # What is written in TOML.
+    (r"\bmetrics = \{(\w+) = ('[^']*')\}", r"metrics={'\1': \2}"),
+    (r'\[price\], then machine = ("[^"]*")', r'price={"machine": \1}'),
+    (r'\[tuning\], then parameter = "--lr"', 'tuning={"parameter": "--lr", "default": 0.1}'),
+    (r"\[\[variants\]\], then .*", 'variants=[{"name": ..., "arguments": [...]}]'),
+    (r"\b(metrics|price|tuning) must be a table\b", r"\1 must be a dictionary"),
+    (r"\bvariants must be tables\b", "variants must be dictionaries"),
+    (r'\bdefault = \{"--lr" = 0.1\}', '"default": {"--lr": 0.1}'),
+    (r"\b(horizon|factors|parameter) = ", r'"\1": '),
+    (r"\b(goal|limit|methods|networks|repeat_stopped|script|task|time) = ", r"\1="),
+    (r"\bmust be true or false\b", "must be True or False"),
+    (r"\brepeat_stopped=false\b", "repeat_stopped=False"),
 )
 # State of the command, which a copy does not need.
 _NOT_COPIED = (".lock", "current.json", "unfinished", "__pycache__")
@@ -151,20 +165,24 @@ class Comparison:
 
     def __repr__(self) -> str:
         columns = known_columns(self._all_rows)
-        lines = [[column.header for column in columns]]
+        lines = [[column.header for column in columns]] if columns else []
         lines += [[cell(column, row) for column in columns] for row in self._all_rows]
         widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
         text = ""
         for line in lines:
             words = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
             text += "  ".join(words).rstrip() + "\n"
+        text += "".join(f"{sentence}\n" for sentence in notes(self._outcome))
         return f"{text}results: {self.folder}"
 
     def _repr_html_(self) -> str:
         rows = self._all_rows
+        table = grid(known_columns(rows), rows) if rows else ""
+        # Without a run, there is nothing to conclude.
+        words = summary(self._outcome) if rows else notes(self._outcome)
         return (
-            f"<p><b>{escape(self._sweep.title)}</b></p>{grid(known_columns(rows), rows)}"
-            f"{bullets(summary(self._outcome))}<p>Results: {escape(str(self.folder))}</p>"
+            f"<p><b>{escape(self._sweep.title)}</b></p>{table}"
+            f"{bullets(words)}<p>Results: {escape(str(self.folder))}</p>"
         )
 
 
@@ -211,6 +229,11 @@ def compare(
     if output is None:
         output = user_folder("comparisons", f"comparison-{secrets.token_hex(4)}")
     folder = Path(output).expanduser().absolute()
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigurationError(
+                f"output must be a folder, not {str(output)!r}: {path} is a file, so give another"
+            )
     names: list[str] = []
     modules: dict[Path, str] = {}
     for method in methods:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,34 +181,89 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
     ("changed", "message"),
     [
         ({"methods": "as-is"}, "methods must be a list, not 'as-is'"),
-        ({"methods": []}, "methods must be given with script"),
+        (
+            {"methods": []},
+            r'methods must be given with script: write for example methods=\["as-is", "bf16"\]$',
+        ),
         ({"methods": [3]}, "methods must be names, or classes of mlbench_core.aggregation.pytorch"),
         ({"methods": ["power"]}, "methods must be NAME or NAME:key=value,..., not 'power': did"),
         ({"methods": ["bf16:rank=2"]}, "methods: bf16 must not have the option 'rank'"),
         ({"workers": [0]}, r"workers must be whole numbers from 1 to 250, not \[0\]: write"),
         ({"networks": "lan-1g"}, "networks must be a list of texts, not 'lan-1g'"),
-        ({"networks": ()}, "networks must be given for several workers"),
+        (
+            {"networks": ()},
+            r'networks must be given for several workers: write for example networks=\["lan-1g"\]$',
+        ),
         ({"seeds": 0}, "seeds must be a whole number from 1 to 1000, not 0"),
         ({"script": "no.py"}, "script must begin with a file, not 'no.py', which does not exist"),
-        ({"script": None}, "one of task, command and script must be given"),
+        (
+            {"script": None},
+            'one of task, command and script must be given: write for example task="1a"$',
+        ),
         ({"script": None, "task": "1a"}, "methods must be values of --optimizer of task 1a"),
         (
             {"script": None, "task": "1a", "methods": [Mean]},
             "methods must be names without script, not .*Mean.*: give a script",
         ),
-        ({"goal": "loss"}, "goal must be NAME<=VALUE or NAME>=VALUE, not 'loss'"),
+        (
+            {"goal": "loss"},
+            "goal must be NAME<=VALUE or NAME>=VALUE, not 'loss': write for example "
+            "goal='val_loss<=1.5'$",
+        ),
+        (
+            {"goal": "test_ac>=0.9", "metrics": {"test_acc": "acc (.*)"}},
+            "goal must be on a metric of the script, not 'test_ac': did you mean 'test_acc'",
+        ),
+        (
+            {"goal": "f1>=0.9", "metrics": {"test_acc": "acc (.*)"}},
+            r"goal must be on a metric of the script, not 'f1': add metrics=\{'f1': 'REGEX'\}, or "
+            "take one of test_acc, train_loss$",
+        ),
+        (
+            {"metrics": {"a b": "acc (.*)"}},
+            r"metrics must be \{'NAME': 'REGEX'\}, not 'a b=acc \(.*\)': write for example "
+            r"metrics=\{'val_loss': 'val loss \(\[0-9.\]\+\)'\}$",
+        ),
+        (
+            {"metrics": "acc"},
+            "metrics must be a dictionary, not 'acc': write for example "
+            r"metrics=\{'val_loss': 'val loss \(\[0-9.\]\+\)'\}$",
+        ),
+        (
+            {"price": "x"},
+            r"price must be a dictionary, not 'x': write price=\{\"machine\": \"aws.*\}$",
+        ),
+        (
+            {"tuning": "x"},
+            r"tuning must be a dictionary, not 'x': write tuning=\{\"parameter\": .*\}$",
+        ),
+        ({"tuning": {"parameter": "--lr", "default": 0.1}}, ".*goal='val_loss<=1.5'$"),
+        (
+            {"repeat_stopped": False},
+            'limit must be given with repeat_stopped=False: write for example limit="2min"$',
+        ),
+        (
+            {"task": "1a"},
+            "one of task, command and script must be given, not task and script: remove all but",
+        ),
+        ({"output": "train.py"}, "output must be a folder, not 'train.py': /.*train.py is a file"),
+        ({"output": "train.py/out"}, "output must be a folder, not 'train.py/out': /.*train.py is"),
         ({"metrics": {"loss": object()}}, "metrics must have texts and numbers, not <object"),
         ({"sedes": 3}, "key 'sedes' must be one that a sweep has: did you mean 'seeds'?"),
     ],
 )
 def test_an_error_names_the_argument_and_starts_nothing(
-    folder: Path, say: Say, changed: dict[str, Any], message: str
+    folder: Path,
+    say: Say,
+    changed: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = say("")
     given = {"methods": ["as-is"], "output": "out", **GIVEN, **changed}
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         experiments.compare(given.pop("methods"), **given)
-    assert calls == []
+    assert calls == [] and capsys.readouterr().err == ""
 
 
 LINES = """
@@ -322,6 +378,15 @@ def test_a_notebook_shows_a_table_without_markup_of_names(ended: Path) -> None:
     assert "&lt;b&gt;Methods&lt;/b&gt; &amp; more" in html and "<b>Methods</b>" not in html
     lines = repr(experiments.Comparison(ended)).splitlines()
     assert lines[0].startswith("Network  Algorithm") and len(lines) == 4
+
+
+def test_a_folder_without_ended_runs_says_so(ended: Path) -> None:
+    shutil.rmtree(ended / "runs")
+    result = experiments.Comparison(ended)
+    said = "0 of 2 planned runs have ended. Some configurations have fewer seeds, or no run yet."
+    assert repr(result).splitlines() == [said, f"results: {ended}"]
+    html = result._repr_html_()
+    assert said in html and "<table>" not in html and "tuned" not in html
 
 
 def test_the_folder_is_copied_whole_and_never_over_another(ended: Path, tmp_path: Path) -> None:

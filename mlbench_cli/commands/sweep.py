@@ -233,6 +233,9 @@ def _show_estimate(
 
 def _show_results(outcome: Outcome) -> None:
     """Print one row for each algorithm, number of workers and network."""
+    # Imported here, because --dry-run does not need it.
+    from mlbench_core.sweep.words import notes
+
     rows = []
     for cell in outcome.cells:
         row = (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached))
@@ -243,6 +246,8 @@ def _show_results(outcome: Outcome) -> None:
     for reason in dict.fromkeys(cell.not_modelled for cell in outcome.cells):
         if reason:
             remark(f"not modelled: {reason}")
+    for sentence in notes(outcome):
+        remark(clean(sentence))
 
 
 def _records(

@@ -104,6 +104,7 @@ class RunRecord:
         collectives_to_goal: Those in its batches until the goal; None likewise.
         folder: The result folder with the raw lines, if there is one.
         remarks: Notes for people, for example that the run was killed.
+        not_measured: What was not measured in a script that ran unchanged, each with the reason.
     """
 
     name: str
@@ -140,6 +141,7 @@ class RunRecord:
     collectives_to_goal: Sequence[Mapping[str, Any]] | None = None
     folder: Path | None = None
     remarks: tuple[str, ...] = ()
+    not_measured: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int | None:
@@ -160,6 +162,14 @@ class RunRecord:
     def goal_text(self) -> str:
         """Return the goal as a text such as ``"Prec@1 >= 95"``, or ``"no goal"``."""
         return goal_text(self.goal)
+
+    @property
+    def lacks_goal_metric(self) -> bool:
+        """Return True if the script never printed the metric of its goal."""
+        metric = (self.goal or {}).get("metric")
+        # The observer reads the loss of training itself, and calls it by another name.
+        names = ("train_loss: ", "loss: ") if metric == "train_loss" else (f"{metric}: ",)
+        return not self.reached and any(reason.startswith(names) for reason in self.not_measured)
 
     @property
     def unit(self) -> str:
@@ -380,6 +390,7 @@ class RunRecord:
             collectives_to_goal=reached_goal.get("collectives"),
             folder=folder,
             remarks=remarks,
+            not_measured=tuple(map(str, result.get("not_measured") or ())),
         )
 
     @classmethod

@@ -28,9 +28,6 @@ USAGE = """\
   [--metric NAME=REGEX]... [--goal NAME<=VALUE|NAME>=VALUE] [--output DIR] [--run-id ID]
   SCRIPT ARGS... | -m MODULE ARGS..."""
 
-# A goal may also be on the loss that the script passes to backward().
-_OBSERVED_METRICS = ("train_loss",)
-
 
 @dataclass(frozen=True)
 class Options:
@@ -85,7 +82,7 @@ def parse_options(words: Sequence[str]) -> Options:
     parser.add_argument("--method", type=parse_method, default="as-is")
     parser.add_argument("--optimizer", type=parse_optimizer)
     parser.add_argument("--metric", type=parse_metric, action="append", default=[])
-    parser.add_argument("--goal", type=parse_goal)
+    parser.add_argument("--goal")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--run-id", "--run_id")
     parsed = parser.parse_args(words[:count])
@@ -97,12 +94,6 @@ def parse_options(words: Sequence[str]) -> Options:
         parser.error("a script is missing")
     if parsed.optimizer is not None:
         check_together(parsed.method, parsed.optimizer)
-    names = {metric.name for metric in parsed.metric} | {*_OBSERVED_METRICS}
-    if parsed.goal is not None and parsed.goal.metric not in names:
-        raise ConfigurationError(
-            f"--goal must be on one of {', '.join(sorted(names))}, not {parsed.goal.metric}: "
-            f"add --metric '{parsed.goal.metric}=REGEX'"
-        )
     return Options(
         script=rest[0],
         arguments=tuple(rest[1:]),
@@ -110,7 +101,7 @@ def parse_options(words: Sequence[str]) -> Options:
         method=parsed.method,
         optimizer=parsed.optimizer,
         metrics=tuple(parsed.metric),
-        goal=parsed.goal,
+        goal=None if parsed.goal is None else parse_goal(parsed.goal, parsed.metric),
         output=parsed.output,
         run_id=parsed.run_id,
     )

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlbench_core.arguments import hint_for
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import GoalAim
 
 __all__ = ["Metric", "OutputReader", "parse_goal", "parse_metric"]
 
 _NAME = r"[A-Za-z_][\w@.-]*"
+# A goal may also be on the loss that the script passes to backward().
+_OBSERVED = ("train_loss",)
 # A line without an end is cut here, so that a progress bar cannot fill the memory.
 _LONGEST_LINE = 10_000
 
@@ -25,6 +28,7 @@ class Metric:
     Attributes:
         name: Its name in the result, with the prefix ``val_`` or ``train_``.
         regex: Found in a line, its first group is the value.
+        typed: The name that the user gave it, for messages.
 
     Example:
         >>> Metric("val_loss", re.compile("val loss ([0-9.]+)")).value("step 5: val loss 1.25")
@@ -33,6 +37,7 @@ class Metric:
 
     name: str
     regex: re.Pattern[str]
+    typed: str = ""
 
     def value(self, line: str) -> float | None:
         """Return the value in a line; None if the line has none."""
@@ -75,17 +80,18 @@ def parse_metric(text: str) -> Metric:
             f"--metric {name} must have a group around the number, not {pattern!r}: "
             "write for example ([0-9.]+)"
         )
-    return Metric(_full_name(name), regex)
+    return Metric(_full_name(name), regex, name)
 
 
-def parse_goal(text: str) -> GoalAim:
+def parse_goal(text: str, metrics: Sequence[Metric] | None = None) -> GoalAim:
     """Read the value of ``--goal``.
 
     Args:
         text: ``NAME<=VALUE`` or ``NAME>=VALUE``.
+        metrics: The metrics of the script; None to allow any name.
 
     Raises:
-        ConfigurationError: The text has another form.
+        ConfigurationError: The text has another form, or the goal is on none of the metrics.
 
     Example:
         >>> parse_goal("val_loss<=1.5").text
@@ -100,7 +106,13 @@ def parse_goal(text: str) -> GoalAim:
             f"--goal must be NAME<=VALUE or NAME>=VALUE, not {text!r}: write for example "
             "--goal 'val_loss<=1.5'"
         )
-    return GoalAim(_full_name(found.group(1)), threshold, minimize=found.group(2) == "<")
+    aim = GoalAim(_full_name(found.group(1)), threshold, minimize=found.group(2) == "<")
+    if metrics is not None and aim.metric not in (*_OBSERVED, *(one.name for one in metrics)):
+        # With the user's own names, who may not know of the prefix.
+        name, choices = found.group(1), [*(one.typed for one in metrics), *_OBSERVED]
+        hint = hint_for(name, choices, f"add --metric '{name}=REGEX', or take one of")
+        raise ConfigurationError(f"--goal must be on a metric of the script, not {name!r}: {hint}")
+    return aim
 
 
 def _full_name(name: str) -> str:

@@ -320,10 +320,12 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         if key not in _KEYS:
             hint = hint_for(key, _KEYS, "the keys are")
             raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
-    if sum(key in content for key in ("task", "command", "script")) != 1:
-        raise ValueError(
-            'one of task, command and script must be given: write for example task = "1a"'
-        )
+    given = [key for key in ("task", "command", "script") if key in content]
+    if len(given) != 1:
+        hint = ': write for example task = "1a"'
+        if given:
+            hint = f", not {' and '.join(given)}: remove all but one"
+        raise ValueError(f"one of task, command and script must be given{hint}")
     task: Task | None = None
     command: str | None = None
     script: tuple[str, ...] = ()

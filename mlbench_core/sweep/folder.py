@@ -57,10 +57,12 @@ class Done:
     Attributes:
         outcome: ``"finished"``, or ``"limit"`` for a run that ended at the limit without its goal.
         seconds: Time from the start of its workers to their end.
+        not_measured: What was not measured, each with the reason; only of a run that just ended.
     """
 
     outcome: Literal["finished", "limit"]
     seconds: float
+    not_measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ class SweepFolder:
         record = {
             "schema_version": _SCHEMA_VERSION,
             **fields,
-            **asdict(done),
+            "outcome": done.outcome,
+            "seconds": done.seconds,
             "limit_s": sweep.limit_s,
             "request": dict(point.request),
         }

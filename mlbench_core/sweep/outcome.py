@@ -90,6 +90,11 @@ class Cell:
         return self.group.missed
 
     @property
+    def unmeasured(self) -> int:
+        """Return the number of runs that missed their goal because its metric was not measured."""
+        return sum(record.lacks_goal_metric for record in self.group.records)
+
+    @property
     def complete(self) -> bool:
         """Return True if no run missed its goal or ended with an error, so that means are known."""
         return not (self.missed or self.failed or self.not_modelled)
@@ -241,6 +246,18 @@ class Outcome:
         if limit_s is None:
             return "goal not reached"
         return f"not within {duration(limit_s)}"
+
+    def missed_text(self, *cells: Cell) -> str:
+        """Return the text for the runs of cells of one place that missed their goal.
+
+        A goal whose metric was never measured may have been reached.
+        """
+        unmeasured = sum(cell.unmeasured for cell in cells)
+        if not unmeasured:
+            return self.not_within(cells[0].network, cells[0].workers)
+        if unmeasured == sum(cell.missed for cell in cells):
+            return "goal not measured"
+        return f"{self.not_within(cells[0].network, cells[0].workers)} or not measured"
 
 
 def duration(seconds: float) -> str:

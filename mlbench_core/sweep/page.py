@@ -162,10 +162,22 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
     for workers in _shown(outcome):
         prediction = predict_map(outcome, workers, predict)
         if prediction is None:
-            report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
+            report(f"the map for {workers} workers is not drawn: {_no_map(outcome, workers)}")
         else:
             maps.append(prediction)
     return maps
+
+
+def _no_map(outcome: Outcome, workers: int) -> str:
+    """Return why no algorithm has a prediction."""
+    cells = [cell for cell in outcome.cells if cell.workers == workers and cell.runs]
+    missed = [cell for cell in cells if cell.median_s is None]
+    # A method with a median has no prediction for another reason.
+    if not missed or len(missed) < len(cells):
+        return "no algorithm has a prediction"
+    if all(cell.unmeasured == cell.missed for cell in missed):
+        return "the goal was not measured"
+    return "no algorithm reached the goal in more than half of its runs"
 
 
 def _figures(
@@ -269,10 +281,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     # Dates in ISO 8601 are in the order of their texts.
     ends = [min(dates), max(dates)] if dates else []
     networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
-    hours = ""
     total_s = sum(_seconds(folder / RUNS / name) for name in names)
-    if total_s:
-        hours = f"{total_s / 3600:.1f} h"
     facts = {
         "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(goals))
@@ -281,7 +290,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": " to ".join(dict.fromkeys(ends)),
-        "Time of all runs": hours,
+        "Time of all runs": _long_time(total_s) if total_s else "",
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
@@ -289,12 +298,16 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
 
 def _runs_text(outcome: Outcome, left_out: int) -> str:
     missed: set[str] = set()
+    unmeasured: set[str] = set()
     for cell in outcome.cells:
-        missed.update(record.name for record in not_among(cell.group.records, cell.reached))
+        for record in not_among(cell.group.records, cell.reached):
+            (unmeasured if record.lacks_goal_metric else missed).add(record.name)
     text = (
         f"{outcome.ended} of {outcome.planned} planned; "
         f"{plural(len(missed), 'run')} missed the goal"
     )
+    if unmeasured:
+        text += f"; in {plural(len(unmeasured), 'run')}, the goal was not measured"
     if outcome.limit_s is not None:
         text += f", limit {duration(outcome.limit_s)}"
     text += _stopped(outcome)
@@ -358,7 +371,16 @@ def _trials_text(searches: Iterable[Search], folder: Path) -> str:
         for point, score in zip(search.points, search.scores, strict=True):
             trials += score is not None
             total_s += _seconds(folder / TUNING / point.name)
-    return f"{plural(trials, 'trial')}, {total_s / 3600:.1f} h"
+    return f"{plural(trials, 'trial')}, {_long_time(total_s)}"
+
+
+def _long_time(seconds: float) -> str:
+    """Return a time in the unit in which a tenth is precise enough."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 1800:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def _json(content: Any) -> str:

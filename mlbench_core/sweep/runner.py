@@ -80,8 +80,8 @@ class Observer:
     def begin(self, pending: Sequence[Point]) -> None:
         """Show the start of the first of the pending runs."""
 
-    def watch(self, point: Point, state: str, seconds: float) -> None:
-        """Show the state of a run, and the seconds since its workers started."""
+    def watch(self, point: Point, state: str, seconds: float, reason: str) -> None:
+        """Show the state of a run, the seconds since its workers started, and why it waits."""
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         """Show the end of a run."""
@@ -256,7 +256,8 @@ class Runner:
                 if not is_new:
                     started -= _seconds_since(item)
             elapsed = 0.0 if started is None else now - started
-            self._observer.watch(point, item["state"], elapsed)
+            reason = "" if item["state"] == "started" else _reason(item)
+            self._observer.watch(point, item["state"], elapsed, reason)
             if guard_s is not None and elapsed > guard_s and not is_stopped:
                 self._call(lambda master: master.stop(run_id))
                 is_stopped = True
@@ -315,10 +316,12 @@ class Runner:
             # begun.
             save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
             return ended
-        if (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished":
-            if _missed_at(folder, self._sweep.limit_s):
-                return Done("limit", ended.seconds)
-            return Done("finished", ended.seconds)
+        if (folder / RESULT).exists():
+            result = read_result(folder)
+            if result["run"]["state"] == "finished":
+                missed = _missed_at(folder, self._sweep.limit_s)
+                reasons = tuple(map(str, result.get("not_measured") or ()))
+                return Done("limit" if missed else "finished", ended.seconds, reasons)
         if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended

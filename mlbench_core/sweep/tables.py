@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -61,6 +62,7 @@ COLUMNS = (
     # Of runs that count steps.
     Column("steps_to_goal", "Steps to goal", 0),
     Column("tokens_to_goal", "Tokens to goal", 0),
+    # Known with misses, too.
     Column("best", "Best", 2),
     Column("price", "Price", 5),
 )
@@ -170,9 +172,22 @@ def cell_row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "epochs_to_goal": known_median(map(attrgetter("epochs_to_goal"), whole)),
         "steps_to_goal": known_median(map(attrgetter("steps_to_goal"), in_steps)),
         "tokens_to_goal": known_median(map(attrgetter("tokens_to_goal"), in_steps)),
-        "best": known_median(map(attrgetter("best"), whole)),
+        "best": _best(cell),
         "price": price,
     }
+
+
+def _best(cell: Cell) -> float | None:
+    """Return the median best value, also of runs that missed their goal.
+
+    A run without a value counts as worse than all others.
+    """
+    values = known_values(map(attrgetter("best"), cell.group.records))
+    is_loss = any((record.goal or {}).get("minimize") for record in cell.group.records)
+    lost = cell.runs + cell.failed - len(values)
+    values += [math.inf if is_loss else -math.inf] * lost
+    median = statistics.median(values) if values else math.inf
+    return median if math.isfinite(median) else None
 
 
 def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:

@@ -186,6 +186,8 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         # From its runs on another network, the prediction could be a shorter time.
         if source.median_s is None:
             text = f"half of its runs or more missed the goal on {source.network}"
+            if source.unmeasured and source.unmeasured == source.missed:
+                text = f"the goal was not measured on {source.network}"
             if source.not_modelled:
                 text = f"its time is not modelled: {source.not_modelled}"
             left_out.append(f"{name} is not on the map: {text}.")

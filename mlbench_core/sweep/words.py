@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
-from mlbench_core.sweep.modelled import ModelledRecord, Place
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.sweep.modelled import ModelledRecord, Place, measured_run
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.tuning import Tuning
 from mlbench_core.sweep.winners import Map, shared_cores
@@ -26,6 +26,7 @@ __all__ = [
     "leads",
     "listed",
     "map_sentence",
+    "notes",
     "per_network",
     "places_text",
     "seconds",
@@ -53,12 +54,35 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
     """
     return [
         *_first_lines(outcome),
-        *unfinished(outcome.ended, outcome.planned),
+        *notes(outcome),
         *_leaders(outcome),
         *_against_one_worker(outcome),
         *map(map_sentence, maps),
         *_not_reached(outcome),
     ]
+
+
+def notes(outcome: Outcome) -> list[str]:
+    """Return the sentences without which the table is misread: runs and numbers that it lacks.
+
+    Args:
+        outcome: The runs.
+    """
+    runs: dict[str, RunRecord] = {}
+    lacking: dict[str, dict[str, str]] = {}
+    for cell in outcome.cells:
+        for record in cell.group.records:
+            # A modelled run is in the cells of all networks.
+            run = measured_run(record)
+            runs[run.name] = run
+            for reason in run.not_measured:
+                lacking.setdefault(reason, {})[run.name] = cell.algorithm
+    sentences = unfinished(outcome.ended, outcome.planned)
+    for reason, methods in lacking.items():
+        names = listed(dict.fromkeys(methods.values()))
+        number_of = f"{len(methods)} of {plural(len(runs), 'run')}"
+        sentences.append(f"Not measured in {number_of} ({names}): {reason}.")
+    return sentences
 
 
 def per_network(outcome: Outcome, network: str) -> list[str]:
@@ -148,11 +172,13 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     first, *others = row
     # Half of its runs or more missed the goal, and no other algorithm has a median.
     if first.median_s is None:
-        late = outcome.not_within(first.network, first.workers)
+        late = outcome.missed_text(*row)
+        if late == "goal not measured":
+            return "no algorithm has a time to the goal, because the goal was not measured."
         return f"no algorithm reached the goal in more than half of its runs ({late})."
     text = f"median of {plural(first.runs + first.failed, 'run')}"
     if first.missed:
-        text += f", {first.missed} {outcome.not_within(first.network, first.workers)}"
+        text += f", {first.missed} {outcome.missed_text(first)}"
     if first.failed:
         text += f", {first.failed} ended with an error"
     parts = [f"{first.algorithm} {leads(outcome, first)}, {seconds(first.median_s)} ({text})"]
@@ -161,7 +187,9 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         parts.append(_factor(outcome, baseline, first))
     text = f"{', '.join(parts)}."
     # Cells without a median are the last of a row.
-    if not others or others[0].median_s is None:
+    if not others:
+        return text
+    if others[0].median_s is None:
         return f"{text} No other algorithm reached the goal in more than half of its runs."
     second = others[0]
     ratio = speed_ratio(second, first)
@@ -214,6 +242,8 @@ def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
     if not baseline.missed:
         return f"while {baseline.failed} of {baseline.algorithm} ended with an error"
     missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
+    if baseline.unmeasured:
+        return f"while {baseline.algorithm} has no time to the goal in {missed}"
     return f"while {baseline.algorithm} missed the goal in {missed}"
 
 
@@ -286,7 +316,9 @@ def unfinished(ended: int, planned: int) -> list[str]:
 
 def _leaders(outcome: Outcome) -> list[str]:
     leads: dict[str, list[Cell]] = {}
-    clear: Counter[str] = Counter()
+    # For each method that leads: the result of each test against the second.
+    tests: dict[str, list[bool | None]] = {}
+    repeated = set()
     for network, workers in itertools.product(outcome.networks, outcome.several):
         row = outcome.row(network, workers)
         if not row or row[0].median_s is None:
@@ -294,15 +326,27 @@ def _leaders(outcome: Outcome) -> list[str]:
         first = row[0]
         leads.setdefault(first.algorithm, []).append(first)
         # By a test with Holm's correction, paired by seed if both have the same seeds.
-        if len(row) > 1 and differ(first, row[1], row):
-            clear[first.algorithm] += 1
+        if len(row) > 1:
+            tests.setdefault(first.algorithm, []).append(differ(first, row[1], row))
+            if any(cell.runs + cell.failed > 1 for cell in row[:2]):
+                repeated.add(first.algorithm)
     sentences = []
     for name, cells in sorted(leads.items(), key=lambda item: -len(item[1])):
-        text = f"{name} had the least median time on {places_text(cells)}"
-        sentences.append(
-            f"{text}. The difference from the second is significant in {clear[name]} of "
-            f"{len(cells)} cases."
-        )
+        text = f"{name} had the least median time on {places_text(cells)}."
+        results = tests.get(name, [])
+        tested = len(results) - results.count(None)
+        if tested:
+            text += (
+                " The difference from the second is significant in "
+                f"{results.count(True)} of {tested} cases"
+            )
+            text += "." if tested == len(cells) else f" that were tested, of {len(cells)}."
+        elif results:
+            reason = "one run each"
+            if name in repeated:
+                reason = "that needs two runs of each, and no missed ones"
+            text += f" The difference from the second is not tested: {reason}."
+        sentences.append(text)
     return sentences
 
 
@@ -359,7 +403,7 @@ def _not_reached(outcome: Outcome) -> list[str]:
         cases: dict[str, list[str]] = {}
         for cell in outcome.cells:
             if cell.algorithm == name and cell.missed:
-                late = outcome.not_within(cell.network, cell.workers)
+                late = outcome.missed_text(cell)
                 text = f"{_place(cell)} ({cell.missed} of {cell.runs})"
                 cases.setdefault(late, []).append(text)
         parts = [f"{late} on {listed(places)}" for late, places in cases.items()]

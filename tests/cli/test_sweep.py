@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlbench_cli._sweep_progress import _Bar, _Lines
 from mlbench_cli.commands import sweep as module
+from mlbench_core.experiments import Comparison
 from mlbench_core.sweep import runner
+from mlbench_core.sweep.file import load_sweep
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
 from tests.results.helpers import write_run
@@ -150,6 +154,75 @@ def test_a_sweep_that_begins_with_a_byte_order_mark_is_read(
 ) -> None:
     file.write_bytes(f"\ufeff{FILE}".replace("\n", end).encode())
     call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run")
+
+
+def test_the_first_run_that_lacks_a_metric_says_so(
+    fake: FakeMaster, call: Call, tmp_path: Path, file: Path
+) -> None:
+    file.write_text(
+        'script = "train.py"\nmethods = ["as-is", "bf16"]\nworkers = [2]\nnetworks = ["lan-1g"]\n'
+        "metrics = {acc = 'my_acc ([0-9.]+)'}\ngoal = 'acc>=0.9'\n"
+    )
+    (tmp_path / "train.py").touch()
+    reason = "val_acc: no line of the output has 'my_acc ([0-9.]+)'"
+
+    def result(run: dict[str, Any]) -> Path:
+        goal = {"metric": "val_acc", "threshold": 1000.0, "minimize": False}
+        folder = write_run(tmp_path / "results" / run["name"], task=None, goal=goal)
+        content = json.loads((folder / "result.json").read_text())
+        (folder / "result.json").write_text(json.dumps({**content, "not_measured": [reason]}))
+        return folder
+
+    fake.result_folder = result
+    arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
+    lines = call(*arguments).stderr.splitlines()
+    ends = [at for at, line in enumerate(lines) if "finished after" in line]
+    assert lines[ends[0] + 1] == f"as-is-2-lan-1g-s42: not measured: {reason}"
+    assert sum(": not measured: " in line for line in lines) == 1, "once for all runs"
+    note = f"Not measured in 2 of 2 runs (as-is and bf16): {reason}."
+    assert lines[-1] == note
+    # Also if nothing is left to run, and from Python.
+    assert call(*arguments).stderr.splitlines()[-1] == note
+    found = Comparison(tmp_path / "out")
+    assert repr(found).splitlines()[-2] == note
+    assert "goal not measured on lan-1g with 2 workers (1 of 1)" in found._repr_html_()
+    assert "not_measured" not in (tmp_path / "out/runs/as-is-2-lan-1g-s42/run.json").read_text()
+
+
+def test_a_run_says_why_it_waits_and_that_it_has_started(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    reason = "waits for cores: 2 needed, 1 free"
+    create = fake._create
+
+    def waiting(body: dict[str, Any]) -> tuple[int, Any]:
+        status, run = create(body)
+        fake.runs[run["id"]]["job_metadata"] = {"reason": reason}
+        fake.states[run["id"]][:0] = ["initialized", "initialized"]
+        return status, dict(fake.runs[run["id"]])
+
+    patch.setattr(fake, "_create", waiting)
+    lines = call("sweep", str(file), "--output", str(tmp_path / "out")).stderr.splitlines()
+    runs = [line for line in lines if "-s42" in line]
+    assert [re.sub(r" (at \d\d:\d\d:\d\d|after).*", "", line) for line in runs[:4]] == [
+        f"centralized-sgd-1-s42 {reason}",
+        "[1/4] centralized-sgd-1-s42: started",
+        "[1/4] centralized-sgd-1-s42: finished",
+        f"power-sgd-1-s42 {reason}",
+    ]
+    assert len(runs) == 3 * 4, "each is said once"
+
+
+def test_the_bar_of_a_terminal_says_why_a_run_waits(file: Path) -> None:
+    rich_progress = pytest.importorskip("rich.progress")
+    sweep = load_sweep(file)
+    points = sweep.points()
+    bar = rich_progress.Progress()
+    shown = _Bar(_Lines(sweep, points, {}), bar, bar.add_task(""))
+    shown.watch(points[0], "initialized", 0.0, "waits for cores: 2 needed, 1 free")
+    assert bar.tasks[0].description == f"{points[0].name} waits for cores: 2 needed, 1 free"
+    shown.watch(points[0], "started", 3.2, "")
+    assert bar.tasks[0].description == f"{points[0].name} 3 s"
 
 
 def test_failed_runs_are_the_error(

@@ -51,7 +51,16 @@ def test_goal_on_the_observed_loss() -> None:
         (["--metric", "loss=loss", "train.py"], "must have a group around the number"),
         (["--goal", "loss=3", "train.py"], "--goal must be NAME<=VALUE or NAME>=VALUE"),
         (["--goal", "loss<=nan", "train.py"], "--goal must be NAME<=VALUE or NAME>=VALUE"),
-        (["--goal", "loss<=3", "train.py"], "add --metric 'val_loss=REGEX'"),
+        (
+            ["--goal", "acc>=3", "train.py"],
+            "--goal must be on a metric of the script, not 'acc': add --metric 'acc=REGEX', or "
+            "take one of train_loss",
+        ),
+        # The user wrote neither name with the prefix.
+        (
+            ["--metric", "test_acc=acc (.*)", "--goal", "test_ac>=3", "train.py"],
+            "--goal must be on a metric of the script, not 'test_ac': did you mean 'test_acc'?",
+        ),
     ],
 )
 def test_errors(words: list[str], message: str) -> None:

@@ -84,6 +84,17 @@ def test_limits_are_short_texts() -> None:
     assert [duration(s) for s in (120, 90, 5400, 45)] == ["2 min", "90 s", "1.5 h", "45 s"]
 
 
+def test_the_time_of_all_runs_has_the_unit_that_suits() -> None:
+    assert [page._long_time(s) for s in (4.24, 59.0, 90.0, 1700.0, 1800.0, 5800.0)] == [
+        "4.2 s",
+        "59.0 s",
+        "1.5 min",
+        "28.3 min",
+        "0.5 h",
+        "1.6 h",
+    ]
+
+
 def test_the_bytes_of_a_worker_are_known_only_until_a_goal() -> None:
     assert sent_per_worker(run(1, 10.0, workers=4)) == 5e5
     assert sent_per_worker(run(1, None)) is None
@@ -141,6 +152,86 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
             "than half of its runs (not within 2 min)."
         )
     ]
+
+
+def test_a_goal_whose_metric_was_never_printed_is_not_called_missed() -> None:
+    reason = "val_global_Prec@1: no line of the output has 'acc ([0-9.]+)'"
+    base, other = cell("as-is", "fast", 2, None, None), cell("bf16", "fast", 2, None, 30.0)
+
+    def without(found: Cell) -> Cell:
+        records = []
+        for record in found.group.records:
+            name = f"{found.algorithm}-{record.name}"
+            records.append(dataclasses.replace(record, name=name, not_measured=(reason,)))
+        return dataclasses.replace(
+            found, group=dataclasses.replace(found.group, records=tuple(records))
+        )
+
+    for limit_s in (None, 120.0):
+        none = dataclasses.replace(outcome(without(base)), limit_s=limit_s)
+        text = " ".join([*summary(none), *per_network(none, "fast")])
+        assert f"Not measured in 2 of 2 runs (as-is): {reason}." in text
+        assert "as-is: goal not measured on fast with 2 workers (2 of 2)." in text
+        assert "no algorithm has a time to the goal, because the goal was not measured." in text
+        assert "reached" not in text and "not within" not in text
+        assert page._no_map(none, 2) == "the goal was not measured"
+        assert page._runs_text(none, 0).startswith(
+            "2 of 2 planned; 0 runs missed the goal; in 2 runs, the goal was not measured"
+        )
+    # Only one of the two printed it.
+    mixed = dataclasses.replace(outcome(base, without(other)), limit_s=None)
+    text = " ".join([*summary(mixed), *per_network(mixed, "fast")])
+    assert "Not measured in 2 of 4 runs (bf16)" in text
+    assert "as-is: goal not reached on fast with 2 workers (2 of 2)." in text
+    assert "bf16: goal not measured on fast with 2 workers (1 of 2)." in text
+    assert page._no_map(mixed, 2) == "no algorithm reached the goal in more than half of its runs"
+    assert page._no_map(outcome(base, cell("x", "fast", 2, 9.0)), 2).endswith("a prediction")
+
+
+def test_only_cases_that_were_tested_are_counted() -> None:
+    def sentence(*cells: Cell) -> str:
+        found = outcome(*cells)
+        return next(text for text in summary(found) if "had the least median time" in text)
+
+    quick, slow = ("x", 20.0, 20.5, 21.0), ("y", 40.0, 41.0, 42.0)
+    pair = [cell(name, "fast", 2, *times) for name, *times in (quick, slow)]
+    start = "x had the least median time on fast (2 workers"
+    tested = "The difference from the second is significant in 1 of 1 cases"
+    assert sentence(*pair) == f"{start}). {tested}."
+    single = [cell(name, "fast", 2, time_s) for name, time_s in (("x", 20.0), ("y", 40.0))]
+    not_tested = "The difference from the second is not tested: "
+    assert sentence(*single) == f"{start}). {not_tested}one run each."
+    missed = cell("y", "fast", 2, 40.0, 41.0, None)
+    assert sentence(pair[0], missed) == (
+        f"{start}). {not_tested}that needs two runs of each, and no missed ones."
+    )
+    assert sentence(pair[0]) == f"{start}).", "there is no second"
+    more = [cell(name, "slow", 2, time_s) for name, time_s in (("x", 20.0), ("y", 40.0))]
+    assert sentence(*pair, *more).endswith(f"{tested} that were tested, of 2.")
+    (alone,) = per_network(outcome(pair[0]), "fast")
+    assert "Second" not in alone and "other algorithm" not in alone
+
+
+def test_the_best_value_is_in_the_table_if_the_goal_was_missed() -> None:
+    def best(*values: float | None, failed: int = 0, minimize: bool = False) -> float | None:
+        one = cell("x", "fast", 2, *[None] * len(values))
+        records = []
+        for record, value in zip(one.group.records, values, strict=True):
+            configuration = {**record.configuration, "goal": {**GOAL, "minimize": minimize}}
+            records.append(dataclasses.replace(record, best=value, configuration=configuration))
+        group = dataclasses.replace(one.group, records=tuple(records))
+        one = dataclasses.replace(one, group=group, failed=failed)
+        (row,) = table_rows(outcome(one), Pricing())
+        assert ("best" in [column.key for column in known_columns([row])]) == bool(row["best"])
+        value: float | None = row["best"]
+        return value
+
+    assert best(0.6) == 0.6 and best(0.6, 0.7, 0.9) == 0.7
+    assert best(None) is None
+    # A run that failed or printed no value is the worst, so it never helps its method.
+    assert best(0.6, 0.7, 0.9, failed=1) == pytest.approx(0.65)
+    assert best(0.6, 0.7, 0.9, failed=1, minimize=True) == pytest.approx(0.8)
+    assert best(0.9, None, failed=1) is None
 
 
 def test_the_map_counts_a_missed_run_as_the_longest() -> None:
@@ -327,7 +418,7 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
         assert {row["run"] for row in csv.DictReader(file)} <= {
             path.name for path in (written / "runs").iterdir()
         }
-    assert content["facts"]["Time of all runs"].endswith(" h")
+    assert content["facts"]["Time of all runs"].endswith(" min")
     assert content["facts"]["Runs"] == (
         "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a "
         "network and a number of workers are judged up to the least training time "

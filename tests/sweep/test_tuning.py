@@ -376,7 +376,7 @@ def test_the_page_of_a_tuned_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "| demo | 2 | --lr | 0.2 | 2.0 | 10 | 90.00 | 5 | inside |" in text
     assert "--lr at 0.25, 0.5, 1, 2 and 4 times the default, one run each with seed 1" in text
     assert "demo was fastest, 10.1 s" in text and "not tuned" not in text
-    assert "- Tuning: 24 trials, 0.4 h" in text
+    assert "- Tuning: 24 trials, 24.0 min" in text
     html = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert '<section id="tuning"><h2>Tuning</h2>' in html and "<td>at the edge</td>" in html
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))

@@ -358,7 +358,7 @@ def _row(
         axes.plot([middle], [y], zorder=4, **mark)
     text = "" if middle is None else canvas.number(middle)
     if cell.missed:
-        late_text = outcome.not_within(cell.network, cell.workers)
+        late_text = outcome.missed_text(cell)
         text = f"{text}  {late_text}: {cell.missed} of {cell.runs}".strip()
     ends = [*hit, *late, *(interval or ())]
     if ends or text:
