@@ -107,7 +107,7 @@ wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
 release: $(VENV)/.installed-dev
-	$(PIP) install --quiet -c requirements/development.txt twine
+	$(PIP) install --quiet 'twine>=6'
 	$(BIN)/python tools/release.py dist
 
 # Nothing is installed, because a machine with a GPU may have no network: it takes the environment of the checkout if that

@@ -84,7 +84,7 @@ class _Lines(Observer):
             number = f"[{self._ended + 1}/{self.total}]"
             remark(f"{number} {clean(point.name)}: started at {clock}{self.left(seconds)}")
         elif reason != state:
-            self.note(f"{point.name} {reason}")
+            self.note(f"{point.name}: {reason}")
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._ended += 1

@@ -217,7 +217,7 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
         (
             {"goal": "f1>=0.9", "metrics": {"test_acc": "acc (.*)"}},
             r"goal must be on a metric of the script, not 'f1': add metrics=\{'f1': 'REGEX'\}, or "
-            "take one of test_acc, train_loss$",
+            "take train_loss or test_acc$",
         ),
         (
             {"metrics": {"a b": "acc (.*)"}},

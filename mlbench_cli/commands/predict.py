@@ -42,6 +42,7 @@ _HEADERS = (
     "TO GOAL (S)",
     "TO GOAL (MB)",
 )
+_CHECKED = ("network", "workers", "measured_s", "model_s")
 _CHECK_HEADERS = ("RUN", "NETWORK", "WORKERS", "MEASURED (MS)", "MODEL (MS)", "CHECK")
 
 
@@ -125,10 +126,11 @@ def _name(network: Network, typed: Sequence[TypedNetwork]) -> str:
 
 def _checks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the checks of all rows, each once, with the name of its configuration."""
-    checks: dict[tuple[str, str, int], dict[str, Any]] = {}
+    checks: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         for check in row["checks"]:
-            key = row["run"], check["network"], check["workers"]
+            # Configurations with other options can have the same name, but not the same times.
+            key = row["run"], *(check[name] for name in _CHECKED)
             checks.setdefault(key, {"run": row["run"], **check})
     return list(checks.values())
 
@@ -138,7 +140,7 @@ def _check_cells(check: Mapping[str, Any]) -> list[str]:
     model = f"{number(1e3 * check['model_s'], 2)} ({number(1e3 * low_s, 2)} to "
     model += f"{number(1e3 * high_s, 2)})"
     verdict = "passed" if check["holds"] else "failed"
-    where = [clean(check["run"]), check["network"], str(check["workers"])]
+    where = [clean(check["run"]), check["network"] or "-", str(check["workers"])]
     return [*where, number(1e3 * check["measured_s"], 2), model, verdict]
 
 
@@ -161,7 +163,9 @@ def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str,
         )
     failed = [check for check in checks if not check["holds"]]
     for check in failed:
-        where = f"{check['workers']} workers on {check['network']}"
+        where = f"{check['workers']} workers"
+        if check["network"]:
+            where += f" on {check['network']}"
         text = f"the measured step of {where} is not in the range of the model"
         remark(clean(f"{check['run']}: {text}: {check['problem']}"))
     if failed:
@@ -226,12 +230,15 @@ def _rows(
     workers: Sequence[int],
     critical_workers: int | None,
 ) -> list[dict[str, Any]]:
+    from mlbench_core.network.description import Link, Network
+
     rows = []
     for alike in _by_configuration(records):
         for typed, count in itertools.product(networks, workers):
             row = _row(alike, typed, count, critical_workers)
             for check in row["checks"]:
-                check["network"] = _name(check["network"], networks)
+                is_emulated = check["network"] != Network(Link(None))
+                check["network"] = _name(check["network"], networks) if is_emulated else None
             rows.append(row)
     return rows
 
@@ -281,7 +288,7 @@ def _predicted(
     records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
 ) -> dict[str, Any]:
     """Return the predicted figures, with their assumption, caveats and checks."""
-    from mlbench_core.prediction.check import check_repeats, widened
+    from mlbench_core.prediction.check import check_repeats, why_unchecked, widened
     from mlbench_core.prediction.model import NOT_ADDED
     from mlbench_core.prediction.repeats import predict_repeats
 
@@ -304,9 +311,8 @@ def _predicted(
         if not (failed and NOT_ADDED in caveat):
             caveats.append(caveat)
     if workers > 1 and not checks:
-        caveats.append(
-            "the model is not checked with the measured runs, which have no processor time"
-        )
+        reason = why_unchecked(records, workers)
+        caveats.append(f"the model is not checked with the measured runs: {reason}")
     figures["assumption"] = predictions[0].assumption
     figures["caveats"] = list(dict.fromkeys(caveats))
     figures["checks"] = list(map(_check_entry, checks))

@@ -109,8 +109,10 @@ def parse_goal(text: str, metrics: Sequence[Metric] | None = None) -> GoalAim:
     aim = GoalAim(_full_name(found.group(1)), threshold, minimize=found.group(2) == "<")
     if metrics is not None and aim.metric not in (*_OBSERVED, *(one.name for one in metrics)):
         # With the user's own names, who may not know of the prefix.
-        name, choices = found.group(1), [*(one.typed for one in metrics), *_OBSERVED]
-        hint = hint_for(name, choices, f"add --metric '{name}=REGEX', or take one of")
+        name, typed = found.group(1), [one.typed for one in metrics]
+        hint = f"add --metric '{name}=REGEX', or take train_loss"
+        if typed:
+            hint = hint_for(name, typed, f"{hint} or")
         raise ConfigurationError(f"--goal must be on a metric of the script, not {name!r}: {hint}")
     return aim
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlbench_core.prediction.check import Check, check_repeats, widened
+from mlbench_core.prediction.check import Check, check_repeats, why_unchecked, widened
 from mlbench_core.prediction.costs import Collective, collective_s
 from mlbench_core.prediction.model import Prediction, predict, predict_time_to_goal
 from mlbench_core.prediction.repeats import predict_repeats
@@ -16,5 +16,6 @@ __all__ = [
     "predict",
     "predict_repeats",
     "predict_time_to_goal",
+    "why_unchecked",
     "widened",
 ]

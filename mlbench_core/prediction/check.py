@@ -14,6 +14,7 @@ from mlbench_core.network.description import Network
 from mlbench_core.prediction.model import (
     UNEXPLAINED_SHARE,
     Prediction,
+    largest_error,
     network_of,
     predict,
     share_of_core,
@@ -22,7 +23,7 @@ from mlbench_core.prediction.model import (
 )
 from mlbench_core.prediction.repeats import starting_runs
 
-__all__ = ["Check", "check_repeats", "widened"]
+__all__ = ["Check", "check_repeats", "why_unchecked", "widened"]
 
 _AGAIN = "Measure again on a quiet machine."
 
@@ -37,7 +38,8 @@ class Check:
         measured_s: Measured seconds of a step, the mean over all steps with the first one. As all
             numbers here, the median over the runs.
         model_s: Seconds of a step by the model.
-        model_range_s: The range of ``model_s``, as in :class:`~mlbench_core.prediction.Prediction`.
+        model_range_s: The range of ``model_s`` by the largest error of the validation. That of a
+            prediction is by the mean error.
         problem: The probable reason why ``measured_s`` is not in this range, and the remedy, a
             sentence each; empty if it is in it.
     """
@@ -59,8 +61,7 @@ class Check:
 def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
     """Check the model against the runs from which a prediction starts, on each of their networks.
 
-    A run without processor time is left out: the model takes its waiting from the run itself, so a
-    comparison with it would show nothing. So is a run of one worker, which has no messages.
+    Runs are left out as :func:`why_unchecked` says.
 
     Args:
         records: See :func:`~mlbench_core.prediction.predict_repeats`.
@@ -74,7 +75,7 @@ def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
     for record in starts:
         has_cpu_time = None not in (record.compute_cpu_s, record.communication_cpu_s)
         count = record.workers or 0
-        if count < 2 or not has_cpu_time or not record.total_s:
+        if count < 2 or not has_cpu_time or share_of_core(record) < 1 or not record.total_s:
             continue
         network = network_of(record)
         # Like a prediction, the check leaves out a repeat that lacks another measurement.
@@ -85,13 +86,38 @@ def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
     return [_check(pairs, alone) for pairs in by_case.values()]
 
 
+def why_unchecked(records: Sequence[RunRecord], workers: int) -> str:
+    """Return why :func:`check_repeats` gives no check.
+
+    A run of one worker has no messages. Without processor time, the model takes the waiting from
+    the run itself, so a comparison would show nothing. Workers that share a core take longer than
+    by the model, which gives each one a core.
+
+    Args:
+        records: See :func:`check_repeats`.
+        workers: Number of workers to predict.
+    """
+    starts, _ = starting_runs(records, workers)
+    for record in starts:
+        if (record.workers or 0) > 1 and share_of_core(record) < 1:
+            cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
+            return (
+                f"{plural(record.workers or 0, 'worker')} shared {plural(cores, 'core')}, and the "
+                "model gives each one a core"
+            )
+    if any(None in (each.compute_cpu_s, each.communication_cpu_s) for each in starts):
+        return "they have no processor time"
+    return "they have no step of several workers"
+
+
 def _check(pairs: Sequence[tuple[RunRecord, Prediction]], alone: RunRecord | None) -> Check:
     repeats, predictions = map(list, zip(*pairs, strict=True))
     first = repeats[0]
     measured_s = _of_step(repeats, "total_s")
     model_s = median(prediction.step_s for prediction in predictions)
-    # Several workers always have a range.
-    low_s, high_s = map(median, zip(*(p.step_range_s or () for p in predictions), strict=True))
+    network, workers = network_of(first), first.workers or 0
+    error = largest_error(network, workers)
+    low_s, high_s = model_s / (1 + error), model_s / (1 - error)
     problem = ""
     if measured_s > high_s:
         waiting_s = median(prediction.exposed_s for prediction in predictions)
@@ -100,19 +126,12 @@ def _check(pairs: Sequence[tuple[RunRecord, Prediction]], alone: RunRecord | Non
         problem = _other_work(repeats, alone, is_longer=False) or (
             "messages took less time than by the model, so predicted times may be too long."
         )
-    network, workers = network_of(first), first.workers or 0
     return Check(network, workers, measured_s, model_s, (low_s, high_s), problem)
 
 
 def _why_longer(repeats: Sequence[RunRecord], alone: RunRecord | None, waiting_s: float) -> str:
     """Return the probable reason why steps took longer than by the model, and the remedy."""
     first = repeats[0]
-    if share_of_core(first) < 1:
-        cores = (first.machine.get("cores") or 0) * (first.machine.get("hosts") or 1)
-        return (
-            f"{plural(first.workers or 0, 'worker')} shared {plural(cores, 'core')}, and the model "
-            "gives each one a core. Measure with fewer workers, or with more cores."
-        )
     step_s, compute_s = (_of_step(repeats, name) for name in ("total_s", "compute_cpu_s"))
     # Time outside of communication without work of the training thread, apart from the part of a
     # processor that a slow host does not have.
@@ -167,11 +186,11 @@ def widened(
 
     Args:
         step_s: The predicted seconds.
-        step_range_s: Their range; None for one worker.
+        step_range_s: Their range; None for one worker, which waits for no messages.
         checks: The checks of the runs behind the prediction.
 
     Returns:
-        The range; None if it was None and no check failed.
+        The range; None if it was None.
 
     Example:
         >>> from mlbench_core.network import parse_network
@@ -179,8 +198,10 @@ def widened(
         >>> widened(0.02, (0.016, 0.03), [check])
         (0.016, 0.08)
     """
-    ends = list(step_range_s or ())
+    if step_range_s is None:
+        return None
+    ends = list(step_range_s)
     for check in checks:
         if not check.holds:
             ends += [step_s, step_s * check.measured_s / check.model_s]
-    return (min(ends), max(ends)) if ends else None
+    return min(ends), max(ends)

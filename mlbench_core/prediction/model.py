@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlbench_core.arguments import check_int
@@ -16,6 +17,7 @@ __all__ = [
     "NOT_ADDED",
     "UNEXPLAINED_SHARE",
     "Prediction",
+    "largest_error",
     "network_of",
     "predict",
     "predict_time_to_goal",
@@ -34,6 +36,13 @@ _ERRORS = {
     "home-fibre": {8: 0.024},
     "mobile-lte": {8: 0.024},
     "wan-transatlantic": {8: 0.024},
+}
+# The largest error of a single step, in the same measurement.
+_LARGEST_ERRORS = {
+    "datacenter": {2: 0.097, 4: 0.278, 8: 0.353},
+    "home-fibre": {8: 0.104},
+    "mobile-lte": {8: 0.104},
+    "wan-transatlantic": {8: 0.104},
 }
 _LARGEST_ERROR = 0.353
 _CALIBRATED_WORKERS = (2, 8)
@@ -140,7 +149,7 @@ def predict(
     if workers > 1 or measured.workers == 1:
         exposed_s += measured.local_s
     if workers > 1:
-        error = _error(network, workers)
+        error = _error(_ERRORS, network, workers)
         each = [entry.scaled(measured.workers, workers) for entry in measured.collectives]
         step_bytes = sum(entry.calls * entry.size_bytes for entry in each)
     step_s = measured.compute_s / cpu + exposed_s
@@ -211,11 +220,15 @@ def _is_calibrated(network: Network, workers: int) -> bool:
     return low <= workers <= high and network in map(get_network, _ERRORS)
 
 
-def _error(network: Network, workers: int) -> float:
-    """Return the error of a step's time to expect, as a share of the true time."""
+def largest_error(network: Network, workers: int) -> float:
+    """Return the largest error of a step's time in the validation, as a share of the true time."""
+    return _error(_LARGEST_ERRORS, network, workers)
+
+
+def _error(table: Mapping[str, Mapping[int, float]], network: Network, workers: int) -> float:
     if not _is_calibrated(network, workers):
         return _LARGEST_ERROR
-    errors = next(errors for name, errors in _ERRORS.items() if get_network(name) == network)
+    errors = next(errors for name, errors in table.items() if get_network(name) == network)
     # Between two measured numbers of workers, the error of the larger one counts.
     return errors[min(count for count in errors if count >= workers)]
 

@@ -175,7 +175,7 @@ def _no_map(outcome: Outcome, workers: int) -> str:
     # A method with a median has no prediction for another reason.
     if not missed or len(missed) < len(cells):
         return "no algorithm has a prediction"
-    if all(cell.unmeasured == cell.missed for cell in missed):
+    if all(cell.unmeasured and cell.unmeasured == cell.missed for cell in missed):
         return "the goal was not measured"
     return "no algorithm reached the goal in more than half of its runs"
 
@@ -306,10 +306,10 @@ def _runs_text(outcome: Outcome, left_out: int) -> str:
         f"{outcome.ended} of {outcome.planned} planned; "
         f"{plural(len(missed), 'run')} missed the goal"
     )
-    if unmeasured:
-        text += f"; in {plural(len(unmeasured), 'run')}, the goal was not measured"
     if outcome.limit_s is not None:
         text += f", limit {duration(outcome.limit_s)}"
+    if unmeasured:
+        text += f"; in {plural(len(unmeasured), 'run')}, the goal was not measured"
     text += _stopped(outcome)
     if left_out:
         text += (

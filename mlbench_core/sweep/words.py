@@ -173,7 +173,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     # Half of its runs or more missed the goal, and no other algorithm has a median.
     if first.median_s is None:
         late = outcome.missed_text(*row)
-        if late == "goal not measured":
+        if all(cell.unmeasured and cell.unmeasured == cell.missed for cell in row):
             return "no algorithm has a time to the goal, because the goal was not measured."
         return f"no algorithm reached the goal in more than half of its runs ({late})."
     text = f"median of {plural(first.runs + first.failed, 'run')}"

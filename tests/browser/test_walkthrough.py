@@ -267,7 +267,7 @@ def test_every_page_fits_the_screen_and_is_open_to_all(
         found += watched.barriers(axe, name)
         watched.picture(f"{name}-{width}-{theme}")
     assert found == []
-    assert watched.complaints() == []
+    assert watched.problems == []
 
 
 def test_the_keyboard_does_in_a_chart_what_a_mouse_does(watched: Watched) -> None:

@@ -63,7 +63,7 @@ def test_measured_and_predicted_figures_are_marked(folder: Path, call: Call) -> 
     assert "all predicted rows: the model was not validated on such networks" in text
     assert "not explained by its network" in text
     # Earlier versions did not record the processor time. So there is no check, and no second table.
-    assert "not checked with the measured runs, which have no processor time" in text
+    assert "not checked with the measured runs: they have no processor time" in text
 
 
 def test_a_prediction_is_the_median_over_repeats(folder: Path, call: Call) -> None:
@@ -169,6 +169,20 @@ def test_the_model_is_checked_with_the_measured_runs(tmp_path: Path, call: Call)
     text = "the measured step of 2 workers on lan-1g is not in the range of the model"
     text += f": {check['problem']}"
     assert shown.stderr.splitlines()[-3:-1] == [f"first: {text}", f"second: {text}"]
+
+
+def test_configurations_of_one_name_have_a_check_each(tmp_path: Path, call: Call) -> None:
+    entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
+    for size, cpu_share in ((32, 0.34), (64, 0.001)):
+        write_run(
+            tmp_path / str(size),
+            options={"batch_size": size},
+            cpu_share=cpu_share,
+            network="1gbit",
+            collectives=[entry],
+        )
+    shown = call("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4").stdout
+    assert [line.split()[-1] for line in shown.splitlines()[-2:]] == ["passed", "failed"]
 
 
 def test_a_check_that_passes_leaves_the_range(tmp_path: Path, call: Call) -> None:

@@ -205,10 +205,10 @@ def test_a_run_says_why_it_waits_and_that_it_has_started(
     lines = call("sweep", str(file), "--output", str(tmp_path / "out")).stderr.splitlines()
     runs = [line for line in lines if "-s42" in line]
     assert [re.sub(r" (at \d\d:\d\d:\d\d|after).*", "", line) for line in runs[:4]] == [
-        f"centralized-sgd-1-s42 {reason}",
+        f"centralized-sgd-1-s42: {reason}",
         "[1/4] centralized-sgd-1-s42: started",
         "[1/4] centralized-sgd-1-s42: finished",
-        f"power-sgd-1-s42 {reason}",
+        f"power-sgd-1-s42: {reason}",
     ]
     assert len(runs) == 3 * 4, "each is said once"
 

@@ -54,7 +54,7 @@ def test_goal_on_the_observed_loss() -> None:
         (
             ["--goal", "acc>=3", "train.py"],
             "--goal must be on a metric of the script, not 'acc': add --metric 'acc=REGEX', or "
-            "take one of train_loss",
+            "take train_loss",
         ),
         # The user wrote neither name with the prefix.
         (

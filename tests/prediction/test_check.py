@@ -9,7 +9,14 @@ import pytest
 
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.network import get_network
-from mlbench_core.prediction import Check, check_repeats, collective_s, predict, widened
+from mlbench_core.prediction import (
+    Check,
+    check_repeats,
+    collective_s,
+    predict,
+    why_unchecked,
+    widened,
+)
 
 MESSAGE_S = collective_s("all_reduce", 4000, 2, get_network("datacenter"))
 
@@ -47,8 +54,8 @@ def test_a_run_without_other_load_passes() -> None:
     assert (found.network, found.workers) == (get_network("datacenter"), 2)
     assert found.measured_s == pytest.approx(0.041 + MESSAGE_S)
     assert found.model_s == pytest.approx(found.measured_s)
-    # The error in datacenter with 2 workers, not that with the 8 to predict.
-    expected = (found.model_s / 1.055, found.model_s / 0.945)
+    # The largest error in datacenter with 2 workers, not that with the 8 to predict.
+    expected = (found.model_s / 1.097, found.model_s / 0.903)
     assert found.model_range_s == pytest.approx(expected)
     assert found.holds and found.problem == ""
     assert predict(run(), get_network("datacenter"), 2).step_s == found.model_s
@@ -86,8 +93,6 @@ def test_a_run_on_a_busy_machine_fails() -> None:
      "and 30.00 ms were for its data: loading was slow, or"),
     ({"train_s": 100 * 0.09, "communication_exposed_s": 100 * 0.05},
      "training waited 50.00 ms in a step, and by the model 2."),
-    ({"train_s": 100 * 0.09, "machine": {"cores": 1, "hosts": 1}},
-     "2 workers shared 1 core, and the model gives each one a core. Measure with fewer workers"),
 ])  # fmt: skip
 def test_the_reason_of_a_long_step_is_named(changes: dict[str, Any], reason: str) -> None:
     found = only_check(run(**changes))
@@ -129,10 +134,17 @@ def test_a_step_can_be_shorter_than_by_the_model() -> None:
     assert "messages took less time than by the model" in fast.problem
 
 
-def test_a_run_without_processor_time_is_not_checked() -> None:
-    """The model takes its waiting from the run, so it would always pass."""
+def test_some_runs_are_not_checked_and_the_reason_is_named() -> None:
+    """The model takes waiting from a run without processor time, so this would always pass."""
     for name in ("compute_cpu_s", "communication_cpu_s"):
-        assert check_repeats([run(**{name: None}, train_s=99.0)], 4) == []
+        without = run(**{name: None}, train_s=99.0)
+        assert check_repeats([without], 4) == []
+        assert why_unchecked([without], 4) == "they have no processor time"
+    shared = run(machine={"cores": 1, "hosts": 1}, train_s=9.0)
+    assert check_repeats([shared], 4) == []
+    assert why_unchecked([shared], 4) == (
+        "2 workers shared 1 core, and the model gives each one a core"
+    )
     assert check_repeats([alone(4.0)], 1) == []
 
 
@@ -145,7 +157,11 @@ def test_repeats_are_checked_by_their_medians_on_each_network() -> None:
     assert first.holds and not second.holds
     # A prediction starts from the runs with the nearest number of workers.
     entry = {**run().collectives[0], "group": 4}  # type: ignore[index]
-    four = run(configuration={**run().configuration, "workers": 4}, collectives=[entry])
+    four = run(
+        configuration={**run().configuration, "workers": 4},
+        machine={"cores": 4, "hosts": 1},
+        collectives=[entry],
+    )
     assert [check.workers for check in check_repeats([*runs, four], 8)] == [4]
     assert [check.workers for check in check_repeats([*runs, four], 2)] == [2]
 
@@ -162,7 +178,7 @@ def test_failed_checks_widen_a_range_by_their_factor() -> None:
     assert widened(0.1, (0.09, 0.12), [longer, shorter]) == pytest.approx((0.05, 0.4))
     # One worker has no range by the validation.
     assert widened(0.1, None, [good]) is None
-    assert widened(0.1, None, [longer]) == pytest.approx((0.1, 0.4))
+    assert widened(0.1, None, [longer]) is None
     # The widened range contains the measured step.
     low_s, high_s = widened(longer.model_s, longer.model_range_s, [longer]) or (0.0, 0.0)
     assert low_s <= longer.measured_s <= high_s

@@ -97,7 +97,9 @@ def test_no_two_areas_of_a_map_look_alike(found: Outcome) -> None:
 
 
 def test_the_rows_of_a_sweep_have_the_names_and_the_colors_of_the_methods(found: Outcome) -> None:
-    for quantity in quantities(found, Pricing()):
+    shown = quantities(found, Pricing())
+    assert shown
+    for quantity in shown:
         with figures.style():
             looks = method_looks(NAMES)
             axes = draw_rows(found, quantity, "fast").figure.axes[0]

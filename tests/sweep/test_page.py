@@ -175,8 +175,9 @@ def test_a_goal_whose_metric_was_never_printed_is_not_called_missed() -> None:
         assert "no algorithm has a time to the goal, because the goal was not measured." in text
         assert "reached" not in text and "not within" not in text
         assert page._no_map(none, 2) == "the goal was not measured"
+        limit = "" if limit_s is None else ", limit 2 min"
         assert page._runs_text(none, 0).startswith(
-            "2 of 2 planned; 0 runs missed the goal; in 2 runs, the goal was not measured"
+            f"2 of 2 planned; 0 runs missed the goal{limit}; in 2 runs, the goal was not measured"
         )
     # Only one of the two printed it.
     mixed = dataclasses.replace(outcome(base, without(other)), limit_s=None)
