@@ -251,7 +251,7 @@ def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
         (SCRIPT, {"method": "bf61"}, {"method": "--method must be"}),
         (SCRIPT, {"metrics": "'loss=('"}, {"metrics": "must have a regular expression"}),
         (SCRIPT, {"goal": "loss"}, {"goal": "--goal must be NAME"}),
-        (SCRIPT, {"goal": "other<=1"}, {"goal": "must be on one of"}),
+        (SCRIPT, {"goal": "other<=1"}, {"goal": "must be on a metric of the script"}),
         (SCRIPT, {"seed": "3"}, {"seed": "--seed needs {seed} in the command"}),
         # All wrong fields at once.
         (
