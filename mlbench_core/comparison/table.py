@@ -227,9 +227,12 @@ class Comparison:
             goals[f"{row['workload']}: {row['goal']}"] = None
             has_miss = has_miss or bool(row.get("missed"))
             has_value = has_value or row.get("goal_value") is not None
+        times = "training times until the goal"
+        if all(row["goal"] == goal_text(None) for row in self.rows):
+            times = "training times"
         lines.append(
-            f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the "
-            "interval is that of the geometric mean."
+            f"Goal: {'; '.join(goals)}. Times are {times}, and the interval is that of the "
+            "geometric mean."
         )
         if has_miss:
             lines.append(

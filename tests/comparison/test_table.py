@@ -100,7 +100,9 @@ def test_a_configuration_that_never_reaches_the_goal_has_no_time() -> None:
 
 def test_a_program_without_a_goal_has_its_training_times() -> None:
     records = [replace(record, reached=None) for record in repeats([None, None], goal=None)]
-    (row,) = compare(records).rows
+    comparison = compare(records)
+    (row,) = comparison.rows
+    assert "no goal. Times are training times, and" in comparison.notes()[0]
     assert (row["mean_s"], row["reached"], row["missed"], row["goal"]) == (
         20.0,
         None,
