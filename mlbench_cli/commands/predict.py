@@ -230,15 +230,15 @@ def _rows(
     workers: Sequence[int],
     critical_workers: int | None,
 ) -> list[dict[str, Any]]:
-    from mlbench_core.network.description import Link, Network
+    from mlbench_core.prediction.model import ONE_MACHINE
 
     rows = []
     for alike in _by_configuration(records):
         for typed, count in itertools.product(networks, workers):
             row = _row(alike, typed, count, critical_workers)
             for check in row["checks"]:
-                is_emulated = check["network"] != Network(Link(None))
-                check["network"] = _name(check["network"], networks) if is_emulated else None
+                there = check["network"]
+                check["network"] = None if there == ONE_MACHINE else _name(there, networks)
             rows.append(row)
     return rows
 

@@ -73,11 +73,9 @@ def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
     starts, alone = starting_runs(records, workers)
     by_case: dict[tuple[str, int], list[tuple[RunRecord, Prediction]]] = {}
     for record in starts:
-        has_cpu_time = None not in (record.compute_cpu_s, record.communication_cpu_s)
-        count = record.workers or 0
-        if count < 2 or not has_cpu_time or share_of_core(record) < 1 or not record.total_s:
+        if _obstacle(record):
             continue
-        network = network_of(record)
+        network, count = network_of(record), record.workers or 0
         # Like a prediction, the check leaves out a repeat that lacks another measurement.
         with contextlib.suppress(ConfigurationError):
             prediction = predict(record, network, count, alone)
@@ -96,18 +94,28 @@ def why_unchecked(records: Sequence[RunRecord], workers: int) -> str:
     Args:
         records: See :func:`check_repeats`.
         workers: Number of workers to predict.
+
+    Returns:
+        The reason of the first run that has one.
     """
     starts, _ = starting_runs(records, workers)
-    for record in starts:
-        if (record.workers or 0) > 1 and share_of_core(record) < 1:
-            cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
-            return (
-                f"{plural(record.workers or 0, 'worker')} shared {plural(cores, 'core')}, and the "
-                "model gives each one a core"
-            )
-    if any(None in (each.compute_cpu_s, each.communication_cpu_s) for each in starts):
+    return next(filter(None, map(_obstacle, starts)), "they lack a measurement")
+
+
+def _obstacle(record: RunRecord) -> str:
+    """Return why a run cannot check the model; empty if it can."""
+    workers = record.workers or 0
+    if workers < 2:
+        return "they have no step of several workers"
+    if share_of_core(record) < 1:
+        cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
+        return (
+            f"{plural(workers, 'worker')} shared {plural(cores, 'core')}, and the model gives "
+            "each one a core"
+        )
+    if None in (record.compute_cpu_s, record.communication_cpu_s):
         return "they have no processor time"
-    return "they have no step of several workers"
+    return "" if record.total_s else "they have no training time"
 
 
 def _check(pairs: Sequence[tuple[RunRecord, Prediction]], alone: RunRecord | None) -> Check:

@@ -15,6 +15,7 @@ from mlbench_core.prediction.costs import Collective, collective_s
 
 __all__ = [
     "NOT_ADDED",
+    "ONE_MACHINE",
     "UNEXPLAINED_SHARE",
     "Prediction",
     "largest_error",
@@ -26,8 +27,9 @@ __all__ = [
     "steps_of",
 ]
 
-# Without a described network, the workers talked inside of one machine.
-_ONE_MACHINE = Network(Link(None))
+ONE_MACHINE = Network(Link(None))
+"""The network of a run without a described one: its workers talked inside of one machine."""
+
 # Measured by benchmarks/micro/prediction.py on 2026-11-23 with 60 steps, see
 # docs/howto/prediction.md. Mean error of a step's time as a share of the measured one, by network
 # and largest number of workers.
@@ -305,7 +307,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
 def network_of(record: RunRecord) -> Network:
     """Return the network of a measured run."""
     text = record.configuration.get("network")
-    return get_network(text) if text else _ONE_MACHINE
+    return get_network(text) if text else ONE_MACHINE
 
 
 def slowest_cpu(network: Network, workers: int) -> float:

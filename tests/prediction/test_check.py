@@ -146,6 +146,7 @@ def test_some_runs_are_not_checked_and_the_reason_is_named() -> None:
         "2 workers shared 1 core, and the model gives each one a core"
     )
     assert check_repeats([alone(4.0)], 1) == []
+    assert why_unchecked([alone(4.0)], 4) == "they have no step of several workers"
 
 
 def test_repeats_are_checked_by_their_medians_on_each_network() -> None:
