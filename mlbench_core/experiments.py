@@ -43,15 +43,10 @@ __all__ = ["Comparison", "SweepFigure", "compare"]
 _WORDS = (
     (r"^(mlbench|Error): ", ""),
     (r"^the sweep \S+ cannot be used: ", ""),
-    (r"^--method must", "methods must"),
-    (r"^--method ", "methods: "),
     (r"\balgorithms (must|=)", r"methods \1"),
-    (r"^--metric must be NAME=REGEX", "metrics must be {'NAME': 'REGEX'}"),
-    (r"--metric '([\w@.-]+)=([^']*)'", r"metrics={'\1': '\2'}"),
-    (r"--goal '", "goal='"),
-    (r"^--(goal|metric)\b", r"\1"),
     (r"--output folder", "output"),
     # What is written in TOML.
+    (r"^metrics must be \{NAME = 'REGEX'\}", "metrics must be {'NAME': 'REGEX'}"),
     (r"\bmetrics = \{([\w@.-]+) = ('[^']*')\}", r"metrics={'\1': \2}"),
     (r'\[price\], then machine = ("[^"]*")', r'price={"machine": \1}'),
     (r'\[tuning\], then parameter = "--lr"', 'tuning={"parameter": "--lr", "default": 0.1}'),

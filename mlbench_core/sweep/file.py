@@ -13,7 +13,8 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ _KEYS = (
     "price",
     "repeat_stopped",
     "tuning",
+)
+# Words in errors of the observer's options, and those of a file.
+_WORDS_OF_OPTIONS = (
+    (r"^--method must", "methods must"),
+    (r"^--method ", "methods: "),
+    (r"write for example --method (\S+)$", r'write for example methods = ["\1"]'),
+    (r"^--metric must be NAME=REGEX", "metrics must be {NAME = 'REGEX'}"),
+    (r"^--metric ", "metrics: "),
+    (r"--metric '([\w@.-]+)=([^']*)'", r"metrics = {\1 = '\2'}"),
+    (r"^--goal must", "goal must"),
+    (r"--goal '", "goal = '"),
 )
 # Keys that a script cannot have, and the remedy.
 _NOT_OF_SCRIPT = {
@@ -486,6 +498,18 @@ def _check_keys(content: Mapping[str, Any]) -> None:
             )
 
 
+@contextmanager
+def _in_words_of_file() -> Iterator[None]:
+    """Give an error of an option the words of the key that has its value."""
+    try:
+        yield
+    except ConfigurationError as error:
+        text = str(error)
+        for pattern, words in _WORDS_OF_OPTIONS:
+            text = re.sub(pattern, words, text)
+        raise ConfigurationError(text) from None
+
+
 def _observer(content: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the options of the observer that a file describes, except the method."""
     metrics = content.get("metrics", {})
@@ -500,7 +524,8 @@ def _observer(content: Mapping[str, Any]) -> tuple[str, ...]:
     if "goal" in content:
         words += ["--goal", _text(content, "goal")]
     # It refuses a wrong regular expression, and a goal that is not one.
-    parse_options([*words, "script.py"])
+    with _in_words_of_file():
+        parse_options([*words, "script.py"])
     return tuple(words)
 
 
@@ -508,7 +533,8 @@ def _methods(content: Mapping[str, Any]) -> list[Variant]:
     """Return the variants of a script, which are its methods."""
     variants = []
     for text in _words(content.get("methods", []), "methods", '["as-is", "bf16"]'):
-        method = parse_method(text)
+        with _in_words_of_file():
+            method = parse_method(text)
         variants.append(Variant(method.label, ("--method", str(method))))
     if not variants:
         raise ValueError(

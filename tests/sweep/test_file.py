@@ -92,14 +92,36 @@ SCRIPT: dict[str, Any] = {"script": "train.py --lr 1", "workers": [1], "methods"
         ({"light": True}, "light must not be given with script: write a goal"),
         ({"metrics": ["loss"]}, "metrics must be a table, not ['loss']"),
         ({"metrics": {"loss": 3}}, "loss must be a text, not 3"),
-        ({"metrics": {"loss": "("}}, "loss"),
-        ({"goal": "loss"}, "loss"),
+        ({"metrics": {"loss": "("}}, "metrics: loss must have a regular expression, not '('"),
+        (
+            {"metrics": {"a b": "(.*)"}},
+            "metrics must be {NAME = 'REGEX'}, not 'a b=(.*)': write for example "
+            "metrics = {val_loss = 'val loss ([0-9.]+)'}",
+        ),
+        (
+            {"goal": "loss"},
+            "goal must be NAME<=VALUE or NAME>=VALUE, not 'loss': write for example "
+            "goal = 'val_loss<=1.5'",
+        ),
+        (
+            {"goal": "f1>=0.9"},
+            "goal must be on a metric of the script, not 'f1': add metrics = {f1 = 'REGEX'}, or "
+            "take train_loss",
+        ),
+        ({"methods": ["power"]}, "methods must be NAME or NAME:key=value,..., not 'power'"),
+        ({"methods": ["bf16:rank=2"]}, "methods: bf16 must not have the option 'rank'"),
+        (
+            {"methods": ["power_sgd:rank=x"]},
+            """rank of power_sgd must be an integer of at least 1, not 'x': write for example """
+            """methods = ["power_sgd:rank=2"]""",
+        ),
         ({"goal": 3}, "goal must be a text, not 3"),
     ],
 )
 def test_a_wrong_file_of_a_script_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)):
+    with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)) as found:
         parse_sweep({**SCRIPT, **change})
+    assert "--" not in str(found.value), "options, which a file does not have"
 
 
 def test_the_methods_of_a_script_are_its_algorithms(tmp_path: Path) -> None:
