@@ -141,7 +141,7 @@ def test_a_page_installs_this_version_and_cpu_builds_that_fit_together(name: str
     if "dev" in mlbench_core.__version__:
         assert not any(re.search(r"mlbench-core\b", line) for line in installs)
     wheels = [line for line in installs if ".whl" in line]
-    assert len(wheels) == (name != "README.md")
+    assert len(wheels) == (0 if name == "README.md" else 2)  # on one machine, on a cluster
     assert all(
         f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in wheels
     )
