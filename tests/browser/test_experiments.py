@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.browser.test_walkthrough import TOO_WIDE
+from tests.browser.test_walkthrough import SCREENS, TOO_WIDE
+from tests.helpers.thorough import some
 from tests.master.helpers import server, wait_for
 
 _RUN = {
@@ -137,29 +138,38 @@ def test_curves_against_tokens(watched: Watched) -> None:
     assert page.locator("#against option[value=bytes]").evaluate("(option) => option.disabled")
 
 
-def test_every_list_fits_the_screen_and_is_open_to_all(watched: Watched) -> None:
+@pytest.mark.parametrize(("width", "theme"), some(SCREENS, 2), ids=str)
+def test_every_list_fits_the_screen_and_is_open_to_all(
+    watched: Watched, width: int, theme: str
+) -> None:
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="needs axe-playwright-python"
     ).Axe()
     page = watched.page
+    page.set_viewport_size({"width": width, "height": 800})
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     found = []
-    for name, path, width, theme in (
-        ("experiments", "/runs/?q=lr=0.1", 390, "light"),
-        ("groups", "/runs/?group=tag", 390, "dark"),
-        ("words", "/runs/1/", 390, "dark"),
-        ("group", "/compare/?q=tag%3Dgroup-0", 1600, "dark"),
+    for name, path in (
+        ("experiments", "/runs/?q=lr=0.1"),
+        ("groups", "/runs/?group=tag"),
+        ("words", "/runs/1/"),
+        ("group", "/compare/?q=tag%3Dgroup-0"),
     ):
-        page.set_viewport_size({"width": width, "height": 800})
-        page.emulate_media(color_scheme=theme, reduced_motion="reduce")
         watched.open(path)
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert page.evaluate(TOO_WIDE) == [], name
         found += watched.barriers(axe, name)
         watched.picture(f"{name}-{width}-{theme}")
     assert found == []
-    # Figures of the command are dark letters on white, which the dark theme inverts.
+
+
+def test_the_dark_theme_inverts_figures_of_the_command(watched: Watched) -> None:
+    page = watched.page
+    watched.open("/runs/")
+    # They are dark letters on white.
     page.evaluate("document.querySelector('main').innerHTML = '<p class=figures><img alt=a></p>'")
     style = "getComputedStyle(document.querySelector('.figures img')).filter"
+    page.emulate_media(color_scheme="dark")
     assert "invert" in page.evaluate(style)
     page.emulate_media(color_scheme="light")
     assert page.evaluate(style) == "none"

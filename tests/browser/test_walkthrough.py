@@ -24,8 +24,9 @@ from tests.master.helpers import server, wait_for
 
 HEADERS = {"Authorization": "Bearer sesame"}
 TRAINS = Path(__file__).with_name("trains.py")
-# Width, theme: a phone in the dark and a large screen in the light, and the other way round.
-SCREENS = ((360, "dark"), (1600, "light"), (360, "light"), (1600, "dark"))
+# Width, theme: a phone in the dark and a large screen in the light, the other way round, and a
+# narrower phone.
+SCREENS = ((390, "dark"), (1600, "light"), (390, "light"), (1600, "dark"), (360, "dark"))
 # What makes a page scroll sideways; a wide table scrolls inside its box, which does not.
 TOO_WIDE = """(() => {
     const width = document.documentElement.clientWidth;

@@ -153,6 +153,13 @@ function zoomOf(plot) {
 // Distances between the marks of an axis of whole numbers.
 const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
+/** Return the least pixels between two marks of an axis of numbers, so that the longest number fits. */
+function labelRoom(plot, axis, min, max) {
+  const places = Math.min(20, Math.max(0, Math.ceil(-Math.log10((max - min) / 10))));
+  const text = max.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
+  return Math.max(50, 8 * text.length + 8);
+}
+
 function settings(options, width) {
   const { sparkline = false, format = short, height = sparkline ? 48 : 256 } = options;
   const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
@@ -185,7 +192,7 @@ function settings(options, width) {
     },
     axes: sparkline
       ? [{ show: false }, { show: false }]
-      : [{ ...axis, label: options.xLabel, ...(options.isTime ? { values: clock, space: 80 } : {}), labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
+      : [{ ...axis, label: options.xLabel, ...(options.isTime ? { values: clock, space: 80 } : { space: labelRoom }), labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
     bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
     series: [{ label: options.xLabel ?? (options.isTime ? localDate(Date.now()).zone : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
