@@ -49,8 +49,8 @@ _LARGEST_ERRORS = {
     "wan-transatlantic": {8: 0.104},
 }
 _LARGEST_ERROR = 0.650
-# Other networks get its largest errors. Work that the model does not know causes them, and its share
-# of a step is the largest where messages take the least time.
+# Other networks get its largest errors. Work that the model does not know causes them, and its
+# share of a step is the largest where messages take the least time.
 _FASTEST = "lan-1g"
 _MOST_WORKERS = 8
 NOT_ADDED = "this is not added"
