@@ -29,6 +29,8 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
 from mlbench_core.aggregation.pytorch.local_steps.streaming import from_float4, to_float4
 
+# The same examples in every run, no database in the folder of the project, and no limit of time.
+repeatable = settings(derandomize=True, database=None, deadline=None)
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "EF-sign": EFSignAggregation,
     "one bit": lambda: OneBitAggregation(beta=0.0, warmup_steps=0),
@@ -124,7 +126,7 @@ def assert_contracts(x: Tensor, left_out: Tensor) -> None:
     dtype=st.sampled_from(list(SMALLEST)),
 )
 @example(kind="denormal", shape=(64, 64), seed=2, dtype=torch.float32)
-@settings(max_examples=120, deadline=None)
+@settings(repeatable, max_examples=120)
 def test_an_aggregation_leaves_out_no_more_than_there_was(
     name: str, kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
 ) -> None:
@@ -159,7 +161,7 @@ def test_an_aggregation_leaves_out_no_more_than_there_was(
     seed=st.integers(0, 10_000),
     dtype=st.sampled_from(list(SMALLEST)),
 )
-@settings(max_examples=120, deadline=None)
+@settings(repeatable, max_examples=120)
 def test_a_compressed_difference_leaves_out_no_more_than_there_was(
     name: str, kind: str, numel: int, seed: int, dtype: torch.dtype
 ) -> None:
@@ -176,7 +178,7 @@ def test_a_compressed_difference_leaves_out_no_more_than_there_was(
     seed=st.integers(0, 10_000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(repeatable, max_examples=200)
 def test_four_bits_leave_out_no_more_than_there_was(
     kind: str, numel: int, seed: int, dtype: torch.dtype
 ) -> None:

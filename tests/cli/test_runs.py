@@ -17,6 +17,7 @@ from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
+from tests.helpers.processes import free_port
 
 
 def test_status_lists_runs(fake: FakeMaster, call: Call) -> None:
@@ -260,9 +261,7 @@ def test_netrc_and_proxies_do_not_reach_a_master_on_this_machine(
 
 
 def test_refused_connection(call: Call) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     error = call("status", "--dashboard-url", f"127.0.0.1:{port}", code=1).stderr
     assert error == (
         f"mlbench: cannot reach the master at http://127.0.0.1:{port}: "

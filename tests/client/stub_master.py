@@ -8,6 +8,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.helpers.processes import free_port
+
 Answer = tuple[int, Any]
 
 
@@ -32,7 +34,8 @@ class StubMaster:
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
-        self.port = 0
+        # No other program gets it while this one is away.
+        self.port = free_port()
         self.start()
 
     @property
@@ -66,7 +69,6 @@ class StubMaster:
                 pass
 
         self._server = Server(("127.0.0.1", self.port), Handler)
-        self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 

@@ -207,7 +207,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(derandomize=True, database=None, deadline=None, max_examples=150)
 def test_a_number_that_is_not_finite_or_negative_or_not_a_number_is_refused(
     good: dict[str, Any], data: st.DataObject
 ) -> None:

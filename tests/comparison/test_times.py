@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -18,6 +18,8 @@ from mlbench_core.comparison.table import Comparison, compare_groups, compare_ru
 from mlbench_core.comparison.times import compare_times, cost_per_success_s, is_miss, median_s
 from tests.comparison.test_pool import a_record
 
+# The same examples in every run, no database in the folder of the project, and no limit of time.
+repeatable = settings(derandomize=True, database=None, deadline=None)
 TIMES = st.lists(st.floats(0.5, 500), min_size=1, max_size=6)
 
 
@@ -110,6 +112,7 @@ def test_a_failed_run_counts_as_a_miss_of_its_group() -> None:
     )
 
 
+@repeatable
 @given(
     times=TIMES,
     misses=st.lists(st.floats(0.1, 1000), max_size=5),
@@ -164,6 +167,7 @@ def test_a_further_miss_never_makes_a_group_look_better(
     )
 
 
+@repeatable
 @given(st.lists(st.tuples(st.floats(0.5, 500), st.floats(0.5, 500)), min_size=2, max_size=8))
 def test_equal_seeds_give_the_paired_test_of_scipy_on_logarithms(
     pairs: list[tuple[float, float]],

@@ -17,7 +17,10 @@ from tests.helpers.processes import environment
 # than all free memory of the heap. So it shows whether glibc maps large tensors again, while
 # smaller ones may lie in the heap.
 PROGRAM = """
-import contextlib, resource, torch
+import contextlib, ctypes, resource, torch
+# Whether the kernel has huge pages left, of which one fault gets many pages, is chance.
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 from mlbench_core.distributed.pytorch import initialize_backends
 def step(numel):
     kept = [torch.ones(numel) for _ in range(100_000_000 // numel or 1)]

@@ -11,7 +11,8 @@ from mlbench_core.distributed.pytorch import lost_workers
 from mlbench_core.distributed.pytorch.mpi import world
 
 if __name__ == "__main__":
-    lost_workers.SILENCE_S = 1.5
+    # Long enough for a thread that gets no core for a moment.
+    lost_workers.SILENCE_S = 2.5
     world._ABORT_S = 1.0
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))

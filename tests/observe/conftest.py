@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.processes import free_port
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -74,9 +75,7 @@ class Runner:
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         jobs = []
         words = [str(SCRIPTS / f"{script}.py"), str(folder), *arguments]
         if observed:

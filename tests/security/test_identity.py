@@ -16,6 +16,7 @@ import requests
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.masters import KEY_VARIABLE, read_record, remember_master
+from tests.helpers.processes import free_port
 from tests.master.helpers import server, wait_for
 from tests.security.helpers import Listener
 from tests.security.test_token import mlbench
@@ -98,13 +99,14 @@ def test_a_program_that_asks_the_master_for_the_proof_gets_no_token(tmp_path: Pa
 
 
 def test_a_client_asks_for_the_proof_again_on_a_new_connection(tmp_path: Path) -> None:
-    with server(tmp_path / "data", token=()) as (base, master):
+    port = free_port()
+    with server(tmp_path / "data", "--port", str(port), token=()) as (base, master):
         token = read_record().token
         with ApiClient(url=base) as client:
             assert client.get_runs().result().status_code == 200
             master.kill()  # its record stays
             master.wait()
-            eve = Listener(port=int(base.rpartition(":")[2]))
+            eve = Listener(port=port)
             try:
                 with pytest.raises(requests.ConnectionError):
                     client.get_runs().result()
