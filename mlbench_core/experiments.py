@@ -56,7 +56,7 @@ _WORDS = (
     (r'\bdefault = \{"--lr" = 0.1\}', '"default": {"--lr": 0.1}'),
     (r"\b(horizon|factors|parameter) = ", r'"\1": '),
     (r"\b(goal|limit|methods|networks|repeat_stopped|script|task|time) = ", r"\1="),
-    (r"\bmust be true or false\b", "must be True or False"),
+    (r"^repeat_stopped must be true or false\b", "repeat_stopped must be True or False"),
     (r"\brepeat_stopped=false\b", "repeat_stopped=False"),
 )
 # State of the command, which a copy does not need.

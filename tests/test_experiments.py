@@ -188,6 +188,15 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
         ({"methods": [3]}, "methods must be names, or classes of mlbench_core.aggregation.pytorch"),
         ({"methods": ["power"]}, "methods must be NAME or NAME:key=value,..., not 'power': did"),
         ({"methods": ["bf16:rank=2"]}, "methods: bf16 must not have the option 'rank'"),
+        (
+            {"methods": ["muon"]},
+            "methods must be .*: a sweep keeps the script's optimizer, so use mlbench run with "
+            "--optimizer muon$",
+        ),
+        (
+            {"methods": ["power_sgd:reuse_query=yes"]},
+            r'reuse_query .* true or false, .*methods=\["power_sgd:reuse_query=true"\]$',
+        ),
         ({"workers": [0]}, r"workers must be whole numbers from 1 to 250, not \[0\]: write"),
         ({"networks": "lan-1g"}, "networks must be a list of texts, not 'lan-1g'"),
         (

@@ -31,7 +31,7 @@ from mlbench_core.errors import MLBenchError
 from mlbench_core.observe.methods.names import parse_method
 from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.sweep.estimate import Estimate, estimate
-from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from mlbench_core.sweep.file import Point, Sweep, in_words_of_file, load_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 
 if TYPE_CHECKING:
@@ -100,8 +100,9 @@ def sweep(
     described = load_sweep(file, start)
     if described.script:
         check_script(described.script, start)
-        for variant in described.variants:
-            check_own_class(parse_method(variant.arguments[-1]), start)
+        with in_words_of_file():
+            for variant in described.variants:
+                check_own_class(parse_method(variant.arguments[-1]), start)
     folder = SweepFolder(output)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)

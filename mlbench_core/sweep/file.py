@@ -28,7 +28,7 @@ from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.observe.methods.names import parse_method
-from mlbench_core.observe.options import parse_options
+from mlbench_core.observe.output import parse_goal, parse_metric
 from mlbench_core.sweep.tuning import Trial, Tuning, parse_tuning
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
@@ -39,6 +39,7 @@ __all__ = [
     "Sweep",
     "Variant",
     "copied_name",
+    "in_words_of_file",
     "load_sweep",
     "parse_sweep",
 ]
@@ -80,6 +81,10 @@ _WORDS_OF_OPTIONS = (
     (r"^--method must", "methods must"),
     (r"^--method ", "methods: "),
     (r"write for example --method (\S+)$", r'write for example methods = ["\1"]'),
+    (
+        r"write ((?:--method \S+ )?--optimizer .+)$",
+        r"a sweep keeps the script's optimizer, so use mlbench run with \1",
+    ),
     (r"^--metric must be NAME=REGEX", "metrics must be {NAME = 'REGEX'}"),
     (r"^--metric ", "metrics: "),
     (r"--metric '([\w@.-]+)=([^']*)'", r"metrics = {\1 = '\2'}"),
@@ -499,8 +504,8 @@ def _check_keys(content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _in_words_of_file() -> Iterator[None]:
-    """Give an error of an option the words of the key that has its value."""
+def in_words_of_file() -> Iterator[None]:
+    """Give an error of an option the words of the key of a sweep's file that has its value."""
     try:
         yield
     except ConfigurationError as error:
@@ -518,14 +523,16 @@ def _observer(content: Mapping[str, Any]) -> tuple[str, ...]:
             f"metrics must be a table, not {metrics!r}: write for example "
             "metrics = {val_loss = 'val loss ([0-9.]+)'}"
         )
-    words = []
-    for name in metrics:
-        words += ["--metric", f"{name}={_text(metrics, name)}"]
-    if "goal" in content:
-        words += ["--goal", _text(content, "goal")]
-    # It refuses a wrong regular expression, and a goal that is not one.
-    with _in_words_of_file():
-        parse_options([*words, "script.py"])
+    words, parsed = [], []
+    with in_words_of_file():
+        for name in metrics:
+            text = f"{name}={_text(metrics, name)}"
+            parsed.append(parse_metric(text))
+            words += ["--metric", text]
+        if "goal" in content:
+            text = _text(content, "goal")
+            parse_goal(text, parsed)
+            words += ["--goal", text]
     return tuple(words)
 
 
@@ -533,7 +540,7 @@ def _methods(content: Mapping[str, Any]) -> list[Variant]:
     """Return the variants of a script, which are its methods."""
     variants = []
     for text in _words(content.get("methods", []), "methods", '["as-is", "bf16"]'):
-        with _in_words_of_file():
+        with in_words_of_file():
             method = parse_method(text)
         variants.append(Variant(method.label, ("--method", str(method))))
     if not variants:

@@ -24,9 +24,8 @@ from tests.master.helpers import server, wait_for
 
 HEADERS = {"Authorization": "Bearer sesame"}
 TRAINS = Path(__file__).with_name("trains.py")
-# Width, theme: a phone in the dark and a large screen in the light, the other way round, and a
-# narrower phone.
-SCREENS = ((390, "dark"), (1600, "light"), (390, "light"), (1600, "dark"), (360, "dark"))
+# Width, theme: a narrow phone and a large screen, and then the other combinations.
+SCREENS = ((360, "dark"), (1600, "light"), (390, "light"), (1600, "dark"), (390, "dark"))
 # What makes a page scroll sideways; a wide table scrolls inside its box, which does not.
 TOO_WIDE = """(() => {
     const width = document.documentElement.clientWidth;

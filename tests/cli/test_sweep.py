@@ -278,7 +278,7 @@ def test_the_workers_of_a_sweep_can_start_in_another_folder(
     words = ("sweep", str(file), "--output", str(tmp_path / "out"), "--cwd", str(start))
     assert "train.py does not exist" in call(*words, code=2).stderr
     (start / "train.py").touch()
-    assert "must name a file from" in call(*words, code=1).stderr
+    assert "mlbench: methods must name a file from" in call(*words, code=1).stderr
     (start / "own.py").write_text("class Mean: pass\n")
     call(*words)
     assert [caller["cwd"] for caller in fake.callers if caller] == [str(start)]

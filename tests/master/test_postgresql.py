@@ -50,7 +50,7 @@ from tests.master.api.test_curves import (
 from tests.master.api.test_queries import (
     add_run,
 )
-from tests.master.helpers import IdleEngine, TestClient
+from tests.master.helpers import IdleEngine, TestClient, wait_for
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 from tests.master.web.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
 
@@ -264,7 +264,9 @@ def test_a_connection_that_the_server_closed_is_replaced(store: Store, url: str)
     store.check()
     # Exactly this process: the server has others, such as the autovacuum's.
     closed = backend_of(store)
-    assert run_sql(url, f"SELECT pg_terminate_backend({closed}, 60000)") == [(True,)]
+    assert run_sql(url, f"SELECT pg_terminate_backend({closed})") == [(True,)]
+    left = f"SELECT pid FROM pg_stat_activity WHERE pid = {closed}"
+    wait_for(lambda: run_sql(url, left) == [], 60, "the end of the connection")
     store.check()
     assert backend_of(store) != closed
     assert store.add_run(a_run("r")).id == 1

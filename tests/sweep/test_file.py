@@ -116,12 +116,28 @@ SCRIPT: dict[str, Any] = {"script": "train.py --lr 1", "workers": [1], "methods"
             """methods = ["power_sgd:rank=2"]""",
         ),
         ({"goal": 3}, "goal must be a text, not 3"),
+        ({"goal": "-loss<=1"}, "goal must be NAME<=VALUE or NAME>=VALUE, not '-loss<=1'"),
+        ({"metrics": {"-m": "(.*)"}}, "metrics must be {NAME = 'REGEX'}, not '-m=(.*)'"),
     ],
 )
 def test_a_wrong_file_of_a_script_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)) as found:
         parse_sweep({**SCRIPT, **change})
     assert "--" not in str(found.value), "options, which a file does not have"
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("muon", "--optimizer muon"),
+        ("muloco", "--method diloco --optimizer muon"),
+        ("ef21_muon", "--method ef21:momentum=0.9 --optimizer muon:momentum=0"),
+    ],
+)
+def test_a_method_that_replaces_the_optimizer_is_not_for_a_sweep(method: str, words: str) -> None:
+    end = f": a sweep keeps the script's optimizer, so use mlbench run with {words}"
+    with pytest.raises(ConfigurationError, match=rf"^methods must .*{re.escape(end)}$"):
+        parse_sweep({**SCRIPT, "methods": [method]})
 
 
 def test_the_methods_of_a_script_are_its_algorithms(tmp_path: Path) -> None:
