@@ -54,7 +54,10 @@ else:
     command = [*values("--entrypoint"), *words[image + 1:]]
     container = subprocess.Popen(command, env=env, start_new_session=True)
     path = state / f"{values('--name')[0]}.container"
-    path.write_text(f"{container.pid}\\n{values('--label')[0]}")
+    # Nobody reads a file without its content.
+    new = path.with_suffix(".new")
+    new.write_text(f"{container.pid}\\n{values('--label')[0]}")
+    new.rename(path)
     signal.signal(signal.SIGTERM, lambda *_: container.terminate())
     status = container.wait()
     path.unlink(missing_ok=True)
@@ -83,7 +86,7 @@ class Fake:
     def pids(self) -> list[int]:
         """The processes of the containers that are still there."""
         files = (self.folder / "state").glob("*.container")
-        return [int(path.read_text().split("\n")[0] or 0) for path in files]
+        return [int(path.read_text().split("\n")[0]) for path in files]
 
 
 @pytest.fixture
@@ -168,8 +171,10 @@ def test_containers_of_a_killed_supervisor_are_found_by_their_label(
     folder = engine.results(job_id).parent
     # The programs in the foreground are killed with their supervisor, but the containers go on.
     killed = [process for process in processes_of(folder) if process.pid not in pids]
-    for process in killed:
-        process.send_signal(signal.SIGKILL)
+    # All at once, so that none of them acts on the end of another.
+    for kind in (signal.SIGSTOP, signal.SIGKILL):
+        for process in killed:
+            process.send_signal(kind)
     psutil.wait_procs(killed, timeout=60)
     assert all(psutil.pid_exists(pid) for pid in pids)
     assert ended(engine, job_id).state == "lost"
