@@ -53,7 +53,7 @@ LAYERS |= {
     # `mlbench master` runs the master in its own process.
     "mlbench_cli": {
         "client", "dataset", "results", "comparison", "network", "observe", "prediction", "sweep",
-        "mlbench_master",
+        "experiments", "mlbench_master",
     },
 }  # fmt: skip
 LAYERS["benchmarks"] = set(LAYERS)

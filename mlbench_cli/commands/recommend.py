@@ -10,8 +10,11 @@ import click
 
 from mlbench_cli._networks import TypedNetwork, networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
+from mlbench_cli._probes import METHODS, probe
 from mlbench_cli._records import price_options
+from mlbench_cli._script import find_script
 from mlbench_core.comparison.prices import Pricing
+from mlbench_core.sweep.file import parse_time
 
 __all__ = ["recommend"]
 
@@ -22,21 +25,83 @@ _HEADERS = (
     "SECONDS",
     "STEP (MS)",
     "COMPUTE (%)",
-    "TO GOAL (S)",
-    "WORKER SENDS (MB)",
 )
+_OF_GOAL = ("TO GOAL (S)", "WORKER SENDS (MB)")
 
 
-@click.command()
-@click.argument("folder", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
+class _Command(click.Command):
+    """A command that keeps a script with all words after it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        start = find_script(args, self)
+        # ctx.obj carries the words to recommend(), because click does not parse them.
+        ctx.obj = [] if start is None else args[start:]
+        try:
+            return super().parse_args(ctx, args[:start])
+        except click.MissingParameter as error:
+            if not ctx.obj:
+                raise
+            text = f"{error.format_message()} Options of this command come before the script."
+            raise click.UsageError(text, error.ctx) from error
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "FOLDER | SCRIPT.py [ARGUMENTS...]"]
+
+
+def _budget_s(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
+    try:
+        return parse_time("budget", text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(cls=_Command)
+@click.argument("folder", metavar="", required=False, type=click.Path(exists=True, path_type=Path))
 @networks_option
 @workers_option
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="METHOD",
+    help=f"With a script: a method to try; repeatable (default: {', '.join(METHODS)}).",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME=REGEX",
+    help="With a script: a metric that it prints, as for 'mlbench run'; repeatable.",
+)
+@click.option("--goal", metavar="GOAL", help="With a script: its goal, as for 'mlbench run'.")
+@click.option(
+    "--budget",
+    "budget_s",
+    default="10min",
+    metavar="TIME",
+    callback=_budget_s,
+    help="With a script: time for all runs (default: 10min).",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="With a script: folder for the runs; the same call completes it (default: a new folder in "
+    "mlbench-results).",
+)
 @price_options
 @json_option
+@click.pass_context
 def recommend(
-    folder: Path,
+    ctx: click.Context,
+    folder: Path | None,
     networks: tuple[TypedNetwork, ...],
     workers: tuple[int, ...],
+    methods: tuple[str, ...],
+    metrics: tuple[str, ...],
+    goal: str | None,
+    budget_s: float,
+    output: Path | None,
     pricing: Pricing,
     as_json: bool,
 ) -> None:
@@ -46,20 +111,29 @@ def recommend(
     line for each network, method and number of workers, least time to the goal first. The seconds
     are those of the runs if they had this network, and otherwise modelled as by 'mlbench predict'.
     The brackets of a step are the range by the error of the model, those of the time to the goal
-    the 95 % interval over the seeds.
+    the 95 % interval over the seeds. Runs without a goal are compared by their samples per second.
+
+    A training script in place of FOLDER runs for a short time with each method, with one worker,
+    and with two on each network. ARGUMENTS after it go to it; options of this command come before
+    it.
 
     The advice is below the table. The time to the goal is not known for a number of workers that
-    FOLDER has no run of, because the steps to the goal are not extrapolated.
+    has no run, because the steps to the goal are not extrapolated.
     """
     # Imported here: the help needs none of it.
     from mlbench_core.sweep.recommend import read_runs
     from mlbench_core.sweep.recommend import recommend as advise
 
-    if folder.suffix == ".py":
-        raise click.BadParameter(
-            f"FOLDER must be a folder with runs, not the script {folder}: make one with 'mlbench "
-            f"sweep' and script = \"{folder.name}\" in its file, or use 'mlbench run' and "
-            "'mlbench predict'"
+    script: list[str] = ctx.obj
+    if script and folder is not None:
+        raise click.UsageError(f"give a folder or a script, not {folder} and {script[0]}")
+    if script:
+        folder = probe(script, networks, methods or METHODS, metrics, goal, budget_s, output)
+    elif folder is None:
+        raise click.UsageError("Missing argument: give a folder with runs, or a script")
+    elif methods or metrics or goal or output:
+        raise click.UsageError(
+            "--method, --metric, --goal and --output need a script: a folder has its own"
         )
     if not folder.is_dir():
         raise click.BadParameter(
@@ -72,10 +146,14 @@ def recommend(
             {"tuned": runs.is_tuned, "rows": advice.rows, "sentences": advice.sentences},
         )
         return
-    headers = list(_HEADERS)
-    if pricing.machine is not None:
-        headers.append(f"PRICE ({pricing.machine.currency})")
-    cells = [_cells(row)[: len(headers)] for row in advice.rows]
+    if runs.has_goal:
+        headers = [*_HEADERS, *_OF_GOAL]
+        if pricing.machine is not None:
+            headers.append(f"PRICE ({pricing.machine.currency})")
+        cells = [[*_cells(row), *_cells_of_goal(row)][: len(headers)] for row in advice.rows]
+    else:
+        headers = [*_HEADERS, "SAMPLES/S"]
+        cells = [[*_cells(row), number(row["samples_per_s"])] for row in advice.rows]
     print_table(headers, cells, right=(2, 4, 5, 6, 7, 8))
     click.echo()
     for sentence in advice.sentences:
@@ -87,12 +165,13 @@ def recommend(
         remark(clean(note))
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    def scaled(name: str, factor: float, digits: int) -> str:
-        value = row[name]
-        return number(None if value is None else value * factor, digits)
+def _scaled(row: Mapping[str, Any], name: str, factor: float, digits: int) -> str:
+    value = row[name]
+    return number(None if value is None else value * factor, digits)
 
-    step = scaled("step_s", 1e3, 2)
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    step = _scaled(row, "step_s", 1e3, 2)
     if row["step_range_s"]:
         low, high = row["step_range_s"]
         step += f" ({number(low * 1e3, 2)} to {number(high * 1e3, 2)})"
@@ -102,10 +181,15 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         str(row["workers"]),
         row["seconds"],
         step,
-        scaled("compute_share", 100, 0),
+        _scaled(row, "compute_share", 100, 0),
+    ]
+
+
+def _cells_of_goal(row: Mapping[str, Any]) -> list[str]:
+    return [
         _to_goal(row),
-        scaled("bytes_to_goal_of_worker", 1e-6, 2),
-        scaled("price", 1, 5),
+        _scaled(row, "bytes_to_goal_of_worker", 1e-6, 2),
+        _scaled(row, "price", 1, 5),
     ]
 
 

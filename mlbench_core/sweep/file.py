@@ -42,6 +42,7 @@ __all__ = [
     "in_words_of_file",
     "load_sweep",
     "parse_sweep",
+    "parse_time",
 ]
 
 FILES = "sweep-files"
@@ -686,14 +687,30 @@ def _words(value: Any, key: str, example: str = '["--dataset", "digits"]') -> tu
 def _seconds(content: Mapping[str, Any], key: str) -> float | None:
     if key not in content:
         return None
-    value = content[key]
+    return parse_time(key, content[key])
+
+
+def parse_time(name: str, value: Any) -> float:
+    """Return the seconds of a text such as "2min".
+
+    Args:
+        name: Name of the value, for the error.
+        value: The text.
+
+    Raises:
+        ValueError: It is not a number with a unit, or the number is 0.
+
+    Example:
+        >>> parse_time("limit", "1.5min")
+        90.0
+    """
     match = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
     if match:
         seconds = float(match[1]) * _UNITS[match[2]]
         if seconds:
             return seconds
     raise ValueError(
-        f'{key} must be a time such as "90s", "2min" or "3h", not {value!r}: give number and unit'
+        f'{name} must be a time such as "90s", "2min" or "3h", not {value!r}: give number and unit'
     )
 
 

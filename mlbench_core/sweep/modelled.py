@@ -29,6 +29,7 @@ __all__ = [
     "measured_run",
     "model_run",
     "on_networks",
+    "samples_of_step",
     "shared_caveats",
     "step_numbers",
 ]
@@ -170,12 +171,12 @@ def at_full_speed(record: RunRecord, alone: Iterable[RunRecord]) -> RunRecord:
     Returns:
         The run; the same object if there is nothing to compare it with.
     """
-    own_s, samples = _compute_cpu_s(record), _samples_of_step(record)
+    own_s, samples = _compute_cpu_s(record), samples_of_step(record)
     if record.workers == 1 or not own_s or samples is None:
         return record
     found = []
     for other in alone:
-        other_s, other_samples = _compute_cpu_s(other), _samples_of_step(other)
+        other_s, other_samples = _compute_cpu_s(other), samples_of_step(other)
         if other_s is None or other_samples is None:
             continue
         if abs(samples - other_samples) <= _MOST_UNEQUAL * other_samples:
@@ -196,7 +197,7 @@ def _compute_cpu_s(record: RunRecord) -> float | None:
     return record.compute_cpu_s / steps if steps and record.compute_cpu_s is not None else None
 
 
-def _samples_of_step(record: RunRecord) -> float | None:
+def samples_of_step(record: RunRecord) -> float | None:
     """Return the mean samples of a worker in a step; None if they were not counted."""
     if not record.batches or record.samples_per_s is None or record.train_s is None:
         return None

@@ -4,6 +4,8 @@ The time to the goal is known for the numbers of workers of the runs only: it is
 runs needed, times the seconds of a step on the network. The seconds are measured if the runs had
 this network, and otherwise modelled, see :mod:`mlbench_core.sweep.modelled`. For other numbers of
 workers only the seconds of a step are predicted.
+
+Runs without a goal are compared by their samples per second.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
 from mlbench_core.network.named import NETWORKS, get_network
 from mlbench_core.prediction import predict_repeats
+from mlbench_core.prediction.check import check_repeats, widened
 from mlbench_core.prediction.model import share_of_core
 from mlbench_core.sweep.file import load_sweep
 from mlbench_core.sweep.folder import COPY, SweepFolder
@@ -32,6 +35,7 @@ from mlbench_core.sweep.modelled import (
     ModelledRecord,
     Place,
     SweepPlace,
+    samples_of_step,
     shared_caveats,
     step_numbers,
 )
@@ -57,6 +61,7 @@ _NUMBERS = (
     "step_s",
     "step_range_s",
     "compute_share",
+    "samples_per_s",
     "time_to_goal_s",
     "interval_s",
     "model_range_s",
@@ -64,6 +69,12 @@ _NUMBERS = (
     "missed",
     "bytes_to_goal_of_worker",
     "price",
+)
+# Those of runs without a goal are unknown.
+_OF_GOAL = _NUMBERS[_NUMBERS.index("time_to_goal_s") :]
+_NO_GOAL = (
+    "The runs have no goal, so it is not known if a method needs more samples than another. To "
+    "compare times to a goal, run them with one; a script has the options --metric and --goal."
 )
 
 
@@ -96,6 +107,11 @@ class Runs:
         """Return the numbers of workers of the runs that ended, ascending."""
         return sorted({record.workers or 1 for record in self.records.values()})
 
+    @property
+    def has_goal(self) -> bool:
+        """Return True if the runs had a goal to reach."""
+        return any(record.goal and not record.has_fixed_time for record in self.records.values())
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -115,8 +131,8 @@ def read_runs(folder: Path) -> Runs:
     """Read the folder of a sweep, or a folder with result folders at any depth.
 
     Raises:
-        ConfigurationError: The folder has no run that has ended, or the runs have no goal to reach,
-            or two configurations of one method.
+        ConfigurationError: The folder has no run that has ended, or two configurations of one
+            method.
     """
     if (folder / COPY).exists():
         sweep = load_sweep(folder / COPY)
@@ -130,12 +146,6 @@ def read_runs(folder: Path) -> Runs:
     if not runs.records:
         raise ConfigurationError(
             f"FOLDER must have runs that have ended, unlike {folder}: run the sweep first"
-        )
-    # Runs of different goals, or of none and one, are refused when they are gathered.
-    if not any(record.goal and not record.has_fixed_time for record in runs.records.values()):
-        raise ConfigurationError(
-            f"FOLDER must have runs with a goal to reach, unlike {folder}: 'mlbench predict' shows "
-            "the seconds of their steps"
         )
     return runs
 
@@ -194,11 +204,12 @@ def recommend(
     for count in counts:
         check_int("workers", count)
     rows: list[dict[str, Any]] = []
-    sentences = [] if runs.is_tuned else [NOT_TUNED]
+    sentences = [NOT_TUNED] if runs.has_goal and not runs.is_tuned else []
     names = {place.name for place in runs.places}
     sentences += unfinished(len(names & {*runs.records, *runs.failed}), len(names))
     for network in networks:
         name = _name(network, runs)
+        # Runs of different goals, or of none and one, are refused here.
         outcome = _outcome(runs, name, network)
         chosen = replace(
             outcome, cells=tuple(c for c in outcome.cells if c.workers in {1, *counts})
@@ -207,10 +218,18 @@ def recommend(
         for count in counts:
             for algorithm in chosen.algorithms:
                 found.append(_row(runs, chosen, algorithm, (name, network), count, pricing))
-        rows += sorted(found, key=_rank)
-        sentences += _advice(chosen, name, counts, pricing)
-    sentences += [*_not_run(runs, counts), *_limits(rows)]
-    return Advice(tuple(rows), tuple(sentences))
+        if runs.has_goal:
+            rows += sorted(found, key=_rank)
+            sentences += _advice(chosen, name, counts, pricing)
+            continue
+        rows += sorted(found, key=_samples_per_s, reverse=True)
+        alone = []
+        for cell in chosen.cells:
+            if cell.workers == 1:
+                alone.append(_row(runs, chosen, cell.algorithm, (name, network), 1, pricing))
+        sentences.append(_advice_on_samples(name, rows[-len(found) :], alone))
+    sentences += _not_run(runs, counts) if runs.has_goal else [_NO_GOAL]
+    return Advice(tuple(rows), (*sentences, *_limits(rows)))
 
 
 def _name(network: Network, runs: Runs) -> str:
@@ -275,6 +294,31 @@ def _row(
     pricing: Pricing,
 ) -> dict[str, Any]:
     """Return the row of a method and a number of workers; it is predicted if they did not run."""
+    row = _row_of_times(runs, outcome, algorithm, on, workers, pricing)
+    samples = []
+    for place in runs.places:
+        if place.algorithm == algorithm and (place.workers > 1) == (workers > 1):
+            samples.append((place.workers == workers, runs.records.get(place.name)))
+    # As for the prediction of a step, a worker has as many samples with any number of workers.
+    if any(is_equal for is_equal, _ in samples):
+        samples = [(True, record) for is_equal, record in samples if is_equal]
+    each = known_median(samples_of_step(record) for _, record in samples if record is not None)
+    if each is not None and row["step_s"]:
+        row["samples_per_s"] = workers * each / row["step_s"]
+    if not runs.has_goal:
+        row.update(dict.fromkeys(_OF_GOAL))
+    return row
+
+
+def _row_of_times(
+    runs: Runs,
+    outcome: Outcome,
+    algorithm: str,
+    on: tuple[str, Network],
+    workers: int,
+    pricing: Pricing,
+) -> dict[str, Any]:
+    """Return the row without its samples per second."""
     row: dict[str, Any] = {
         "network": on[0],
         "algorithm": algorithm,
@@ -302,11 +346,20 @@ def _row(
     caveats: list[str] = []
     for prediction in predictions:
         caveats += shared_caveats(prediction.caveats)
+    step_s = statistics.median(map(attrgetter("step_s"), predictions))
+    failed = [check for check in check_repeats(records, workers) if not check.holds]
+    for check in failed:
+        caveats.append(
+            f"a measured step of {algorithm} with {plural(check.workers, 'worker')} took "
+            f"{1e3 * check.measured_s:.2f} ms, and by the model {1e3 * check.model_s:.2f} ms: "
+            + check.problem.rstrip(".")
+        )
+    step_range_s = _range(map(attrgetter("step_range_s"), predictions))
     return {
         **row,
         "seconds": "predicted",
-        "step_s": known_median(map(attrgetter("step_s"), predictions)),
-        "step_range_s": _range(map(attrgetter("step_range_s"), predictions)),
+        "step_s": step_s,
+        "step_range_s": widened(step_s, step_range_s, failed),
         "compute_share": statistics.median(shares),
         "caveats": list(dict.fromkeys(caveats)),
     }
@@ -362,6 +415,64 @@ def _rank(row: Mapping[str, Any]) -> tuple[float, bool, int, float]:
         row["missed"] or 0,
         math.inf if step_s is None else step_s,
     )
+
+
+def _samples_per_s(row: Mapping[str, Any]) -> float:
+    return row["samples_per_s"] or 0.0
+
+
+def _advice_on_samples(
+    network: str, rows: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the sentences on the most samples per second on a network.
+
+    Args:
+        network: Its name.
+        rows: Those of the table, most samples per second first.
+        alone: Those of one worker.
+    """
+    several = [row for row in rows if row["workers"] > 1 and row["samples_per_s"]]
+    one = max(filter(_samples_per_s, alone), key=_samples_per_s, default=None)
+    known = [*several, *filter(None, [one])]
+    if not known:
+        return f"On {network}, the samples per second are not known, so no advice."
+    first = max(known, key=_samples_per_s)
+    text = f"On {network}: {_trainer(first)} trains the most samples, {_rate(first)}."
+    if first is one and several:
+        text = (
+            f"On {network}, more workers are not worth it: one machine trains the most samples, "
+            f"{_rate(one)} with {one['algorithm']}."
+        )
+    if first is not one and one is None:
+        text += " It is not known if one machine is faster: there is no run of one worker."
+    second = next((row for row in several if row is not first), None)
+    if second is not None:
+        text += f" The next is {_trainer(second)}, {_rate(second)}{_within(first, second)}."
+    if one is not None and first is not one:
+        text += f" One machine trains {_rate(one)} with {one['algorithm']}{_within(first, one)}."
+    return text
+
+
+def _trainer(row: Mapping[str, Any]) -> str:
+    return f"{row['algorithm']} with {plural(row['workers'], 'worker')}"
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    rate = _samples_per_s(row)
+    return f"{rate:,.0f} a second" if rate >= 100 else f"{rate:.3g} a second"
+
+
+def _within(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return a remark if the ranges by the error of the model overlap."""
+
+    def end(row: Mapping[str, Any], longest: bool) -> float:
+        ends = row["step_range_s"] or (row["step_s"], row["step_s"])
+        return _samples_per_s(row) * row["step_s"] / ends[longest]
+
+    is_measured = first["step_range_s"] is None and other["step_range_s"] is None
+    if is_measured or end(first, True) > end(other, False):
+        return ""
+    return "; this is within the error of the model"
 
 
 def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pricing) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlbench_core import experiments
+from mlbench_core.errors import MLBenchError
 from tests.cli.conftest import Call
 from tests.results.helpers import write_run
 
@@ -14,12 +17,12 @@ SLOW = "10mbit,40ms"
 ON = ("--network", SLOW, "--workers", "2", "--workers", "4")
 
 
-def write(folder: Path, network: str | None = SLOW) -> Path:
+def write(folder: Path, network: str | None = SLOW, **changes: Any) -> Path:
     """Two methods with 1 worker and 2, two seeds each; the goal takes 30 steps."""
     entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
     for epoch_s, name in ((10.0, "centralized_sgd"), (20.0, "power_sgd")):
         for seed in (1, 2):
-            shared = {"algorithm": name, "seed": seed, "epoch_s": epoch_s + seed}
+            shared = {"algorithm": name, "seed": seed, "epoch_s": epoch_s + seed, **changes}
             write_run(folder / f"{name}-1-{seed}", workers=1, collectives=[], **shared)
             write_run(folder / f"{name}-2-{seed}", collectives=[entry], network=network, **shared)
     return folder
@@ -101,9 +104,6 @@ def test_folders_without_an_answer_say_why(call: Call, tmp_path: Path) -> None:
         return " ".join(call("recommend", str(path), *ON, code=code).stderr.split())
 
     assert "has no result" in error(tmp_path)
-    (tmp_path / "own.py").touch()
-    text = error(tmp_path / "own.py", 2)
-    assert "not the script" in text and 'script = "own.py"' in text and "'mlbench predict'" in text
     (tmp_path / "a.zip").touch()
     assert "FOLDER must be a folder, not the file" in error(tmp_path / "a.zip", 2)
     sweep = tmp_path / "sweep"
@@ -112,9 +112,124 @@ def test_folders_without_an_answer_say_why(call: Call, tmp_path: Path) -> None:
         f'task = "1a"\nworkers = [1, 2]\nnetworks = ["{SLOW}"]\nalgorithms = ["power_sgd"]\n'
     )
     assert "FOLDER must have runs that have ended" in error(sweep)
-    write_run(tmp_path / "aimless" / "run", goal=None)
-    assert "FOLDER must have runs with a goal to reach" in error(tmp_path / "aimless")
     for rank in (1, 2):
         write_run(tmp_path / "mixed" / str(rank), options={"rank": rank})
     text = error(tmp_path / "mixed")
     assert "one configuration of centralized_sgd, not several that differ in options.rank" in text
+
+
+def test_runs_without_a_goal_are_compared_by_their_samples(call: Call, tmp_path: Path) -> None:
+    write(tmp_path, goal=None)
+    shown = call("recommend", str(tmp_path), *ON)
+    header, *lines = shown.stdout.splitlines()
+    assert header.split()[-1] == "SAMPLES/S" and "GOAL" not in header
+    assert [line.split()[1:3] for line in lines[:4]] == [
+        ["centralized_sgd", "4"],
+        ["centralized_sgd", "2"],
+        ["power_sgd", "4"],
+        ["power_sgd", "2"],
+    ]
+    # 64 samples in a step of 1.1 or 1.2 s.
+    assert lines[1].split()[-1] == "55.7"
+    rows = json.loads(call("recommend", str(tmp_path), *ON, "--json").stdout)["rows"]
+    for row in rows:
+        assert row["samples_per_s"] == pytest.approx(32 * row["workers"] / row["step_s"])
+        assert row["time_to_goal_s"] is row["price"] is row["runs"] is None
+    blank, advice, no_goal, *_ = lines[4:]
+    assert blank == ""
+    assert advice.startswith(f"On {SLOW}: centralized_sgd with 4 workers trains the most samples, ")
+    assert "One machine trains " in advice and " a second with centralized_sgd" in advice
+    assert no_goal.startswith("The runs have no goal")
+    assert "not tuned" not in shown.stdout
+
+
+SCRIPT = ("--network", SLOW, "--network", "lan-1g", "--workers", "4")
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The arguments of each comparison, in whose place two methods have run."""
+    calls: list[dict[str, Any]] = []
+
+    def compare(methods: Any, **arguments: Any) -> None:
+        calls.append({"methods": tuple(methods), **arguments})
+        write(Path(arguments["output"]) / "runs", goal=None)
+
+    monkeypatch.setattr(experiments, "compare", compare)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    return calls
+
+
+def test_a_script_runs_for_a_short_time_with_each_method(
+    call: Call, probes: list[dict[str, Any]]
+) -> None:
+    shown = call("recommend", *SCRIPT, "own.py", "--lr", "0.1", "--workers", "3")
+    assert "centralized_sgd  " in shown.stdout and "SAMPLES/S" in shown.stdout
+    (used,) = probes
+    output = used.pop("output")
+    assert output.parent == Path("mlbench-results") and output.name.startswith("recommend-own-")
+    assert f"'mlbench recommend {output}' reads them again" in " ".join(shown.stderr.split())
+    # Half of ten minutes for four methods, each with one worker and on two networks.
+    assert used == {
+        "methods": ("as-is", "bf16", "power_sgd:rank=4", "diloco:period=20"),
+        "script": "own.py --lr 0.1 --workers 3",
+        "workers": (1, 2),
+        "networks": [SLOW, "lan-1g"],
+        "limit": "25s",
+        "budget": "600s",
+        "goal": None,
+    }
+
+
+def test_a_script_takes_methods_a_goal_and_a_budget(
+    call: Call, probes: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    options = ["--method", "bf16", "--metric", "val_loss=loss (.*)", "--goal", "val_loss<=1"]
+    options += ["--budget", "2min", "--output", str(tmp_path / "out")]
+    call("recommend", *SCRIPT, *options, "own.py")
+    (used,) = probes
+    assert (used["methods"], used["goal"], used["limit"]) == (("bf16",), "val_loss<=1", "20s")
+    assert used["metrics"] == {"val_loss": "loss (.*)"}
+    assert used["output"] == tmp_path / "out"
+
+
+def test_methods_that_fail_are_left_out(
+    call: Call, probes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compare = experiments.compare
+
+    def failing(methods: Any, **arguments: Any) -> None:
+        if len(methods) > 1:
+            compare(methods, **arguments)
+        raise MLBenchError("2 of 6 runs failed (bf16-1: no gradients)")
+
+    monkeypatch.setattr(experiments, "compare", failing)
+    shown = call("recommend", *SCRIPT, "own.py")
+    assert "2 of 6 runs failed" in shown.stderr and "SAMPLES/S" in shown.stdout
+    (tmp_path / "mlbench-results").rename(tmp_path / "before")
+    shown = call("recommend", *SCRIPT, "--method", "bf16", "own.py", code=1)
+    assert "2 of 6 runs failed" in shown.stderr and shown.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["own.py", *SCRIPT], "Missing option '--network'. Options of this command come before"),
+        ([*SCRIPT], "Missing argument: give a folder with runs, or a script"),
+        ([*SCRIPT, ".", "own.py"], "give a folder or a script, not . and own.py"),
+        ([*SCRIPT, "--goal", "loss<=1", "."], "--goal and --output need a script"),
+        ([*SCRIPT, "none.py"], "none.py does not exist"),
+        ([*SCRIPT, "--method", "power", "own.py"], "--method must be NAME or NAME:key=value,..."),
+        ([*SCRIPT, "--method", "own.py:Mean", "own.py"], "--method must name a class that own.py"),
+        ([*SCRIPT, "--metric", "loss", "own.py"], "--metric must be NAME=REGEX, not 'loss'"),
+        ([*SCRIPT, "--goal", "loss<=1", "own.py"], "--goal must be on a metric of the script"),
+        ([*SCRIPT, "--budget", "soon", "own.py"], "budget must be a time such as"),
+    ],
+)
+def test_wrong_calls_with_a_script_start_nothing(
+    call: Call, probes: list[dict[str, Any]], words: list[str], message: str
+) -> None:
+    error = " ".join(call("recommend", *words, code=2).stderr.split())
+    assert message in error
+    assert probes == []

@@ -239,3 +239,41 @@ def test_bad_numbers_and_different_goals_are_refused() -> None:
     other = dataclasses.replace(record, configuration=configuration)
     with pytest.raises(ConfigurationError, match="the same goal"):
         advice(dataclasses.replace(found, records={**found.records, name: other}), 2)
+
+
+def without_goal(found: Runs) -> Runs:
+    """The runs until their goal, with 32 samples of each worker in a step, as if without a goal."""
+    records = {}
+    for name, record in found.records.items():
+        steps, workers = record.steps_to_goal or 1, record.workers or 1
+        records[name] = dataclasses.replace(
+            record,
+            configuration={**record.configuration, "goal": None},
+            reached=None,
+            time_to_goal_s=None,
+            steps_to_goal=None,
+            train_s=record.time_to_goal_s,
+            batches=steps,
+            collectives=record.collectives_to_goal,
+            samples_per_s=32 * workers * steps / (record.time_to_goal_s or 1.0),
+        )
+    return dataclasses.replace(found, records=records)
+
+
+def test_without_a_goal_samples_are_compared() -> None:
+    found = advice(without_goal(runs()), 2, 4)
+    for row in found.rows:
+        step_s = seconds(row["algorithm"], row["workers"])
+        assert row["samples_per_s"] == pytest.approx(32 * row["workers"] / step_s, rel=1e-3)
+        assert row["time_to_goal_s"] is row["bytes_to_goal_of_worker"] is row["runs"] is None
+    rates = [row["samples_per_s"] for row in found.rows]
+    assert sorted(rates, reverse=True) == rates
+    text, no_goal, *_ = found.sentences
+    # 20 ms of one worker, and messages of much longer.
+    assert text.startswith(
+        "On mobile-lte, more workers are not worth it: one machine trains the most samples, "
+        "1,600 a second with "
+    )
+    assert no_goal.startswith("The runs have no goal")
+    fast, *_ = advice(without_goal(runs()), 2, network="lan-1g").sentences
+    assert "trains the most samples, " in fast and "One machine trains 1,600 a second" in fast
