@@ -179,8 +179,9 @@ def _watch(connection: socket.socket) -> NoReturn:
     """Fork a process for a client's request, pass on the client's signals, and report its end."""
     length, files, _, _ = socket.recv_fds(connection, 8, 3)
     content = b""
-    while len(content) < int.from_bytes(length, "big"):
-        content += connection.recv(1 << 16)
+    # No more than the request: signals may follow it.
+    while missing := int.from_bytes(length, "big") - len(content):
+        content += connection.recv(min(missing, 1 << 16))
     pid = os.fork()
     if pid == 0:
         connection.close()
