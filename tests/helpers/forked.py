@@ -189,13 +189,24 @@ def _watch(connection: socket.socket) -> NoReturn:
     for file in files:
         os.close(file)
 
+    guard, has_ended = threading.Lock(), False
+
+    def send(number: int) -> None:
+        with guard:
+            # Afterwards, another process may get its number.
+            if not has_ended:
+                os.kill(pid, number)
+
     def pass_on() -> None:
         while numbers := connection.recv(1):
-            os.kill(pid, numbers[0])
-        os.kill(pid, signal.SIGKILL)  # the client is gone
+            send(numbers[0])
+        send(signal.SIGKILL)  # the client is gone
 
     threading.Thread(target=pass_on, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with guard:
+        has_ended = True
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(4, "big", signed=True))
     os._exit(0)
