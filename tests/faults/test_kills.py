@@ -98,11 +98,8 @@ class Fault:
         return self.master.folder / "runs" / str(run_id)
 
     def supervisors(self, run_id: int) -> list[psutil.Process]:
-        return [
-            process
-            for process in self.processes(run_id)
-            if "mlbench_master.engines.supervisor.supervise" in process.cmdline()
-        ]
+        # The run may end meanwhile, and its processes with it.
+        return [process for process in self.processes(run_id) if is_supervisor(process)]
 
     def end(self, run_id: int) -> dict[str, Any]:
         """Wait for the end of a run, and check what holds for each end; return the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,7 +46,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if record is not None and record.is_alive():
         os.kill(record.pid, signal.SIGKILL)
     for process in processes_of(tmp_path):
-        process.kill()
+        # It may have ended because of the one before.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 # A stopped master never answers, so nobody need wait long for it.

@@ -19,6 +19,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main() -> None:
+    # The script may begin, and somebody answer with a signal, before this process has its handlers.
+    # Until then, signals wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
     request = [sys.argv[2:], dict(os.environ), os.getcwd()]
@@ -27,6 +30,7 @@ def main() -> None:
     connection.sendall(content)
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     answer = connection.recv(4)
     status = int.from_bytes(answer, "big", signed=True) if answer else 1
     if status < 0:  # a signal ended it

@@ -179,8 +179,9 @@ def _watch(connection: socket.socket) -> NoReturn:
     """Fork a process for a client's request, pass on the client's signals, and report its end."""
     length, files, _, _ = socket.recv_fds(connection, 8, 3)
     content = b""
-    while len(content) < int.from_bytes(length, "big"):
-        content += connection.recv(1 << 16)
+    # No more than the request: signals may follow it.
+    while missing := int.from_bytes(length, "big") - len(content):
+        content += connection.recv(min(missing, 1 << 16))
     pid = os.fork()
     if pid == 0:
         connection.close()
@@ -188,13 +189,24 @@ def _watch(connection: socket.socket) -> NoReturn:
     for file in files:
         os.close(file)
 
+    guard, has_ended = threading.Lock(), False
+
+    def send(number: int) -> None:
+        with guard:
+            # Afterwards, another process may get its number.
+            if not has_ended:
+                os.kill(pid, number)
+
     def pass_on() -> None:
         while numbers := connection.recv(1):
-            os.kill(pid, numbers[0])
-        os.kill(pid, signal.SIGKILL)  # the client is gone
+            send(numbers[0])
+        send(signal.SIGKILL)  # the client is gone
 
     threading.Thread(target=pass_on, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with guard:
+        has_ended = True
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(4, "big", signed=True))
     os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -51,7 +52,9 @@ def started() -> Iterator[Any]:
     yield start
     for process in processes:
         for child in measuring.psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+            # It may have ended because of the one before.
+            with contextlib.suppress(measuring.psutil.NoSuchProcess):
+                child.kill()
         process.kill()
         process.communicate()
 

@@ -123,9 +123,19 @@ def read_state(path: Path) -> bytes:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, because it may hold a token."""
-    path.touch(mode=0o600)
-    path.write_text(text)
+    """Write a file that only its owner can read, because it may hold a token.
+
+    A reader sees either all of it or nothing, also if the writer is killed.
+    """
+    # Not files.replacing, which waits for the disk, at the start of each run.
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.touch(mode=0o600)
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def signal_to(pid: int, number: signal.Signals) -> None:

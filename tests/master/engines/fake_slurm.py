@@ -8,10 +8,13 @@ Called as ``fake_slurm.py PROGRAM ARGUMENTS``; :func:`install` makes the program
     pids/N     the process group of job N
     hold       while it exists, jobs stay PENDING
     down       while it exists, the controller does not answer
+    lock       held by a program that reads and changes a state
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -19,6 +22,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(os.environ.get("FAKE_SLURM", "/nonexistent"))
@@ -52,19 +56,35 @@ def read(job: str) -> list[str]:
     return (ROOT / "jobs" / job).read_text().split("|")
 
 
-def set_state(job: str, state: str, reason: str = "None") -> None:
-    words = read(job)
-    part = ROOT / "jobs" / f"{job}.part"
-    part.write_text("|".join([state, reason, *words[2:]]))
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Keep other programs from changing a state: a job may be cancelled in any instant."""
+    with (ROOT / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write(job: str, *words: str) -> None:
+    """Write the state of a job, of which no reader sees a part."""
+    part = ROOT / f"job-{job}.part"
+    part.write_text("|".join(words))
     part.replace(ROOT / "jobs" / job)
+
+
+def set_state(job: str, before: str, after: str) -> bool:
+    """Change a state if it is ``before``; whether it was. The caller holds the lock."""
+    state, _, *rest = read(job)
+    if state == before:
+        write(job, after, "None", *rest)
+    return state == before
 
 
 def sbatch(arguments: list[str]) -> None:
     options = values(arguments)
-    job = str(len(list((ROOT / "jobs").iterdir())) + 1)
-    (ROOT / "jobs" / job).write_text(
-        f"PENDING|Resources|{options.get('--time', 'UNLIMITED')}||{options['--comment']}"
-    )
+    limit = options.get("--time", "UNLIMITED")
+    with locked():
+        job = str(len(list((ROOT / "jobs").iterdir())) + 1)
+        write(job, "PENDING", "Resources", limit, "", options["--comment"])
     (ROOT / f"environment-{job}.json").write_text(json.dumps(dict(os.environ)))
     (ROOT / f"script-{job}").write_text((Path(options["--chdir"]) / options["script"]).read_text())
     if (ROOT / "no-answer").exists():
@@ -85,9 +105,11 @@ def sbatch(arguments: list[str]) -> None:
 def run(arguments: list[str]) -> None:
     """The node: run the script of a job to its end."""
     job, *arguments = arguments
-    (ROOT / "pids" / job).write_text(str(os.getpgid(0)))
     options = values(arguments)
-    set_state(job, "RUNNING")
+    with locked():
+        (ROOT / "pids" / job).write_text(str(os.getpgid(0)))
+        if not set_state(job, "PENDING", "RUNNING"):
+            return  # it was cancelled before
     tasks, cpus = options["--ntasks"], options["--cpus-per-task"]
     place = {
         "SLURM_JOB_ID": job,
@@ -107,8 +129,8 @@ def run(arguments: list[str]) -> None:
         status = subprocess.call(
             script, cwd=folder, env={**os.environ, **place}, stdout=output, stderr=output
         )
-    if read(job)[0] == "RUNNING":
-        set_state(job, "FAILED" if status else "COMPLETED")
+    with locked():
+        set_state(job, "RUNNING", "FAILED" if status else "COMPLETED")
 
 
 def srun(arguments: list[str]) -> None:
@@ -118,6 +140,15 @@ def srun(arguments: list[str]) -> None:
     size = int(options["--ntasks"])
     tasks: dict[int, subprocess.Popen[bytes]] = {}
     command = arguments[arguments.index("sh") :]
+    is_stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        end(tasks)
+
+    # Before the first task, which would otherwise go on without this process.
+    signal.signal(signal.SIGTERM, stop)
     # As on two nodes, the second of which has one task less.
     first = (size + 1) // 2
     shape = {"SLURM_STEP_TASKS_PER_NODE": f"{first},{size - first}" if size > 1 else "1"}
@@ -136,7 +167,8 @@ def srun(arguments: list[str]) -> None:
             tasks[rank] = subprocess.Popen(
                 command, env={**os.environ, **place}, stdout=out, stderr=err, start_new_session=True
             )
-    signal.signal(signal.SIGTERM, lambda *_: end(tasks))
+    if is_stopped:
+        end(tasks)  # those that started after the signal, too
     worst = 0
     while tasks:
         for rank, task in list(tasks.items()):
@@ -155,7 +187,9 @@ def srun(arguments: list[str]) -> None:
 
 def end(tasks: dict[int, subprocess.Popen[bytes]]) -> None:
     for task in tasks.values():
-        os.killpg(task.pid, signal.SIGTERM)
+        # The signal may arrive just after the end of a task.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task.pid, signal.SIGTERM)
 
 
 def answer_or_fail() -> None:
@@ -184,9 +218,11 @@ def sacct(arguments: list[str]) -> None:
 def scancel(arguments: list[str]) -> None:
     answer_or_fail()
     (job,) = arguments
-    set_state(job, "CANCELLED")
-    if (ROOT / "pids" / job).exists():
-        os.killpg(int((ROOT / "pids" / job).read_text()), signal.SIGTERM)
+    with locked():
+        if set_state(job, "RUNNING", "CANCELLED"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(int((ROOT / "pids" / job).read_text()), signal.SIGTERM)
+        set_state(job, "PENDING", "CANCELLED")
 
 
 def scontrol(arguments: list[str]) -> None:

@@ -8,11 +8,19 @@ request has its text, and ``<host>.after`` has shell commands that run before it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+
+def content(path: Path) -> bytes | None:
+    """What a file has; None if there is none. A test may delete it in any instant."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
 
 
 def main() -> int:
@@ -26,14 +34,14 @@ def main() -> int:
     request = sys.stdin.buffer.read()
     with (folder / "calls").open("a") as calls:
         calls.write(f"{host} {line}\n")
-    error, greeting = folder / f"{host}.error", folder / f"{host}.after"
     while (folder / f"{host}.hang").exists():
         time.sleep(0.02)
-    if error.exists():
-        print(error.read_text(), file=sys.stderr)
+    error, greeting = content(folder / f"{host}.error"), content(folder / f"{host}.after")
+    if error is not None:
+        print(error.decode(), file=sys.stderr)
         return 255
-    if greeting.exists():
-        line = f"{greeting.read_text()}\n{line}"
+    if greeting is not None:
+        line = f"{greeting.decode()}\n{line}"
     home = folder / f"home-{host}"
     home.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -43,8 +51,9 @@ def main() -> int:
         env={**os.environ, "HOME": str(home)},
     )
     drop = folder / f"{host}.drop"
-    if drop.exists() and drop.read_bytes() in request:
-        drop.unlink()
+    dropped = content(drop)
+    if dropped is not None and dropped in request:
+        drop.unlink(missing_ok=True)
         sys.stdout.buffer.write(done.stdout[:40])
         print(f"Connection to {host} closed by remote host.", file=sys.stderr)
         return 255

@@ -35,14 +35,16 @@ def values(option):
 if words[0] == "ps":
     label = words[-1].partition("label=")[2]
     for path in state.glob("*.container"):
-        if path.read_text().split("\\n")[1] == label:
-            print(path.stem)
+        # A container may end meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text().split("\\n")[1] == label:
+                print(path.stem)
 elif words[0] == "rm":
     for name in words[2:]:
         path = state / f"{name}.container"
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int(path.read_text().split("\\n")[0]), signal.SIGKILL)
-        path.unlink()
+        path.unlink(missing_ok=True)
 elif "no/such:1" in words:
     sys.stderr.write("Error: no/such:1: image not known\\n")
     sys.exit(125)
@@ -53,12 +55,13 @@ else:
     env.pop("MLBENCH_RUN_DIR", None)
     command = [*values("--entrypoint"), *words[image + 1:]]
     container = subprocess.Popen(command, env=env, start_new_session=True)
+    # Before the file, after which the test may send the signal.
+    signal.signal(signal.SIGTERM, lambda *_: container.terminate())
     path = state / f"{values('--name')[0]}.container"
     # Nobody reads a file without its content.
     new = path.with_suffix(".new")
     new.write_text(f"{container.pid}\\n{values('--label')[0]}")
     new.rename(path)
-    signal.signal(signal.SIGTERM, lambda *_: container.terminate())
     status = container.wait()
     path.unlink(missing_ok=True)
     sys.exit(status if status >= 0 else 128 - status)

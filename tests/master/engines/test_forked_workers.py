@@ -17,6 +17,7 @@ from mlbench_master.engines import Job
 from mlbench_master.engines.interface import JobStatus
 from mlbench_master.engines.local import engine as local
 from mlbench_master.engines.local.engine import LocalEngine
+from mlbench_master.engines.logs import LogReader
 from mlbench_master.engines.supervisor.fork_server import ForkServer
 from mlbench_master.engines.supervisor.forked import startup_variables
 
@@ -102,9 +103,9 @@ def run(
 
 def said(folder: Path, number: int, word: str) -> list[str]:
     """Return the lines of all workers that begin with a word."""
-    log = folder / "runs" / str(number) / "log.jsonl"
-    texts = [json.loads(line)["text"] for line in log.read_text().splitlines()]
-    return sorted(text for text in texts if text.startswith(word))
+    # Not all lines of the file: the last one may be written just now.
+    lines = LogReader(folder / "runs" / str(number)).read(0, 1000).lines
+    return sorted(line["text"] for line in lines if line["text"].startswith(word))
 
 
 def processes_of_run(folder: Path) -> list[list[str]]:
