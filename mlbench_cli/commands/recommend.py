@@ -10,7 +10,7 @@ import click
 
 from mlbench_cli._networks import TypedNetwork, networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
-from mlbench_cli._probes import METHODS, probe
+from mlbench_cli._probes import METHODS, WORKERS, probe
 from mlbench_cli._records import price_options
 from mlbench_cli._script import find_script
 from mlbench_core.comparison.prices import Pricing
@@ -27,6 +27,7 @@ _HEADERS = (
     "COMPUTE (%)",
 )
 _OF_GOAL = ("TO GOAL (S)", "WORKER SENDS (MB)")
+_BUDGET_S = 600.0
 
 
 class _Command(click.Command):
@@ -45,18 +46,18 @@ class _Command(click.Command):
             raise click.UsageError(text, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "FOLDER | SCRIPT.py [ARGUMENTS...]"]
+        return ["[OPTIONS]", "FOLDER | SCRIPT.py [ARGUMENTS...] | -m MODULE [ARGUMENTS...]"]
 
 
-def _budget_s(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
+def _budget_s(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
     try:
-        return parse_time("budget", text)
+        return None if text is None else parse_time("--budget", text)
     except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+        raise click.UsageError(str(error)) from None
 
 
 @click.command(cls=_Command)
-@click.argument("folder", metavar="", required=False, type=click.Path(exists=True, path_type=Path))
+@click.argument("folder", required=False, type=click.Path(path_type=Path))
 @networks_option
 @workers_option
 @click.option(
@@ -77,7 +78,6 @@ def _budget_s(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
 @click.option(
     "--budget",
     "budget_s",
-    default="10min",
     metavar="TIME",
     callback=_budget_s,
     help="With a script: time for all runs (default: 10min).",
@@ -100,7 +100,7 @@ def recommend(
     methods: tuple[str, ...],
     metrics: tuple[str, ...],
     goal: str | None,
-    budget_s: float,
+    budget_s: float | None,
     output: Path | None,
     pricing: Pricing,
     as_json: bool,
@@ -111,11 +111,12 @@ def recommend(
     line for each network, method and number of workers, least time to the goal first. The seconds
     are those of the runs if they had this network, and otherwise modelled as by 'mlbench predict'.
     The brackets of a step are the range by the error of the model, those of the time to the goal
-    the 95 % interval over the seeds. Runs without a goal are compared by their samples per second.
+    the 95 % interval over the seeds. Runs without a goal are compared by their samples per second,
+    most first.
 
-    A training script in place of FOLDER runs for a short time with each method, with one worker,
-    and with two on each network. ARGUMENTS after it go to it; options of this command come before
-    it.
+    A training script in place of FOLDER, or a module with -m, runs for a short time with each
+    method: with one worker, and with two on each network. --workers are the numbers to advise on,
+    so give 2, too. ARGUMENTS after the script go to it; options of this command come before it.
 
     The advice is below the table. The time to the goal is not known for a number of workers that
     has no run, because the steps to the goal are not extrapolated.
@@ -128,13 +129,23 @@ def recommend(
     if script and folder is not None:
         raise click.UsageError(f"give a folder or a script, not {folder} and {script[0]}")
     if script:
-        folder = probe(script, networks, methods or METHODS, metrics, goal, budget_s, output)
-    elif folder is None:
-        raise click.UsageError("Missing argument: give a folder with runs, or a script")
-    elif methods or metrics or goal or output:
-        raise click.UsageError(
-            "--method, --metric, --goal and --output need a script: a folder has its own"
+        if goal is not None and not set(workers) & set(WORKERS):
+            raise click.UsageError(
+                "--workers must have 1 or 2 with a goal: only these runs show the time to it"
+            )
+        budget_s = budget_s or _BUDGET_S
+        folder = probe(
+            ctx.command, script, networks, methods or METHODS, metrics, goal, budget_s, output
         )
+    elif folder is None:
+        raise click.UsageError("Missing argument FOLDER or SCRIPT.py: give one of them")
+    elif methods or metrics or goal or budget_s or output:
+        raise click.UsageError(
+            "--method, --metric, --goal, --budget and --output need a script: the runs of a folder "
+            "have ended"
+        )
+    if not folder.exists():
+        raise click.BadParameter(f"FOLDER must exist, unlike {folder}: give the folder of a sweep")
     if not folder.is_dir():
         raise click.BadParameter(
             f"FOLDER must be a folder, not the file {folder}: give the folder of a sweep"

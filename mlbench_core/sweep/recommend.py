@@ -73,8 +73,9 @@ _NUMBERS = (
 # Those of runs without a goal are unknown.
 _OF_GOAL = _NUMBERS[_NUMBERS.index("time_to_goal_s") :]
 _NO_GOAL = (
-    "The runs have no goal, so it is not known if a method needs more samples than another. To "
-    "compare times to a goal, run them with one; a script has the options --metric and --goal."
+    "The runs have no goal to reach, so it is not known if a method needs more samples than "
+    "another. To compare times to a goal, run them with one; a script has the options --metric and "
+    "--goal."
 )
 
 
@@ -228,7 +229,7 @@ def recommend(
             if cell.workers == 1:
                 alone.append(_row(runs, chosen, cell.algorithm, (name, network), 1, pricing))
         sentences.append(_advice_on_samples(name, rows[-len(found) :], alone))
-    sentences += _not_run(runs, counts) if runs.has_goal else [_NO_GOAL]
+    sentences += _not_run(runs, counts) if runs.has_goal else [*_not_run(runs, ()), _NO_GOAL]
     return Advice(tuple(rows), (*sentences, *_limits(rows)))
 
 
@@ -306,6 +307,8 @@ def _row(
     if each is not None and row["step_s"]:
         row["samples_per_s"] = workers * each / row["step_s"]
     if not runs.has_goal:
+        if row["step_s"] is None and row["error"] is None:
+            row["error"] = "its runs failed, or have no step"
         row.update(dict.fromkeys(_OF_GOAL))
     return row
 
@@ -337,7 +340,7 @@ def _row_of_times(
         if place.algorithm == algorithm and place.workers > 1 and place.name in runs.records:
             records.append(runs.records[place.name])
     if not records:
-        return {**row, "error": "it has no run of several workers to predict from"}
+        return {**row, "error": "there is no run of several workers to predict from"}
     try:
         predictions = predict_repeats(records, on[1], workers)
     except ConfigurationError as error:
@@ -433,18 +436,19 @@ def _advice_on_samples(
     """
     several = [row for row in rows if row["workers"] > 1 and row["samples_per_s"]]
     one = max(filter(_samples_per_s, alone), key=_samples_per_s, default=None)
+    if not several:
+        text = f"On {network}, no samples per second of several workers are known, so no advice."
+        if one is not None:
+            text += f" One machine trains {_rate(one)} with {one['algorithm']}."
+        return text
     known = [*several, *filter(None, [one])]
-    if not known:
-        return f"On {network}, the samples per second are not known, so no advice."
     first = max(known, key=_samples_per_s)
     text = f"On {network}: {_trainer(first)} trains the most samples, {_rate(first)}."
-    if first is one and several:
+    if first is one:
         text = (
             f"On {network}, more workers are not worth it: one machine trains the most samples, "
             f"{_rate(one)} with {one['algorithm']}."
         )
-    if first is not one and one is None:
-        text += " It is not known if one machine is faster: there is no run of one worker."
     second = next((row for row in several if row is not first), None)
     if second is not None:
         text += f" The next is {_trainer(second)}, {_rate(second)}{_within(first, second)}."

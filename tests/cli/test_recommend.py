@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlbench_core import experiments
-from mlbench_core.errors import MLBenchError
+from mlbench_core.errors import ConfigurationError, MLBenchError
 from tests.cli.conftest import Call
 from tests.results.helpers import write_run
 
@@ -169,15 +169,17 @@ def test_a_script_runs_for_a_short_time_with_each_method(
     (used,) = probes
     output = used.pop("output")
     assert output.parent == Path("mlbench-results") and output.name.startswith("recommend-own-")
-    assert f"'mlbench recommend {output}' reads them again" in " ".join(shown.stderr.split())
+    text = " ".join(shown.stderr.split())
+    assert f"the runs are in {output}: give this folder in place of the script" in text
+    assert "--workers goes to the script: put options of mlbench before it" in text
     # Half of ten minutes for four methods, each with one worker and on two networks.
     assert used == {
         "methods": ("as-is", "bf16", "power_sgd:rank=4", "diloco:period=20"),
         "script": "own.py --lr 0.1 --workers 3",
         "workers": (1, 2),
         "networks": [SLOW, "lan-1g"],
-        "limit": "25s",
-        "budget": "600s",
+        "limit": "25.0s",
+        "budget": "600.0s",
         "goal": None,
     }
 
@@ -186,10 +188,10 @@ def test_a_script_takes_methods_a_goal_and_a_budget(
     call: Call, probes: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     options = ["--method", "bf16", "--metric", "val_loss=loss (.*)", "--goal", "val_loss<=1"]
-    options += ["--budget", "2min", "--output", str(tmp_path / "out")]
+    options += ["--budget", "2min", "--output", str(tmp_path / "out"), "--workers", "2"]
     call("recommend", *SCRIPT, *options, "own.py")
     (used,) = probes
-    assert (used["methods"], used["goal"], used["limit"]) == (("bf16",), "val_loss<=1", "20s")
+    assert (used["methods"], used["goal"], used["limit"]) == (("bf16",), "val_loss<=1", "20.0s")
     assert used["metrics"] == {"val_loss": "loss (.*)"}
     assert used["output"] == tmp_path / "out"
 
@@ -207,6 +209,15 @@ def test_methods_that_fail_are_left_out(
     monkeypatch.setattr(experiments, "compare", failing)
     shown = call("recommend", *SCRIPT, "own.py")
     assert "2 of 6 runs failed" in shown.stderr and "SAMPLES/S" in shown.stdout
+
+    def refusing(methods: Any, **arguments: Any) -> None:
+        write(Path(arguments["output"]) / "runs", goal=None)
+        raise ConfigurationError("limit changed: give another output")
+
+    monkeypatch.setattr(experiments, "compare", refusing)
+    shown = call("recommend", *SCRIPT, "--output", "other", "own.py", code=1)
+    assert "limit changed: give another output" in shown.stderr and shown.stdout == ""
+    monkeypatch.setattr(experiments, "compare", failing)
     (tmp_path / "mlbench-results").rename(tmp_path / "before")
     shown = call("recommend", *SCRIPT, "--method", "bf16", "own.py", code=1)
     assert "2 of 6 runs failed" in shown.stderr and shown.stdout == ""
@@ -216,15 +227,22 @@ def test_methods_that_fail_are_left_out(
     ("words", "message"),
     [
         (["own.py", *SCRIPT], "Missing option '--network'. Options of this command come before"),
-        ([*SCRIPT], "Missing argument: give a folder with runs, or a script"),
+        ([*SCRIPT], "Missing argument FOLDER or SCRIPT.py"),
+        ([*SCRIPT, "-m"], "-m needs the name of a module"),
+        ([*SCRIPT, "none"], "FOLDER must exist, unlike none"),
+        ([*SCRIPT, "--budget", "1h", "."], "--goal, --budget and --output need a script"),
+        ([*SCRIPT, "--goal", "val_loss<=1", "own.py"], "--workers must have 1 or 2 with a goal"),
         ([*SCRIPT, ".", "own.py"], "give a folder or a script, not . and own.py"),
-        ([*SCRIPT, "--goal", "loss<=1", "."], "--goal and --output need a script"),
+        ([*SCRIPT, "--goal", "loss<=1", "."], "--budget and --output need a script"),
         ([*SCRIPT, "none.py"], "none.py does not exist"),
         ([*SCRIPT, "--method", "power", "own.py"], "--method must be NAME or NAME:key=value,..."),
         ([*SCRIPT, "--method", "own.py:Mean", "own.py"], "--method must name a class that own.py"),
         ([*SCRIPT, "--metric", "loss", "own.py"], "--metric must be NAME=REGEX, not 'loss'"),
-        ([*SCRIPT, "--goal", "loss<=1", "own.py"], "--goal must be on a metric of the script"),
-        ([*SCRIPT, "--budget", "soon", "own.py"], "budget must be a time such as"),
+        (
+            [*SCRIPT, "--workers", "2", "--goal", "loss<=1", "own.py"],
+            "--goal must be on a metric of the script",
+        ),
+        ([*SCRIPT, "--budget", "soon", "own.py"], "Error: --budget must be a time such as"),
     ],
 )
 def test_wrong_calls_with_a_script_start_nothing(

@@ -277,3 +277,19 @@ def test_without_a_goal_samples_are_compared() -> None:
     assert no_goal.startswith("The runs have no goal")
     fast, *_ = advice(without_goal(runs()), 2, network="lan-1g").sentences
     assert "trains the most samples, " in fast and "One machine trains 1,600 a second" in fast
+
+
+def test_without_samples_or_runs_of_several_workers_there_is_no_advice() -> None:
+    found = without_goal(runs())
+    uncounted = {
+        name: dataclasses.replace(record, samples_per_s=None)
+        for name, record in found.records.items()
+    }
+    text, *_ = advice(dataclasses.replace(found, records=uncounted), 2).sentences
+    assert text == (
+        "On mobile-lte, no samples per second of several workers are known, so no advice."
+    )
+    alone = {name: record for name, record in found.records.items() if record.workers == 1}
+    text, *others = advice(dataclasses.replace(found, records=alone), 4).sentences
+    assert text.endswith("so no advice. One machine trains 1,600 a second with centralized_sgd.")
+    assert any("there is no run of several workers to predict from" in other for other in others)
