@@ -290,6 +290,6 @@ def test_without_samples_or_runs_of_several_workers_there_is_no_advice() -> None
         "On mobile-lte, no samples per second of several workers are known, so no advice."
     )
     alone = {name: record for name, record in found.records.items() if record.workers == 1}
-    text, *others = advice(dataclasses.replace(found, records=alone), 4).sentences
+    _, text, *others = advice(dataclasses.replace(found, records=alone), 4).sentences
     assert text.endswith("so no advice. One machine trains 1,600 a second with centralized_sgd.")
     assert any("there is no run of several workers to predict from" in other for other in others)
