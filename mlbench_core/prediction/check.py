@@ -159,11 +159,20 @@ def _why_longer(repeats: Sequence[RunRecord], alone: RunRecord | None, waiting_s
             )
         return f"{text}, so probably other programs used the machine. {_AGAIN}"
     waited_s = _of_step(repeats, "communication_exposed_s")
-    return _other_work(repeats, alone, is_longer=True) or (
+    cores = (first.machine.get("cores") or 0) * (first.machine.get("hosts") or 1)
+    text = (
         f"training waited {1e3 * waited_s:.2f} ms in a step, and by the model "
         f"{1e3 * waiting_s:.2f} ms: messages took longer, or a worker waited for another that "
         f"other programs delayed. {_AGAIN}"
     )
+    workers = first.workers or 1
+    if cores and cores <= workers:
+        # A worker has a thread that trains, and others that send.
+        text += (
+            f" If that does not help, the reason may be that {plural(workers, 'worker')} on "
+            f"{plural(cores, 'core')} left none for the threads that send messages."
+        )
+    return _other_work(repeats, alone, is_longer=True) or text
 
 
 def _other_work(repeats: Sequence[RunRecord], alone: RunRecord | None, is_longer: bool) -> str:

@@ -100,6 +100,15 @@ def test_the_reason_of_a_long_step_is_named(changes: dict[str, Any], reason: str
     assert reason in found.problem
 
 
+def test_workers_on_all_cores_are_named_as_another_reason() -> None:
+    """On a quiet machine, too, the threads that send have no core of their own."""
+    long = run(train_s=100 * 0.09, communication_exposed_s=100 * 0.05)
+    text = "the reason may be that 2 workers on 2 cores left none for the threads that send"
+    assert text in only_check(long).problem
+    free = dataclasses.replace(long, machine={"cores": 4, "hosts": 1})
+    assert only_check(free).problem.endswith("Measure again on a quiet machine.")
+
+
 def test_a_host_with_a_half_of_a_processor_is_not_other_load() -> None:
     """Its step takes 80 ms of wall time for 40 ms of work, and the model knows that."""
     configuration = {**run().configuration, "network": "1gbit,0.5ms; host1: 50%-cpu"}

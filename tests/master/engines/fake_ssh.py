@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def content(path: Path) -> bytes | None:
-    """What a file has; None if there is none. A test may delete it in any instant."""
+    """Return the content of a file, or None without one. A test may delete it meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
     return None
