@@ -74,12 +74,12 @@ class MortalMembership(Membership):
             self.die(self._number, "after ask")
         return super()._read(key)
 
-    def agree(self, tokens: int = 0) -> Round:
+    def agree(self, tokens: int = 0, steps: int = 0) -> Round:
         number = self._number
         self.before = list(range(self.first_workers))
         if number:
             self.before = self._outcome(number - 1)["living"]
-        self.last = super().agree(tokens)
+        self.last = super().agree(tokens, steps)
         self.die(self.last.number, "after agree")
         if self.death == (self.last.number, "stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -120,15 +120,22 @@ class MortalAverage(ElasticAverage):
         assert wire_bytes(op, group, size_bytes) is not None, op
         super()._count(op, group, size_bytes, overlapped)
 
-    def _take_part(self, deltas: Any) -> bool:
+    def _finish(self, send: Any) -> bool:
         self.messages = 0
-        return super()._take_part(deltas)
+        return super()._finish(send)
 
     def _sum(self, group: Any, round_: Round, kind: list[Tensor]) -> Tensor:
+        self.begin_message()
+        return super()._sum(group, round_, kind)
+
+    def _average_with(self, group: Any, rank: int | None, kind: list[Tensor]) -> Tensor:
+        self.begin_message()
+        return super()._average_with(group, rank, kind)
+
+    def begin_message(self) -> None:
         self.messages += 1
         if self.messages == 2:
-            self.membership.die(round_.number, "in exchange")
-        return super()._sum(group, round_, kind)
+            self.membership.die(self.membership.last.number, "in exchange")
 
 
 class TwoKinds(nn.Module):

@@ -429,6 +429,7 @@ class DiLoCoAggregation(Aggregation):
             ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
+        self._meet(tensors)
         outer_gradients, averages = {}, {}
         for name, tensor in tensors.items():
             if name in self._shared:
@@ -442,6 +443,16 @@ class DiLoCoAggregation(Aggregation):
         # These tensors were averaged for the first time. From now on they take outer steps.
         for name, average in averages.items():
             self._share(name, average)
+
+    def _meet(self, tensors: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Agree on the round of an elastic run; a worker that is behind gets the shared weights."""
+        if self.elastic is None:
+            return
+        with self._counting_bytes_of(self.elastic):
+            healed = self.elastic.meet(tensors, steps)
+        if healed:
+            for name in tensors.keys() & self._shared.keys():
+                tensors[name].copy_(self._shared[name])
 
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
