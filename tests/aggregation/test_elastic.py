@@ -5,6 +5,7 @@ less that starts from the saved state."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import datetime
@@ -21,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from mlbench_core.aggregation.pytorch import (
     DiLoCoAggregation,
@@ -29,24 +29,31 @@ from mlbench_core.aggregation.pytorch import (
     QuantizedAllReduceAggregation,
 )
 from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
+from mlbench_core.aggregation.pytorch.local_steps.no_loco import draw_peer
 from mlbench_core.distributed.pytorch.elastic import Membership
 from mlbench_core.optim.pytorch import LocalSGD
 from tests.aggregation.elastic_workers import (
+    FRAGMENTS,
+    GAMMA,
     LR,
+    MIXING,
     OUTER_LR,
     OUTER_MOMENTUM,
     PERIOD,
     ROUNDS,
+    SEED,
     TOKENS,
     Plan,
     loss,
     make_model,
     work,
+    work_without_rounds,
 )
-from tests.helpers.ranks import fork_context
+from tests.helpers.ranks import fork_context, run_ranks
 from tests.helpers.thorough import some, thorough
 
 WORKERS = 3
+METHODS = ("diloco", "local_sgd", "streaming", "no_loco")
 POINTS = (
     "in heal", "in exchange", "after ask", "after report", "in connect", "before report",
     "after agree", "after outcome",
@@ -86,50 +93,116 @@ def read_log(folder: Path, worker: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"log{worker}").read_text().splitlines()]
 
 
-def simulate(method: str, log: list[dict[str, Any]]) -> tuple[nn.Module, int]:
-    """The shared weights and the tokens after the committed rounds of a log, by plain SGD."""
-    theta = make_model().state_dict()
-    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
-    inner: dict[int, dict[str, torch.Tensor]] = {}
+Weights = dict[str, torch.Tensor]
+
+
+def simulate(method: str, log: list[dict[str, Any]]) -> tuple[dict[int, Weights], int]:
+    """The workers' weights and the tokens after the rounds of a log, by plain SGD."""
+    first = make_model().state_dict()
+    # The shared weights and the outer momentum; with NoLoCo, each worker has its own.
+    theta: dict[int, Weights] = collections.defaultdict(lambda: copy.deepcopy(first))
+    momentum: dict[int, Weights] = collections.defaultdict(
+        lambda: {name: torch.zeros_like(value) for name, value in first.items()}
+    )
+    # Of each worker: its weights, and the momentum of its inner optimizer.
+    own: dict[int, Weights] = collections.defaultdict(lambda: copy.deepcopy(first))
+    inner: dict[int, Weights] = collections.defaultdict(dict)
     tokens = commits = steps = 0
-    names = [name for name, _ in make_model().named_parameters()]
+    parameters = [name for name, _ in make_model().named_parameters()]
     for line in log:
-        changes = []
+        ready = [worker for worker in line["members"] if worker not in line["behind"]]
         # Those who die in a round that is not committed leave no trace.
-        for worker in line["members"]:
-            if worker in line["behind"]:
-                continue
+        for worker in ready:
             rank, size = line["before"].index(worker), len(line["before"])
             model = make_model()
-            model.load_state_dict(theta)
-            own = inner.setdefault(worker, {})
+            model.load_state_dict(own[worker])
             for step in range(PERIOD):
                 model.zero_grad()
                 loss(model, commits, step, rank, size).backward()
                 with torch.no_grad():
                     for name, parameter in model.named_parameters():
                         assert parameter.grad is not None
-                        own[name] = 0.5 * own.get(name, 0) + parameter.grad
-                        parameter -= LR * 0.5 ** ((steps + step) // 3) * own[name]
+                        inner[worker][name] = 0.5 * inner[worker].get(name, 0) + parameter.grad
+                        parameter -= LR * 0.5 ** ((steps + step) // 3) * inner[worker][name]
                 tokens += (TOKENS + rank) * line["committed"]
-            after = model.state_dict()
-            changes.append({name: theta[name] - after[name] for name in theta})
+            own[worker] = copy.deepcopy(model.state_dict())
+        for worker in line["behind"]:
+            if method == "no_loco":
+                theta[worker] = copy.deepcopy(theta[ready[0]])
+                momentum[worker] = copy.deepcopy(momentum[ready[0]])
+            own[worker] = copy.deepcopy(theta[worker if method == "no_loco" else 0])
         steps += PERIOD
-        if not line["committed"]:
-            continue
-        commits += 1
-        theta = copy.deepcopy(theta)
-        for name in theta:
-            if not theta[name].is_floating_point():
+        sent = [name for name, value in first.items() if value.is_floating_point()]
+        if method == "streaming":
+            odd = parameters[1::FRAGMENTS]
+            sent = [name for name in sent if (name in odd) == (steps // PERIOD % FRAGMENTS == 1)]
+        if line["committed"]:
+            if method == "no_loco":
+                step_in_pairs(theta, momentum, own, ready, commits, sent, parameters)
+            else:
+                for name in sent:
+                    changes = [theta[0][name] - own[worker][name] for worker in ready]
+                    change = sum(changes) / len(changes)
+                    if method != "local_sgd" and name in parameters:
+                        momentum[0][name] = OUTER_MOMENTUM * momentum[0][name] + change
+                        change = OUTER_LR * (change + OUTER_MOMENTUM * momentum[0][name])
+                    theta[0][name] = theta[0][name] - change
+            commits += 1
+        for worker in line["members"]:
+            target = theta[worker if method == "no_loco" else 0]
+            for name in sent:
+                mixing = MIXING if method == "streaming" else 0.0
+                own[worker][name] = mixing * own[worker][name] + (1 - mixing) * target[name]
+    return own, tokens
+
+
+def step_in_pairs(
+    phi: dict[int, Weights], momentum: dict[int, Weights], own: dict[int, Weights],
+    workers: Sequence[int], commits: int, sent: Sequence[str], parameters: Sequence[str],
+) -> None:  # fmt: skip
+    """Take NoLoCo's outer step; the buffers are averaged only."""
+    before = {worker: copy.deepcopy(phi[worker]) for worker in workers}
+    for position, i in enumerate(workers):
+        drawn = draw_peer(position, len(workers), SEED, commits)
+        j = i if drawn is None else workers[drawn]
+        for name in sent:
+            if name not in parameters:
+                phi[i][name] = (own[i][name] + own[j][name]) / 2
                 continue
-            change = sum(own[name] for own in changes) / len(changes)
-            if method == "diloco" and name in names:
-                momentum[name] = OUTER_MOMENTUM * momentum[name] + change
-                change = OUTER_LR * (change + OUTER_MOMENTUM * momentum[name])
-            theta[name] -= change
-    model = make_model()
-    model.load_state_dict(theta)
-    return model, tokens
+            change = (own[i][name] - before[i][name] + own[j][name] - before[j][name]) / 2
+            gap = (before[j][name] - before[i][name]) / 2
+            momentum[i][name] = OUTER_MOMENTUM * momentum[i][name] + OUTER_LR * change + GAMMA * gap
+            phi[i][name] = before[i][name] + momentum[i][name]
+
+
+def check_means(folder: Path, log: list[dict[str, Any]]) -> int:
+    """Check that the average of NoLoCo's slow weights takes steps with heavy-ball momentum.
+
+    Return the number of such steps."""
+    found = 0
+    for lines in zip(log, log[1:], log[2:], strict=False):
+        members = lines[0]["members"]
+        if not all(line["members"] == members and not line["behind"] for line in lines):
+            continue
+        if not (lines[0]["committed"] and lines[1]["committed"]):
+            continue
+        sent = [
+            [torch.load(folder / f"pair{worker}-{line['number']}") for worker in members]
+            for line in lines
+        ]
+        for name, _ in make_model().named_parameters():
+            # The slow weights before three rounds, and theta - phi of the second one.
+            before, now, after = [
+                sum(one[f"phi of {name}"].double() for one in values) / len(members)
+                for values in sent
+            ]
+            change = -sum(one[name].double() for one in sent[1]) / len(members)
+            torch.testing.assert_close(
+                after - now, OUTER_MOMENTUM * (now - before) + OUTER_LR * change,
+                rtol=1e-5, atol=1e-6,
+            )  # fmt: skip
+        found += 1
+    return found
 
 
 def weights_at_the_end(folder: Path, worker: int) -> dict[str, torch.Tensor]:
@@ -150,10 +223,12 @@ def check(folder: Path, method: str, living: Sequence[int]) -> list[dict[str, An
     for before, line in itertools.pairwise(log):
         if not line["committed"]:
             assert (line["digest"], line["tokens"]) == (before["digest"], before["tokens"])
-    model, tokens = simulate(method, log)
+    own, tokens = simulate(method, log)
     assert log[-1]["tokens"] == tokens
-    expected = {name: value for name, value in model.state_dict().items() if value.dim()}
+    if method == "no_loco":
+        check_means(folder, log)
     for worker in living:
+        expected = {name: value for name, value in own[worker].items() if value.dim()}
         torch.testing.assert_close(
             weights_at_the_end(folder, worker), expected, rtol=1e-5, atol=1e-6
         )
@@ -173,14 +248,14 @@ def plans_of(
     return plans
 
 
-# Number 1 is a death in the exchange, and number 0 one of a donor.
-@pytest.mark.parametrize("seed", some([1, 0, *range(2, 100)]))
+# A death in the exchange of three methods; and with 0, that of a donor.
+@pytest.mark.parametrize("seed", some([1, 17, 25, *range(100)], 3))
 def test_survivors_of_a_death_continue_as_a_run_of_one_worker_less(
     seed: int, tmp_path: Path
 ) -> None:
     draw = random.Random(seed)
     point = POINTS[seed % len(POINTS)]
-    method = ("diloco", "local_sgd")[seed // len(POINTS) % 2]
+    method = METHODS[seed // len(POINTS) % len(METHODS)]
     # The lowest number is the coordinator.
     victim, newcomer = draw.choice([0, 0, 1, 2]), None
     # The group of the first round is kept as long as all live.
@@ -211,7 +286,7 @@ def test_survivors_of_a_death_continue_as_a_run_of_one_worker_less(
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("method", some(["diloco", "local_sgd"]))
+@pytest.mark.parametrize("method", some(["diloco", "streaming", "no_loco", "local_sgd"], 3))
 def test_a_joiner_receives_the_shared_state_and_has_weight_0_in_its_first_round(
     method: str, tmp_path: Path
 ) -> None:
@@ -226,6 +301,25 @@ def test_a_joiner_receives_the_shared_state_and_has_weight_0_in_its_first_round(
     # The next round counts it.
     assert own[1]["members"] == [*range(WORKERS + 1)]
     assert own[1]["behind"] == []
+
+
+# Two workers, because sums of more depend on their order. Buffers have only the same values.
+@pytest.mark.parametrize(("method", "size"), [("streaming", 2), ("no_loco", 3)])
+def test_an_undisturbed_run_has_the_bits_of_a_run_of_fixed_workers(
+    method: str, size: int, tmp_path: Path
+) -> None:
+    store = new_store()
+    plans = [Plan(store.port, str(tmp_path), worker, size, method) for worker in range(size)]
+    assert run(plans) == [0] * size
+    log = check(tmp_path, method, range(size))
+    assert method == "streaming" or check_means(tmp_path, log) == ROUNDS - 2
+    parameters = dict(make_model().named_parameters())
+    for worker, expected in enumerate(run_ranks(size, work_without_rounds, method)):
+        for name, value in weights_at_the_end(tmp_path, worker).items():
+            if name in parameters or method == "no_loco":
+                assert torch.equal(value, expected[name]), name
+            else:
+                torch.testing.assert_close(value, expected[name])
 
 
 @thorough
