@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
 from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.distributed.pytorch.elastic import Membership, Round
@@ -35,6 +36,7 @@ LR = 0.05
 OUTER_LR, OUTER_MOMENTUM = 0.5, 0.75
 FRAGMENTS, MIXING = 2, 0.25
 GAMMA, SEED = 0.6, 5
+LARGEST_NORM = 0.1
 TOKENS = 7
 """Of each step, plus the rank."""
 
@@ -48,7 +50,8 @@ class Plan:
         folder: Of the files that it leaves.
         worker: Its number.
         first: Number of workers that start together.
-        method: ``"local_sgd"``, ``"diloco"``, ``"streaming"`` or ``"no_loco"``.
+        method: ``"local_sgd"``, ``"diloco"``, ``"streaming"``, ``"no_loco"``, or ``"edit"`` for
+            DiLoCo with a penalty.
         death: Number of the round and the point at which it dies.
         newcomer: A worker for which the others wait before the round after the first commit; it
             joins, or it was stopped.
@@ -206,7 +209,8 @@ def make_optimizer(model: nn.Module, method: str, average: ElasticAverage | None
             elastic=average,
         )  # fmt: skip
         return StreamingDiLoCo(model=model, inner_optimizer=inner, aggregation=exchange)
-    aggregation = DiLoCoAggregation(outer, elastic=average)
+    penalty = OutlierPenalty(largest_norm=LARGEST_NORM) if method == "edit" else None
+    aggregation = DiLoCoAggregation(outer, elastic=average, penalty=penalty)
     if method == "no_loco":
         aggregation = NoLoCoAggregation(
             outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM, gamma=GAMMA, seed=SEED,

@@ -97,6 +97,14 @@ def test_a_living_worker_that_does_not_ask_is_left_out_after_a_while() -> None:
         assert rounds == [Round(1, 1, (0, 1, 2), (2,), 0, 1, 21)] * 3
 
 
+def test_a_worker_with_fewer_steps_at_the_same_number_of_commits_is_behind() -> None:
+    with workers(3) as members:
+        steps = (4, 6, 6)
+        pairs = zip(members, steps, strict=True)
+        rounds = together([lambda one=one, own=own: one.agree(10, own) for one, own in pairs])  # type: ignore[misc]
+        assert rounds == [Round(0, 0, (0, 1, 2), (0,), 1, 0, 20)] * 3
+
+
 def test_a_minority_does_not_go_on_alone() -> None:
     # Without the rule, worker 0 would begin a round after wait_s, long before the others ask.
     with workers(4, wait_s=0.01) as members, ThreadPoolExecutor(1) as pool:

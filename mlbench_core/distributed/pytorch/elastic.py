@@ -8,7 +8,7 @@ outlives every worker, for example in the process that starts them. Each round n
     AGREE     <-- members, donor -----  agreement/n    written once, by a coordinator
     CONNECT   a Gloo group of the members; kept while they stay the same
     HEAL      members that are behind receive the state of the donor
-    EXCHANGE  a sum over the group, in which those members have weight 0
+    EXCHANGE  a sum over the group, in which those members have weight 0; or averages of pairs
     COMMIT    --- has the sum? ------>  report/i
               <-- commit or not ------  outcome/n      written once, by a coordinator
                                                        -> round n + 1

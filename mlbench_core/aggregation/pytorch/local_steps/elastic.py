@@ -1,4 +1,12 @@
-"""Average the changes of the workers that live at the moment, so that workers may die or join."""
+"""Average the changes of the workers that live at the moment, so that workers may die or join.
+
+An aggregation takes part in a round in two or three calls::
+
+    meet ------> agreed, connected, healed ---> (gather) ---> exchange or exchange_in_pairs
+      a member that was behind has the state         sends, and waits for the outcome
+
+A lost member makes a call fail. The worker then goes on to the outcome without sending more.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +57,22 @@ class ElasticAverage(Aggregation):
     The numerator and the denominator travel in one message. If a member is lost before all have
     reported the sum, the round is not committed: no worker applies it, and
     :math:`\theta_i \leftarrow \theta`. So a lost worker costs the others at most the steps since
-    the last round. Their inner optimizers keep their state.
+    the last round. Their inner optimizers keep their state. The methods that use this average have
+    the same rounds, for a fragment of the weights or in pairs instead of a sum.
 
-    A worker that joins, or that missed a round, receives the state of another member before the
-    sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of tokens, the
-    learning rates, and the parts given to :meth:`attach`. It keeps its own state of the inner
-    optimizer, which is zero for a new worker.
+    A worker that joins, or that missed a round, receives the state of another member, the donor,
+    before the sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of
+    tokens, the learning rates, and the parts given to :meth:`attach`. Of a method whose workers
+    have states of their own, such as NoLoCo, it receives those of the donor. It keeps its own state
+    of the inner optimizer, which is zero for a new worker.
 
     Give it to an optimizer with local steps: ``LocalSGD(..., aggregation=average)`` or
-    ``DiLoCo(..., aggregation=DiLoCoAggregation(elastic=average))``. Each worker is a world of its
+    ``DiLoCo(..., aggregation=DiLoCoAggregation(elastic=average))``. The aggregations of
+    StreamingDiLoCo and NoLoCo have the argument ``elastic``, too. Each worker is a world of its
     own, so no other function communicates. All have the same model, and start from equal weights.
 
-    Messages travel in the host's memory, in at least float32, one for each dtype. A call sends the
-    bytes of the tensors, and one number more in each message.
+    Messages travel in the host's memory, one for each dtype, and sums in at least float32. A call
+    sends the bytes of the tensors, and one number more in each sum.
 
     Attributes:
         membership: As given.
@@ -229,6 +240,39 @@ class ElasticAverage(Aggregation):
             weights[name].copy_(self._shared[name])
         return True
 
+    def gather(self, row: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all members that were not behind, and the position of the own one.
+
+        Call it between :meth:`meet` and the exchange. If this worker was behind, or the round has
+        failed, return the own row alone.
+
+        Args:
+            row: Of the same length and dtype on all members, in the host's memory.
+        """
+        assert self._round is not None
+        members, others = self._round.members, self._others()
+        if self._group is None:
+            return row[None], 0
+        rows = row.new_empty(len(members), len(row))
+        options = torch.distributed.distributed_c10d.AllgatherOptions()
+        options.timeout = datetime.timedelta(seconds=self.membership.timeout_s)
+        try:
+            self._group.allgather([list(rows)], [row], options).wait()
+        except RuntimeError as error:
+            self._group = None
+            _warn(self._round, error)
+            return row[None], 0
+        self._count("all_gather", len(members), row.nbytes)
+        if self.membership.worker not in others:
+            return row[None], 0
+        positions = [members.index(worker) for worker in others]
+        return rows[positions], others.index(self.membership.worker)
+
+    def _others(self) -> list[int]:
+        """Return the members of the round that were not behind."""
+        assert self._round is not None
+        return [worker for worker in self._round.members if worker not in self._round.behind]
+
     def exchange(self, changes: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
         """End the round with the averages of all members. Call :meth:`meet` before.
 
@@ -291,12 +335,10 @@ class ElasticAverage(Aggregation):
             WorkerError: The store of the workers does not answer.
         """
         assert self._round is not None
-        members, behind = self._round.members, self._round.behind
-        others = [worker for worker in members if worker not in behind]
-        peer = None
+        others, peer = self._others(), None
         if self.membership.worker in others:
             peer = draw(others.index(self.membership.worker), len(others))
-        rank = None if peer is None else members.index(others[peer])
+        rank = None if peer is None else self._round.members.index(others[peer])
         for name, tensor in weights.items():
             self._keep(name, tensor)
         tensors = {**values, **weights}
