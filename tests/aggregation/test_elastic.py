@@ -15,7 +15,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from mlbench_core.aggregation.pytorch import (
     DiLoCoAggregation,
+    NoLoCoAggregation,
     OutlierPenalty,
     QuantizedAllReduceAggregation,
     StreamingDiLoCoAggregation,
@@ -32,7 +34,7 @@ from mlbench_core.aggregation.pytorch import (
 from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
 from mlbench_core.aggregation.pytorch.local_steps.no_loco import draw_peer
 from mlbench_core.distributed.pytorch.elastic import Membership, Round
-from mlbench_core.optim.pytorch import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch import DiLoCo, LocalSGD, NoLoCo, StreamingDiLoCo
 from tests.aggregation.elastic_workers import (
     FRAGMENTS,
     GAMMA,
@@ -406,10 +408,10 @@ def test_outer_gradients_of_an_elastic_run_travel_as_they_are_and_at_once() -> N
 
 
 class FailingMembership(Membership):
-    """Its rounds are never committed."""
+    """Its first round is not committed."""
 
     def commit(self, round_: Round, has_sum: bool) -> bool:
-        return super().commit(round_, False)
+        return super().commit(round_, has_sum and round_.number > 0)
 
 
 @pytest.mark.parametrize("kind", [Membership, FailingMembership])
@@ -435,6 +437,64 @@ def test_a_round_needs_the_state_of_a_joiner_and_the_whole_model() -> None:
             step(optimizer)
         with pytest.raises(ValueError, match="averages weights, not gradients"):
             average.agg_grad()
+
+
+def join_after_a_round(
+    kind: type[Membership], make: Callable[[ElasticAverage], Any], period: int
+) -> list[dict[str, Any]]:
+    """Let a worker join in the second round of another one.
+
+    Return the first one's state before that round, and the states of both after it."""
+    store = dist.HashStore()
+    with contextlib.ExitStack() as stack:
+        averages, optimizers = [], []
+        for worker in range(2):
+            member = kind(store, worker, first_workers=1, timeout_s=20.0)
+            averages.append(ElasticAverage(member))
+            optimizers.append(make(averages[worker]))
+            averages[worker].attach(optimizers[worker])
+            stack.enter_context(member)
+            if worker == 0:
+                for _ in range(period):
+                    step(optimizers[0])
+        outers = [getattr(one.aggregation, "inside", one.aggregation) for one in optimizers]
+        before = copy.deepcopy(outers[0].state_dict())
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(averages[1].join)
+            store.wait(["elastic/ask/1"])
+            optimizers[0].zero_grad(set_to_none=False)
+            for _ in range(period):
+                optimizers[0].step()
+            # Without a commit, the joiner would wait for another round.
+            averages[0].membership.finish()
+            assert joining.result(60)
+        return [before, *[outer.state_dict() for outer in outers]]
+
+
+def test_a_joiner_of_no_loco_takes_no_outer_step_in_half_precision() -> None:
+    def make(average: ElasticAverage) -> Any:
+        model = torch.nn.Linear(3, 1, dtype=torch.bfloat16)
+        model.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
+        exchange = NoLoCoAggregation(elastic=average)
+        return NoLoCo(model=model, lr=0.01, period=1, aggregation=exchange)
+
+    # theta is phi in bfloat16, so theta - phi is not 0. With it, the joiner would take the step of
+    # the donor's momentum.
+    before, _, joiner = join_after_a_round(Membership, make, period=1)
+    assert joiner["rounds"] == 2
+    for key in ("shared", "outer_state"):
+        torch.testing.assert_close(joiner[key], before[key], rtol=0, atol=0)
+
+
+def test_a_joiner_of_streaming_takes_the_fragment_of_the_others_before_the_first_commit() -> None:
+    def make(average: ElasticAverage) -> Any:
+        exchange = StreamingDiLoCoAggregation(period=4, fragments=2, delay=0, elastic=average)
+        return StreamingDiLoCo(model=torch.nn.Linear(3, 1), lr=0.01, aggregation=exchange)
+
+    _, first, joiner = join_after_a_round(FailingMembership, make, period=2)
+    assert first["counts"] == joiner["counts"] == {"weight": 4, "bias": 4}
+    assert joiner["elastic"]["commits"] == 1
+    torch.testing.assert_close(joiner["shared"], first["shared"], rtol=0, atol=0)
 
 
 def test_one_worker_alone_trains_as_without_rounds() -> None:
