@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
+from mlbench_core.aggregation.pytorch.local_steps.no_loco import NoLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.penalty import OutlierPenalty
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
+from mlbench_core.aggregation.pytorch.local_steps.streaming import StreamingDiLoCoAggregation
 from mlbench_core.distributed.pytorch.elastic import Membership, Round
-from mlbench_core.optim.pytorch import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch import DiLoCo, LocalSGD, StreamingDiLoCo
 from mlbench_core.wire_bytes import wire_bytes
 
 PERIOD = 2
+"""Steps from one round to the next."""
 ROUNDS = 5
 LR = 0.05
 OUTER_LR, OUTER_MOMENTUM = 0.5, 0.75
+FRAGMENTS, MIXING = 2, 0.25
+GAMMA, SEED = 0.6, 5
+LARGEST_NORM = 0.1
 TOKENS = 7
 """Of each step, plus the rank."""
 
@@ -42,7 +50,8 @@ class Plan:
         folder: Of the files that it leaves.
         worker: Its number.
         first: Number of workers that start together.
-        method: ``"local_sgd"`` or ``"diloco"``.
+        method: ``"local_sgd"``, ``"diloco"``, ``"streaming"``, ``"no_loco"``, or ``"edit"`` for
+            DiLoCo with a penalty.
         death: Number of the round and the point at which it dies.
         newcomer: A worker for which the others wait before the round after the first commit; it
             joins, or it was stopped.
@@ -74,12 +83,12 @@ class MortalMembership(Membership):
             self.die(self._number, "after ask")
         return super()._read(key)
 
-    def agree(self, tokens: int = 0) -> Round:
+    def agree(self, tokens: int = 0, steps: int = 0) -> Round:
         number = self._number
         self.before = list(range(self.first_workers))
         if number:
             self.before = self._outcome(number - 1)["living"]
-        self.last = super().agree(tokens)
+        self.last = super().agree(tokens, steps)
         self.die(self.last.number, "after agree")
         if self.death == (self.last.number, "stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -103,7 +112,10 @@ class MortalMembership(Membership):
 
 
 class MortalAverage(ElasticAverage):
+    """It dies at a point, and writes the values that it sends to another worker of a pair."""
+
     membership: MortalMembership
+    folder: Path
     messages = 0
 
     def _heal(self, group: Any, round_: Round) -> dict[str, Any] | None:
@@ -120,15 +132,26 @@ class MortalAverage(ElasticAverage):
         assert wire_bytes(op, group, size_bytes) is not None, op
         super()._count(op, group, size_bytes, overlapped)
 
-    def _take_part(self, deltas: Any) -> bool:
+    def _finish(self, send: Any) -> bool:
         self.messages = 0
-        return super()._take_part(deltas)
+        return super()._finish(send)
 
     def _sum(self, group: Any, round_: Round, kind: list[Tensor]) -> Tensor:
+        self.begin_message()
+        return super()._sum(group, round_, kind)
+
+    def _average_with(self, group: Any, rank: int | None, kind: list[Tensor]) -> Tensor:
+        self.begin_message()
+        return super()._average_with(group, rank, kind)
+
+    def exchange_in_pairs(self, values: Any, weights: Any, draw: Any) -> bool:
+        torch.save(values, self.folder / f"pair{self.membership.worker}-{self.membership._number}")
+        return super().exchange_in_pairs(values, weights, draw)
+
+    def begin_message(self) -> None:
         self.messages += 1
         if self.messages == 2:
-            self.membership.die(round_.number, "in exchange")
-        return super()._sum(group, round_, kind)
+            self.membership.die(self.membership.last.number, "in exchange")
 
 
 class TwoKinds(nn.Module):
@@ -158,25 +181,57 @@ def loss(model: nn.Module, commits: int, step: int, rank: int, size: int) -> Ten
     return ((model(data) - target) ** 2).mean()
 
 
-def digest(model: nn.Module) -> str:
+def digest(values: Mapping[str, Tensor]) -> str:
     """A hash of the bits of weights and floating-point buffers."""
     found = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    for name, value in values.items():
         if value.is_floating_point():
             found.update(name.encode() + value.numpy().tobytes())
     return found.hexdigest()
 
 
-def make_optimizer(model: nn.Module, method: str, average: ElasticAverage) -> Any:
+def shared_weights(optimizer: Any, method: str, average: ElasticAverage) -> Mapping[str, Tensor]:
+    """The weights that are equal on all workers after a round; empty if there are none."""
+    if method == "streaming":
+        return {**optimizer.aggregation.state_dict()["shared"], **average.state_dict()["shared"]}
+    return {} if method == "no_loco" else optimizer.model.state_dict()
+
+
+def make_optimizer(model: nn.Module, method: str, average: ElasticAverage | None) -> Any:
+    """The optimizer of a method, without an average that of workers who neither die nor join."""
     if method == "local_sgd":
         return LocalSGD(model=model, lr=LR, momentum=0.5, period=PERIOD, aggregation=average)
+    inner = partial(torch.optim.SGD, lr=LR, momentum=0.5)
     outer = partial(torch.optim.SGD, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-    return DiLoCo(
-        model=model,
-        inner_optimizer=partial(torch.optim.SGD, lr=LR, momentum=0.5),
-        period=PERIOD,
-        aggregation=DiLoCoAggregation(outer, elastic=average),
-    )
+    if method == "streaming":
+        exchange = StreamingDiLoCoAggregation(
+            outer, period=PERIOD * FRAGMENTS, fragments=FRAGMENTS, delay=0, mixing=MIXING,
+            elastic=average,
+        )  # fmt: skip
+        return StreamingDiLoCo(model=model, inner_optimizer=inner, aggregation=exchange)
+    penalty = OutlierPenalty(largest_norm=LARGEST_NORM) if method == "edit" else None
+    aggregation = DiLoCoAggregation(outer, elastic=average, penalty=penalty)
+    if method == "no_loco":
+        aggregation = NoLoCoAggregation(
+            outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM, gamma=GAMMA, seed=SEED,
+            elastic=average,
+        )  # fmt: skip
+    return DiLoCo(model=model, inner_optimizer=inner, period=PERIOD, aggregation=aggregation)
+
+
+def work_without_rounds(rank: int, size: int, method: str) -> dict[str, Tensor]:
+    """Train as one of the workers of a process group, which neither die nor join."""
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = make_optimizer(model, method, None)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    for commits in range(ROUNDS):
+        for step in range(PERIOD):
+            optimizer.zero_grad()
+            loss(model, commits, step, rank, size).backward()
+            optimizer.step()
+            schedule.step()
+    return model.state_dict()
 
 
 def work(plan: Plan) -> None:
@@ -194,6 +249,7 @@ def work(plan: Plan) -> None:
     membership.death = plan.death
     model = make_model()
     average = MortalAverage(membership)
+    average.folder = Path(plan.folder)
     optimizer = make_optimizer(model, plan.method, average)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     average.attach(optimizer, schedule=schedule)
@@ -214,7 +270,7 @@ def work(plan: Plan) -> None:
                 "members": round_.members,
                 "behind": round_.behind,
                 "before": membership.before,
-                "digest": digest(model),
+                "digest": digest(shared_weights(optimizer, plan.method, average)),
                 "tokens": average.tokens,
                 "lr": schedule.get_last_lr(),
             }

@@ -87,7 +87,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
 def test_the_defaults_stay(kind: Any) -> None:
     own = {name: value.default for name, value in inspect.signature(kind).parameters.items()}
-    every = {"use_cuda": False, "world_size": None, "process_group": None}
+    every = {"use_cuda": False, "world_size": None, "process_group": None, "elastic": None}
     assert own == {**{name: every[name] for name in own if name in every}, **DEFAULTS[kind]}
 
 

@@ -91,10 +91,18 @@ def test_a_living_worker_that_does_not_ask_is_left_out_after_a_while() -> None:
             one.wait_s = 60.0
         with ThreadPoolExecutor(1) as pool:
             late = pool.submit(members[2].agree, 12)
-            while members[2]._read("ask/2") in (None, [0, 0, 12]):
+            while members[2]._read("ask/2") in (None, [0, 0, 0, 12]):
                 time.sleep(0.01)
             rounds = [*agree(members[:2]), late.result(60)]
         assert rounds == [Round(1, 1, (0, 1, 2), (2,), 0, 1, 21)] * 3
+
+
+def test_a_worker_with_fewer_steps_at_the_same_number_of_commits_is_behind() -> None:
+    with workers(3) as members:
+        steps = (4, 6, 6)
+        pairs = zip(members, steps, strict=True)
+        rounds = together([lambda one=one, own=own: one.agree(10, own) for one, own in pairs])  # type: ignore[misc]
+        assert rounds == [Round(0, 0, (0, 1, 2), (0,), 1, 0, 20)] * 3
 
 
 def test_a_minority_does_not_go_on_alone() -> None:

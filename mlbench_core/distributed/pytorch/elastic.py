@@ -4,11 +4,11 @@ The workers of an elastic run have no common process group of fixed size. They m
 outlives every worker, for example in the process that starts them. Each round n is::
 
     worker i                            store
-    ASK       --- commits, tokens --->  ask/i          of the last round that i asked for
+    ASK       -- commits, steps, tokens --> ask/i      of the last round that i asked for
     AGREE     <-- members, donor -----  agreement/n    written once, by a coordinator
     CONNECT   a Gloo group of the members; kept while they stay the same
     HEAL      members that are behind receive the state of the donor
-    EXCHANGE  a sum over the group, in which those members have weight 0
+    EXCHANGE  a sum over the group, in which those members have weight 0; or averages of pairs
     COMMIT    --- has the sum? ------>  report/i
               <-- commit or not ------  outcome/n      written once, by a coordinator
                                                        -> round n + 1
@@ -73,7 +73,8 @@ class Round:
         number: Its number, from 0.
         group: The number of the first round with this process group.
         members: The workers that take part, ascending. A worker's rank is its position.
-        behind: Those of them whose state is older than that of the others. They have weight 0.
+        behind: Those of them whose state is older than that of the others: it has fewer commits, or
+            fewer steps at the same number of commits. They have weight 0.
         donor: The member that sends its state to those behind.
         commits: Number of committed rounds in the donor's state.
         tokens: Tokens of all other members since the last round.
@@ -262,18 +263,20 @@ class Membership:
         with _reaching_the_store():
             self._store.set("finished", "1")
 
-    def agree(self, tokens: int = 0) -> Round:
+    def agree(self, tokens: int = 0, steps: int = 0) -> Round:
         """Ask for the next round, and wait until it begins with this worker.
 
         Args:
             tokens: Number of tokens, or samples, of this worker since the last round.
+            steps: Number of steps in this worker's state, if they say which part of the weights the
+                round is about. A worker that missed a round without a commit has fewer than others.
 
         Raises:
             WorkerError: A worker has called :meth:`finish`, or the store does not answer.
         """
         with _reaching_the_store():
             while True:
-                round_ = self._ask(tokens)
+                round_ = self._ask(tokens, steps)
                 if self.worker in round_.members:
                     return round_
                 self._await_outcome(round_)
@@ -322,10 +325,10 @@ class Membership:
             self.commits = round_.commits + 1
         return committed
 
-    def _ask(self, tokens: int) -> Round:
+    def _ask(self, tokens: int, steps: int) -> Round:
         """Ask for the next round, and return the agreement, perhaps without this worker."""
         number, began_s = self._number, time.monotonic()
-        self._store.set(f"ask/{self.worker}", json.dumps([number, self.commits, tokens]))
+        self._store.set(f"ask/{self.worker}", json.dumps([number, self.commits, steps, tokens]))
         while True:
             agreement = self._read(f"agreement/{number}")
             if agreement is not None:
@@ -361,11 +364,11 @@ class Membership:
 
     def _plan(self, asks: Mapping[int, list[int]]) -> dict[str, Any]:
         """Return the agreement of the workers that have asked."""
-        commits = max(own for own, _ in asks.values())
+        commits, steps = max((own, count) for own, count, _ in asks.values())
         members, behind, tokens = sorted(asks), [], 0
         for worker in members:
-            own, counted = asks[worker]
-            if own < commits:
+            own, count, counted = asks[worker]
+            if (own, count) < (commits, steps):
                 behind.append(worker)
             else:
                 tokens += counted

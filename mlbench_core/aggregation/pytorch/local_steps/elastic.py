@@ -1,11 +1,19 @@
-"""Average the changes of the workers that live at the moment, so that workers may die or join."""
+"""Average the changes of the workers that live at the moment, so that workers may die or join.
+
+An aggregation takes part in a round in two or three calls::
+
+    meet ------> agreed, connected, healed ---> (gather) ---> exchange or exchange_in_pairs
+      a member that was behind has the state         sends, and waits for the outcome
+
+A lost member makes a call fail. The worker then goes on to the outcome without sending more.
+"""
 
 from __future__ import annotations
 
 import datetime
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,19 +57,22 @@ class ElasticAverage(Aggregation):
     The numerator and the denominator travel in one message. If a member is lost before all have
     reported the sum, the round is not committed: no worker applies it, and
     :math:`\theta_i \leftarrow \theta`. So a lost worker costs the others at most the steps since
-    the last round. Their inner optimizers keep their state.
+    the last round. Their inner optimizers keep their state. The methods that use this average have
+    the same rounds, for a fragment of the weights or in pairs instead of a sum.
 
-    A worker that joins, or that missed a round, receives the state of another member before the
-    sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of tokens, the
-    learning rates, and the parts given to :meth:`attach`. It keeps its own state of the inner
-    optimizer, which is zero for a new worker.
+    A worker that joins, or that missed a round, receives the state of another member, the donor,
+    before the sum: :math:`\theta`, an outer optimizer's momentum, the counts of steps and of
+    tokens, the learning rates, and the parts given to :meth:`attach`. Of a method whose workers
+    have states of their own, such as NoLoCo, it receives those of the donor. It keeps its own state
+    of the inner optimizer, which is zero for a new worker.
 
     Give it to an optimizer with local steps: ``LocalSGD(..., aggregation=average)`` or
-    ``DiLoCo(..., aggregation=DiLoCoAggregation(elastic=average))``. Each worker is a world of its
+    ``DiLoCo(..., aggregation=DiLoCoAggregation(elastic=average))``. The aggregations of
+    StreamingDiLoCo and NoLoCo have the argument ``elastic``, too. Each worker is a world of its
     own, so no other function communicates. All have the same model, and start from equal weights.
 
-    Messages travel in the host's memory, in at least float32, one for each dtype. A call sends the
-    bytes of the tensors, and one number more in each message.
+    Messages travel in the host's memory, one for each dtype, and sums in at least float32. A call
+    sends the bytes of the tensors, and one number more in each sum.
 
     Attributes:
         membership: As given.
@@ -115,6 +126,9 @@ class ElasticAverage(Aggregation):
         self._optimizer: Any = None
         self._trained: set[str] = set()
         self._parts: dict[str, Any] = {}
+        # From the agreement to the outcome. Without a group, the round has failed.
+        self._round: Round | None = None
+        self._group: Any = None
 
     def attach(self, optimizer: Any, **parts: Any) -> None:
         """Use the weights of an optimizer's model as shared weights, and name a joiner's state.
@@ -182,70 +196,193 @@ class ElasticAverage(Aggregation):
             WorkerError: The store of the workers does not answer.
         """
         check_average(op)
+        self.meet(tensors)
         self.exchange({}, tensors)
 
-    def exchange(self, changes: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Take part in a round, with changes of weights that the caller keeps, and with weights.
+    @torch.no_grad()
+    def meet(self, weights: Mapping[str, Tensor], steps: int = 0) -> bool:
+        """Agree on the next round, and receive the shared state if this worker is behind.
 
         Args:
-            changes: By name. They become the average of all members, or 0 if the round is not
-                committed. They belong to shared weights that the joiner has received.
+            weights: All weights of this worker, by name. If it is behind, those that this object
+                keeps become the shared ones.
+            steps: Number of steps in this worker's state, if they say which of the weights travel;
+                see :meth:`~mlbench_core.distributed.pytorch.elastic.Membership.agree`.
+
+        Returns:
+            True if this worker has received the state.
+
+        Raises:
+            RuntimeError: :meth:`attach` was not called.
+            ValueError: Weights are missing.
+            WorkerError: The store of the workers does not answer.
+        """
+        self._check_attached()
+        if not self._trained <= weights.keys():
+            raise ValueError(
+                "by_layer must be False, because a round is committed for the whole model: leave "
+                "it out, and train no parameters outside the model"
+            )
+        state = None
+        self._round = round_ = self.membership.agree(self._counted, steps)
+        try:
+            self._group = self.membership.connect(round_)
+            state = self._heal(self._group, round_)
+        except RuntimeError as error:  # the type that Gloo raises
+            # Without the group, this worker cannot have the sum.
+            self._group = None
+            _warn(round_, error)
+        if state is None:
+            return False
+        self._load_shared(state)
+        self.membership.commits = round_.commits
+        for name in weights.keys() & self._shared.keys():
+            weights[name].copy_(self._shared[name])
+        return True
+
+    def gather(self, row: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all members that were not behind, and the position of the own one.
+
+        Call it between :meth:`meet` and the exchange. If this worker was behind, or the round has
+        failed, return the own row alone.
+
+        Args:
+            row: Of the same length and dtype on all members, in the host's memory.
+        """
+        assert self._round is not None
+        members, others = self._round.members, self._others()
+        if self._group is None:
+            return row[None], 0
+        rows = row.new_empty(len(members), len(row))
+        options = torch.distributed.distributed_c10d.AllgatherOptions()
+        options.timeout = datetime.timedelta(seconds=self.membership.timeout_s)
+        try:
+            self._group.allgather([list(rows)], [row], options).wait()
+        except RuntimeError as error:
+            self._group = None
+            _warn(self._round, error)
+            return row[None], 0
+        self._count("all_gather", len(members), row.nbytes)
+        if self.membership.worker not in others:
+            return row[None], 0
+        positions = [members.index(worker) for worker in others]
+        return rows[positions], others.index(self.membership.worker)
+
+    def _others(self) -> list[int]:
+        """Return the members of the round that were not behind."""
+        assert self._round is not None
+        return [worker for worker in self._round.members if worker not in self._round.behind]
+
+    def exchange(self, changes: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        """End the round with the averages of all members. Call :meth:`meet` before.
+
+        Args:
+            changes: Changes of weights that the caller keeps, by name. They become the average of
+                all members, or 0 if the round is not committed.
             weights: By name. They become the shared weights after the round.
 
         Returns:
             True if the round was committed.
 
         Raises:
-            RuntimeError: :meth:`attach` was not called.
-            ValueError: Tensors are missing.
             WorkerError: The store of the workers does not answer.
         """
-        self._check_attached()
-        if not self._trained <= {*changes, *weights}:
-            raise ValueError(
-                "by_layer must be False, because a round is committed for the whole model: leave "
-                "it out, and train no parameters outside the model"
-            )
         deltas = dict(changes)
         for name, tensor in weights.items():
-            if name not in self._shared:
-                # It was not in the model at first, and begins with this worker's value.
-                self._shared[name] = tensor.clone()
+            self._keep(name, tensor)
             deltas[name] = self._shared[name] - tensor
-        committed = self._take_part(deltas)
+        # An order of names: that of a joiner's tensors may be another one.
+        kinds = by_dtype_and_device([deltas[name] for name in sorted(deltas)])
+        messages: list[Tensor] = []
+
+        def send(group: Any, round_: Round) -> None:
+            for kind in kinds:
+                messages.append(self._sum(group, round_, kind))
+
+        committed = self._finish(send)
+        for tensor in deltas.values():
+            tensor.zero_()
+        if committed:
+            for kind, message in zip(kinds, messages, strict=True):
+                unpack(divide(message[:-1], message[-1]).to(kind[0].device), kind)
         for name, tensor in weights.items():
             self._shared[name] -= deltas[name]
             tensor.copy_(self._shared[name])
         return committed
 
-    def _take_part(self, deltas: Mapping[str, Tensor]) -> bool:
-        """Replace tensors by the members' averages, or by 0 if the round is not committed."""
-        membership = self.membership
-        round_ = membership.agree(self._counted)
-        # An order of names: that of a joiner's tensors may be another one.
-        kinds = by_dtype_and_device([deltas[name] for name in sorted(deltas)])
-        messages: list[Tensor] = []
-        state, group, has_sum = None, None, False
-        try:
-            group = membership.connect(round_)
-            state = self._heal(group, round_)
+    def exchange_in_pairs(
+        self,
+        values: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        draw: Callable[[int, int], int | None],
+    ) -> bool:
+        """End the round with the averages of two members each. Call :meth:`meet` before.
+
+        A member that has just been healed is alone.
+
+        Args:
+            values: By name. They become the average of the pair if the round is committed, and
+                stay as they are otherwise.
+            weights: By name. They become the average of the pair, or this worker's weights after
+                the last committed round.
+            draw: Takes a rank among the other members and their number. It returns the rank of the
+                peer, or None if the member is alone.
+
+        Returns:
+            True if the round was committed, and this worker was not healed in it.
+
+        Raises:
+            WorkerError: The store of the workers does not answer.
+        """
+        assert self._round is not None
+        others, peer = self._others(), None
+        if self.membership.worker in others:
+            peer = draw(others.index(self.membership.worker), len(others))
+        rank = None if peer is None else self._round.members.index(others[peer])
+        for name, tensor in weights.items():
+            self._keep(name, tensor)
+        tensors = {**values, **weights}
+        # An empty tensor needs no message.
+        kinds = by_dtype_and_device(
+            filter(torch.numel, [tensors[name] for name in sorted(tensors)])
+        )
+        averages: list[Tensor] = []
+
+        def send(group: Any, round_: Round) -> None:
             for kind in kinds:
-                messages.append(self._sum(group, round_, kind))
-            has_sum = True
-        except RuntimeError as error:  # the type that Gloo raises
-            reason = str(error).split("\n", 1)[0]
-            _log.warning("round %d failed, maybe by a lost worker: %s", round_.number, reason)
+                averages.append(self._average_with(group, rank, kind))
+
+        committed = self._finish(send)
+        if committed:
+            for kind, average in zip(kinds, averages, strict=True):
+                unpack(average.to(kind[0].device), kind)
+        for name, tensor in weights.items():
+            if committed:
+                self._shared[name].copy_(tensor)
+            else:
+                tensor.copy_(self._shared[name])
+        return committed and self.membership.worker in others
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        """Begin to keep the shared weights of a tensor that was not in the model at first."""
+        if name not in self._shared:
+            self._shared[name] = tensor.clone()
+
+    def _finish(self, send: Callable[[Any, Round], None]) -> bool:
+        """Send the messages of the round, and return True if it is committed."""
+        round_, group, has_sum = self._round, self._group, False
+        assert round_ is not None
+        self._round = self._group = None
+        if group is not None:
+            try:
+                send(group, round_)
+                has_sum = True
+            except RuntimeError as error:
+                _warn(round_, error)
         group = None  # its connections close when nothing refers to it
-        if state is not None:
-            self._load_shared(state)
-            membership.commits = round_.commits
-        committed = membership.commit(round_, has_sum)
-        for tensor in deltas.values():
-            tensor.zero_()
+        committed = self.membership.commit(round_, has_sum)
         if committed:
             self.tokens += round_.tokens
-            for kind, message in zip(kinds, messages, strict=True):
-                unpack(divide(message[:-1], message[-1]).to(kind[0].device), kind)
         # After a round that is not committed, the steps that they belong to are lost.
         self._counted = 0
         return committed
@@ -286,13 +423,28 @@ class ElasticAverage(Aggregation):
         self._count("all_reduce", len(round_.members), message.nbytes)
         return message
 
+    def _average_with(self, group: Any, rank: int | None, kind: list[Tensor]) -> Tensor:
+        """Return tensors of one kind, flat, averaged with those of a member, or the own ones."""
+        own = pack(kind).cpu()
+        if rank is None:
+            return own
+        received = torch.empty_like(own)
+        limit = datetime.timedelta(seconds=self.membership.timeout_s)
+        # Both start at once. In a blocking order, two members could wait for each other.
+        for work in [group.send([own], rank, 0), group.recv([received], rank, 0)]:
+            work.wait(limit)
+        self._count("pair", 2, own.nbytes)
+        # As DecentralizedAggregation does it: equal values stay the same, bit for bit.
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        return own.add_(received.to(own).sub_(own), alpha=0.5)
+
     def _shared_state(self) -> dict[str, Any]:
-        """Return the state that is the same on all workers at the end of a round."""
+        """Return what a joiner receives. It is the same on all workers, except with NoLoCo."""
         aggregation, options = self._optimizer.aggregation, []
         for group in self._optimizer.param_groups:
             options.append({key: value for key, value in group.items() if key != "params"})
         return {
-            "aggregation": aggregation.shared_state(aggregation.state_dict()),
+            "aggregation": aggregation.state_dict(),
             "options": options,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
@@ -335,3 +487,8 @@ class ElasticAverage(Aggregation):
         self._shared = copies_by_plain_name(state_dict.get("shared", {}))
         self.tokens = int(state_dict.get("tokens", 0))
         self.membership.commits = int(state_dict.get("commits", 0))
+
+
+def _warn(round_: Round, error: RuntimeError) -> None:
+    reason = str(error).split("\n", 1)[0]
+    _log.warning("round %d failed, maybe by a lost worker: %s", round_.number, reason)

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
 from mlbench_core.aggregation.pytorch.local_steps.periodic import DiLoCoAggregation
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
@@ -48,6 +49,13 @@ class NoLoCoAggregation(DiLoCoAggregation):
     one message per dtype. State: :math:`\phi_i` and :math:`m_i`, which differ between workers, and
     the number of calls.
 
+    In an elastic run, the pairs are drawn among the members of the round. A worker that joins, or
+    that missed a round, receives :math:`\phi`, :math:`m` and the buffers of one other member, the
+    donor. It takes its first outer step in the next round. A round is committed for all pairs or
+    for none. If it is not committed, each :math:`\theta_i` is set to its :math:`\phi_i`. So a
+    worker that dies costs all others at most the steps since the last round, and its own
+    :math:`\phi_i` is lost.
+
     The paper writes Nesterov momentum; the authors' code, which this follows, takes the step above
     without a look-ahead.
 
@@ -55,7 +63,7 @@ class NoLoCoAggregation(DiLoCoAggregation):
         outer_lr: :math:`\alpha`.
         gamma: :math:`\gamma`.
         seed: As given.
-        rounds: Number of calls.
+        rounds: Number of calls, or in an elastic run, of committed rounds.
         outer_optimizer: SGD with learning rate 1 and momentum :math:`\mu`, whose momentum buffers
             are :math:`-m_i`.
 
@@ -67,6 +75,8 @@ class NoLoCoAggregation(DiLoCoAggregation):
         seed: Seed of the pairs, the same on all workers.
         process_group: See
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        elastic: Averages over workers that may die or join; None for the fixed workers of the
+            process group.
 
     Raises:
         TypeError: A number has the wrong type.
@@ -99,12 +109,16 @@ class NoLoCoAggregation(DiLoCoAggregation):
         gamma: float = 0.7,
         seed: int = 0,
         process_group: Any = None,
+        elastic: ElasticAverage | None = None,
     ) -> None:
         check_finite_at_least_0("outer_lr", outer_lr)
         check_finite_at_least_0("outer_momentum", outer_momentum)
         check_finite_at_least_0("gamma", gamma)
         super().__init__(
-            partial(SGD, lr=1.0, momentum=outer_momentum), world_size, process_group=process_group
+            partial(SGD, lr=1.0, momentum=outer_momentum),
+            world_size,
+            process_group=process_group,
+            elastic=elastic,
         )
         self.outer_lr = outer_lr
         self.gamma = gamma
@@ -117,15 +131,31 @@ class NoLoCoAggregation(DiLoCoAggregation):
     ) -> None:
         """Average with this call's peer; set the outer gradients to what is added to -m."""
         means = {name: self._shared[name].detach().clone() for name in outer_gradients}
-        peer = draw_peer(self._pair.rank, self.world_size, self.seed, self.rounds)
-        self.rounds += 1
-        if peer is not None:
-            self._pair.join(peer)
-            slow = {f"phi of {name}": mean for name, mean in means.items()}
-            self._delegate(self._pair, {**outer_gradients, **slow, **averages}, AVG_WORLD)
+        slow = {f"phi of {name}": mean for name, mean in means.items()}
+        if not self._exchange({**outer_gradients, **slow}, averages):
+            for gradient in outer_gradients.values():
+                gradient.zero_()
+            return
         for name, gradient in outer_gradients.items():
             correction = self._shared[name] - means[name]
             gradient.mul_(self.outer_lr).add_(correction.to(gradient), alpha=self.gamma)
+
+    def _exchange(self, values: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> bool:
+        """Average with this call's peer; return False if this worker takes no outer step."""
+        if self.elastic is not None:
+            with self._counting_bytes_of(self.elastic):
+                is_average = self.elastic.exchange_in_pairs(values, averages, self._draw)
+            self.rounds = self.elastic.membership.commits
+            return is_average
+        peer = self._draw(self._pair.rank, self.world_size)
+        self.rounds += 1
+        if peer is not None:
+            self._pair.join(peer)
+            self._delegate(self._pair, {**values, **averages}, AVG_WORLD)
+        return True
+
+    def _draw(self, rank: int, size: int) -> int | None:
+        return draw_peer(rank, size, self.seed, self.rounds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return DiLoCo's state, which here differs between workers, and the number of calls."""

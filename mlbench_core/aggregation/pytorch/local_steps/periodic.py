@@ -309,7 +309,8 @@ class DiLoCoAggregation(Aggregation):
     are.
 
     In an elastic run, :math:`k` counts the workers of the round. If a round is not committed,
-    :math:`\theta` takes no outer step, and every :math:`\theta_i` is set to it.
+    :math:`\theta` takes no outer step, and every :math:`\theta_i` is set to it. The norms of its
+    changes are not fed to a penalty. A worker that joins receives the norms of the donor.
 
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
@@ -337,7 +338,7 @@ class DiLoCoAggregation(Aggregation):
             average gradients in a compressed form.
         ValueError: ``world_size`` is not the number of workers in the process group, or
             ``compressed`` is given with a penalty or has another process group. Or ``elastic`` is
-            given with one of the two.
+            given with ``compressed``.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -374,10 +375,10 @@ class DiLoCoAggregation(Aggregation):
         self.elastic = elastic
         if elastic is not None:
             self.takes_complex = elastic.takes_complex
-            if penalty is not None or compressed is not None:
+            if compressed is not None:
                 raise ValueError(
-                    "elastic must be None with a penalty or compression, which know no other "
-                    f"workers than those of the start, not {type(elastic).__name__}: leave one out"
+                    "elastic must be None with compression, which knows no other workers than "
+                    f"those of the start, not {type(elastic).__name__}: leave one out"
                 )
         if compressed is not None:
             _check_compressed(compressed, self.group, penalty)
@@ -429,6 +430,7 @@ class DiLoCoAggregation(Aggregation):
             ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
+        self._meet(tensors)
         outer_gradients, averages = {}, {}
         for name, tensor in tensors.items():
             if name in self._shared:
@@ -443,13 +445,23 @@ class DiLoCoAggregation(Aggregation):
         for name, average in averages.items():
             self._share(name, average)
 
+    def _meet(self, tensors: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Agree on the round of an elastic run; a worker that is behind gets the shared weights."""
+        if self.elastic is None:
+            return
+        with self._counting_bytes_of(self.elastic):
+            healed = self.elastic.meet(tensors, steps)
+        if healed:
+            for name in tensors.keys() & self._shared.keys():
+                tensors[name].copy_(self._shared[name])
+
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
         """Average the outer gradients, and tensors that are only averaged."""
         if self.elastic is not None:
             with self._counting_bytes_of(self.elastic):
-                self.elastic.exchange(outer_gradients, averages)
+                self._average_of_round(self.elastic, outer_gradients, averages)
             return
         if self.penalty is not None and outer_gradients:
             self._weigh(self.penalty, outer_gradients)
@@ -461,17 +473,37 @@ class DiLoCoAggregation(Aggregation):
         if self.penalty is not None:
             self.penalty.clip_(list(outer_gradients.values()))
 
+    def _average_of_round(
+        self,
+        elastic: ElasticAverage,
+        outer_gradients: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+    ) -> None:
+        """Average over the members of a round of an elastic run."""
+        if self.penalty is None or not outer_gradients:
+            elastic.exchange(outer_gradients, averages)
+            return
+        norms = self.penalty.state_dict()
+        self._weigh(self.penalty, outer_gradients)
+        if elastic.exchange(outer_gradients, averages):
+            self.penalty.clip_(list(outer_gradients.values()))
+        else:
+            # The steps that they belong to are lost.
+            self.penalty.load_state_dict(norms)
+
     def _weigh(self, penalty: OutlierPenalty, outer_gradients: Mapping[str, Tensor]) -> None:
         """Multiply this worker's outer gradients by k times its weights."""
         own = penalty.own_norms(outer_gradients)
         gathered, rank = own[None], 0
-        if self.world_size > 1:
+        if self.elastic is not None:
+            gathered, rank = self.elastic.gather(own)
+        elif self.world_size > 1:
             sent = process_groups.get_backend_tensor(own, self.group)
             everyone = sent.new_empty(self.world_size, len(sent))
             process_groups.dist.all_gather(list(everyone), sent, group=self.group)
             self._count("all_gather", self.world_size, sent.nbytes)
             gathered, rank = everyone.cpu(), process_groups.dist.get_rank(self.group)
-        weights = penalty.weights(gathered)[rank] * self.world_size
+        weights = penalty.weights(gathered)[rank] * len(gathered)
         for gradient, weight in zip(outer_gradients.values(), weights.tolist(), strict=True):
             gradient.mul_(weight)
 

@@ -27,6 +27,7 @@ from mlbench_core.aggregation.pytorch.aggregation import AggregationFunction, De
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.compression.compressed import ratio_of
 from mlbench_core.aggregation.pytorch.decentralized import check_average
+from mlbench_core.aggregation.pytorch.local_steps.elastic import ElasticAverage
 from mlbench_core.aggregation.pytorch.local_steps.periodic import (
     DiLoCoAggregation,
     check_delay,
@@ -94,6 +95,12 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     ``quantize``, outer gradients travel as :func:`to_float4` makes them, in an all-gather, and
     every worker adds them up in the dtype of :math:`\theta`, at least float32.
 
+    In an elastic run, each fragment has its own round, without a delay. The members of a round have
+    taken the same number of steps, so they send the same fragment. A worker that joins receives
+    :math:`\theta` of all fragments, their outer momentum and the number of steps. If a round is not
+    committed, its fragment takes no outer step, and is mixed with :math:`\theta` all the same. The
+    other fragments keep the progress of their workers.
+
     Attributes:
         period: As given.
         fragments: As given.
@@ -114,12 +121,14 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         quantize: Send outer gradients with 4 bits per weight: a sign and an exponent of 3 bits.
         process_group: See
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        elastic: Averages over workers that may die or join; None for the fixed workers of the
+            process group.
 
     Raises:
         TypeError: A number has the wrong type, or ``outer_optimizer`` does not create a torch
             optimizer.
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
-            process group.
+        ValueError: A number is out of range, ``world_size`` is not the number of workers in the
+            process group, or ``elastic`` is given with a delay or with ``quantize``.
 
     Example:
         >>> from functools import partial
@@ -151,8 +160,9 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         mixing: float = 0.5,
         quantize: bool = False,
         process_group: Any = None,
+        elastic: ElasticAverage | None = None,
     ) -> None:
-        super().__init__(outer_optimizer, world_size, process_group=process_group)
+        super().__init__(outer_optimizer, world_size, process_group=process_group, elastic=elastic)
         self.period = check_int("period", period)
         self.fragments = check_int("fragments", fragments)
         if self.fragments > self.period:
@@ -168,7 +178,13 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             )
         self.mixing = mixing
         self.quantize = quantize
-        self.takes_complex = not quantize
+        if elastic is not None and (self.delay or quantize):
+            raise ValueError(
+                "delay must be 0 and quantize must be False in an elastic run, not "
+                f"{self.delay} and {quantize}: the workers commit a fragment in the step in which "
+                "they send it, as it is; give delay=0 and leave out quantize"
+            )
+        self.takes_complex = self.takes_complex and not quantize
         self._counts: dict[str, int] = {}
         self._flights: list[_Fragment] = []
         # Of quantized outer gradients.
@@ -214,7 +230,12 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             # A call may have other tensors, such as parameters outside the model.
             if not tensors.keys().isdisjoint({**flight.gradients, **flight.averages}):
                 flight.left -= 1
+        count_step(self._counts, tensors)
         due = self._due(tensors)
+        if due and self.elastic is not None:
+            self._meet(tensors, max(self._counts[name] for name in tensors))
+            # A worker that was behind has the counts of the others now.
+            due = self._due(tensors)
         if due:
             self._send(due)
         arriving = [flight for flight in self._flights if flight.left <= 0]
@@ -224,14 +245,13 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             self._merge(flight, tensors)
 
     def _due(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count a step of every tensor, and return those whose fragment is sent in this step."""
+        """Return the tensors whose fragment is sent in this step."""
         # The order of the shared weights is saved with them, and
         # freezing a layer does not change it.
         offsets = {}
         for position, name in enumerate(self._shared):
             # Parameter j is in fragment p = j mod P, which is sent if t = floor(p H / P) mod H.
             offsets[name] = position % self.fragments * self.period // self.fragments
-        count_step(self._counts, tensors)
         due = {}
         for name, tensor in tensors.items():
             if self._counts[name] % self.period == offsets.get(name, 0):
@@ -250,6 +270,10 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 averages[name] = theta_i.clone()
         flight = _Fragment(self.delay, gradients, averages, pending=pending)
         self._flights.append(flight)
+        if self.elastic is not None:
+            with self._counting_bytes_of(self.elastic):
+                self.elastic.exchange(gradients, averages)
+            return
         plain = [*averages.values()]
         if self.quantize:
             # A worker alone rounds too, so that it can show the effect of rounding.
