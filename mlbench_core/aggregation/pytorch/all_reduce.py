@@ -376,17 +376,7 @@ class AllReduceAggregation(Aggregation):
 
     def _goes_directly(self, tensor: Tensor) -> bool:
         """Return whether the workers average by sends and receives; the same on all workers."""
-        dist = process_groups.dist
-        return (
-            tensor.device.type == "cpu"
-            and (tensor.is_floating_point() or tensor.is_complex())
-            and not self.shared_memory
-            and dist.get_backend(self.group) == dist.Backend.GLOO
-            # At this level, torch checks that all workers call the same collective operation with
-            # the same shapes. Sends and receives would bypass this check.
-            and dist.get_debug_level() != dist.DebugLevel.DETAIL
-            and process_groups.is_on_one_machine(self.group)
-        )
+        return not self.shared_memory and pairwise.suits(tensor, self.group)
 
     def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
         sent = list(map(self._converted, messages))
