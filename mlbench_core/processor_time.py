@@ -7,14 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["polling", "work_s"]
+__all__ = ["polled", "polling", "work_s"]
 
 
-class _OfThread(threading.local):
-    polled_s = 0.0
+class _Polled(threading.local):
+    total_s = 0.0
 
 
-_of_thread = _OfThread()
+polled = _Polled()
+"""The processor seconds that this thread has spent in :func:`polling`: ``polled.total_s``."""
 
 
 def work_s() -> float:
@@ -27,7 +28,7 @@ def work_s() -> float:
         >>> time.thread_time() - thread_before_s > work_s() - work_before_s
         True
     """
-    return time.thread_time() - _of_thread.polled_s
+    return time.thread_time() - polled.total_s
 
 
 @contextmanager
@@ -37,4 +38,4 @@ def polling() -> Iterator[None]:
     try:
         yield
     finally:
-        _of_thread.polled_s += time.thread_time() - begin_s
+        polled.total_s += time.thread_time() - begin_s

@@ -17,7 +17,7 @@ from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     all_reduce,
 )
-from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.distributed.pytorch.timing import CommunicationClock
 from tests.helpers.ranks import run_ranks
 
@@ -187,7 +187,7 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB
     travel alone."""
     results: dict[str, Any] = {}
-    on_one_machine, on_several_machines = process_groups.is_on_one_machine, lambda group=None: False
+    on_one_machine, on_several_machines = pairwise.is_on_one_machine, lambda group=None: False
     settings: dict[str, dict[str, Any]] = {
         "plain": {},
         "by the backend": {},
@@ -198,7 +198,7 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     for name, options in settings.items():
         aggregation = AllReduceAggregation(world_size, **options)
         # Between machines, messages go through the backend's all-reduce.
-        process_groups.is_on_one_machine = (
+        pairwise.is_on_one_machine = (
             on_several_machines if name == "by the backend" else on_one_machine
         )
         for least in (1 << 10, 1 << 20):

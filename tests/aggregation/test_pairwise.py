@@ -181,15 +181,11 @@ def test_kinds_of_numbers_and_divisors(tmp_path: Path) -> None:
             ], name
 
 
-def test_one_process_is_on_one_machine() -> None:
-    assert process_groups.is_on_one_machine()
-
-
 def used_operations(rank: int, world_size: int, level: str) -> tuple[int, int]:
     """The number of calls of all-reduce and of sends in an average."""
     dist.set_debug_level(getattr(dist.DebugLevel, level))
     aggregation = AllReduceAggregation(world_size)
-    process_groups.is_on_one_machine()
+    pairwise.is_on_one_machine()
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
         mock.patch.object(dist, "isend", wraps=dist.isend) as isend,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mlbench_core.aggregation.pytorch.compression.compressed import orthonormal_rows
 from mlbench_core.aggregation.pytorch.transport.tensors import (
     orthogonalize,
-    orthonormal_rows,
     pack_tensors,
     unpack_tensors,
 )

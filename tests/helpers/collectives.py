@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.transport import pairwise
-from mlbench_core.distributed.pytorch import process_groups
 
 
 @contextlib.contextmanager
 def recording_averages(record: Callable[[Tensor], Any]) -> Iterator[None]:
     """Call a function with every message that is averaged in the block. All workers enter the block
     together."""
-    process_groups.is_on_one_machine()  # so that the comparison of machines is not recorded
+    pairwise.is_on_one_machine()  # so that the comparison of machines is not recorded
     original = pairwise.average
 
     def average(messages: Sequence[Tensor], *args: Any) -> None:

@@ -22,16 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.transport.layout import Layout, start_comparing, takes_part
-from mlbench_core.aggregation.pytorch.transport.messages import Denominator, divide
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    Denominator,
+    check_denominator,
+    divide,
+)
 from mlbench_core.aggregation.pytorch.transport.names import (
+    COMPILED,
     Parameters,
     is_buffer,
     name_of_buffer,
-    parameters_of,
     plain_name,
 )
 from mlbench_core.distributed.pytorch import process_groups
-from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
+from mlbench_core.distributed.pytorch.lost_workers import (
+    introduce,
+    name_lost_workers,
+    naming_lost_workers,
+)
 from mlbench_core.distributed.pytorch.timing import count_collective
 
 __all__ = [
@@ -346,7 +354,6 @@ class Aggregation(ABC):
         self.last_bytes += sent_bytes
 
     @torch.no_grad()
-    @naming_lost_workers()
     def _aggregate_gradients(
         self,
         model: Parameters,
@@ -356,27 +363,31 @@ class Aggregation(ABC):
         by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
-        parameters = parameters_of(model)
-        refuse_sparse(parameters)
-        self.compare_models(parameters)
-        if self.world_size == 1:
-            self.layout.admit(self.layout.trained & parameters.keys())
-            self._aggregate_alone(self._without_frozen(parameters), op, denom)
-            return
-        sent = self._without_frozen(parameters)
-        frozen = [name for name in parameters if name in self.layout.frozen]
-        # The flags of the first message ask about the frozen parameters; if no parameter travels,
-        # a separate message does.
-        asked = frozen
-        messages = _messages(sent, by_layer) if sent else []
-        for part in messages:
-            self._aggregate_some_gradients(part, op, denom, asked)
-            asked = []
-        if asked:
-            self.admit(asked)
-        admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
-        if admitted:
-            self._aggregate_some_gradients(admitted, op, denom)
+        try:
+            parameters = parameters_of(model)
+            refuse_sparse(parameters)
+            self.compare_models(parameters)
+            if self.world_size == 1:
+                self.layout.admit(self.layout.trained & parameters.keys())
+                self._aggregate_alone(self._without_frozen(parameters), op, denom)
+                return
+            sent = self._without_frozen(parameters)
+            frozen = [name for name in parameters if name in self.layout.frozen]
+            # The flags of the first message ask about the frozen parameters; if no parameter
+            # travels, a separate message does.
+            asked = frozen
+            messages = _messages(sent, by_layer) if sent else []
+            for part in messages:
+                self._aggregate_some_gradients(part, op, denom, asked)
+                asked = []
+            if asked:
+                self.admit(asked)
+            admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
+            if admitted:
+                self._aggregate_some_gradients(admitted, op, denom)
+        except RuntimeError as error:
+            name_lost_workers(error)
+            raise
 
     def mark(self, flags: Tensor, frozen: Collection[str]) -> None:
         """Mark the first flag of a message if this worker has trained a frozen parameter.
@@ -443,7 +454,10 @@ class Aggregation(ABC):
         Raises:
             ValueError: They differ. All workers raise it.
         """
-        self.layout.note(parameters or {})
+        # In most steps there is nothing to note: all parameters are known, and none is frozen.
+        parameters = parameters or {}
+        if self.layout.frozen or not parameters.keys() <= self.layout.known:
+            self.layout.note(parameters)
         new, self.layout.new = self.layout.new, []
         if new and self.world_size > 1:
             wait = start_comparing(new, self.group)
@@ -529,7 +543,6 @@ class Aggregation(ABC):
                 remembered[name] = kept[name]
 
     @torch.no_grad()
-    @naming_lost_workers()
     def _aggregate_weights(
         self,
         model: Parameters,
@@ -539,13 +552,17 @@ class Aggregation(ABC):
         by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
-        parameters = parameters_of(model)
-        self.layout.note(parameters)
-        weights = weights_of(model)
-        if not self._selects_late:
-            weights = self._traveling(weights)
-        for message in _messages(weights, by_layer):
-            self.aggregate(message, op, denom)
+        try:
+            parameters = parameters_of(model)
+            self.layout.note(parameters)
+            weights = weights_of(model)
+            if not self._selects_late:
+                weights = self._traveling(weights)
+            for message in _messages(weights, by_layer):
+                self.aggregate(message, op, denom)
+        except RuntimeError as error:
+            name_lost_workers(error)
+            raise
 
     def _traveling(
         self, weights: Mapping[str, Tensor], pending: list[Callable[[], None]] | None = None
@@ -569,6 +586,13 @@ def _messages(tensors: dict[str, Tensor], by_layer: bool) -> list[dict[str, Tens
     if by_layer:
         return [{name: tensor} for name, tensor in tensors.items()]
     return [tensors]
+
+
+def parameters_of(model: Parameters) -> dict[str, Tensor]:
+    """Return the parameters of a model, each once, as registered, by their plain names."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    # As plain_name does for one name.
+    return {name.replace(COMPILED, ""): parameter for name, parameter in named}
 
 
 def weights_of(model: Parameters) -> dict[str, Tensor]:
@@ -611,37 +635,3 @@ def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
                 "gradients (torch.strided) can be aggregated: build the layer without "
                 "sparse=True, or call parameter.grad.to_dense() first"
             )
-
-
-def check_denominator(denom: Denominator | None) -> Denominator:
-    """Check a custom divisor as far as possible without waiting for a GPU.
-
-    Args:
-        denom: A positive number, or a tensor with one element.
-
-    Returns:
-        The number, or the tensor without dimensions.
-
-    Raises:
-        ValueError: It is missing, has several elements, or is not positive and finite.
-
-    Example:
-        >>> check_denominator(torch.tensor([4.0])).shape
-        torch.Size([])
-    """
-    if denom is None:
-        raise ValueError(
-            "op 'avg_custom' divides by denom, which is None: give denom, the sum over all workers"
-        )
-    if isinstance(denom, Tensor):
-        if denom.numel() != 1:
-            raise ValueError(
-                f"denom must have one element, not shape {tuple(denom.shape)}: sum it first"
-            )
-        denom = denom.detach().reshape(())
-        # Reading the value would wait for the device.
-        if denom.device.type != "cpu":
-            return denom
-    if not (math.isfinite(denom) and denom > 0):
-        raise ValueError(f"denom must be a positive finite number, not {float(denom)}")
-    return denom

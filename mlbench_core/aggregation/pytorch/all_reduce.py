@@ -25,8 +25,6 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     as_real,
     by_dtype_and_device,
     divide,
-    pack,
-    unpack,
 )
 from mlbench_core.aggregation.pytorch.transport.names import Parameters
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
@@ -238,7 +236,12 @@ class AllReduceAggregation(Aggregation):
             tensors: In the same order with the same shapes and dtypes on every worker.
             divisor: A positive number or a tensor with one element, the same on every worker.
         """
-        for kind in by_dtype_and_device(tensors):
+        # A message has tensors of one dtype and device. An empty tensor needs no message.
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for kind in kinds.values():
             if self.world_size > 1:
                 self._average_kind(kind, divisor)
             # An average over one worker is the tensor itself.
@@ -330,7 +333,7 @@ class AllReduceAggregation(Aggregation):
     def _start_average(
         self, kind: Sequence[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool
     ) -> Callable[[], None]:
-        message = pack(kind)
+        message = torch.cat([tensor.reshape(-1) for tensor in kind])
         early = self.divides_early(message.dtype)
         if early:
             divide(as_real(message), self.world_size)
@@ -340,9 +343,7 @@ class AllReduceAggregation(Aggregation):
             self.finish(transfer)
             if not early:
                 divide(as_real(message), self.world_size)
-            averages = message.split(list(map(torch.numel, kind)))
-            for tensor, average in zip(kind, averages, strict=True):
-                write(tensor, average.view(tensor.shape))
+            _deliver(message, kind, write)
 
         return receive
 
@@ -350,18 +351,19 @@ class AllReduceAggregation(Aggregation):
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
-        # An empty tensor needs no message.
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        if not tensors:
-            return
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = []
         for group, own in groups:
-            messages.append(pack(group) if own is None else own)
+            if own is None:
+                messages.append(torch.cat([tensor.reshape(-1) for tensor in group]))
+            else:
+                messages.append(own)
         # Complex numbers are divided as pairs of real ones. A complex division would turn infinite
         # numbers into nan.
-        numbers = list(map(as_real, messages))
+        numbers = messages
+        if tensors[0].is_complex():
+            numbers = list(map(as_real, messages))
         if early:
             for flat in numbers:
                 divide(flat, divisor)
@@ -372,21 +374,11 @@ class AllReduceAggregation(Aggregation):
             self._average_by_backend(numbers, late_divisor)
         for (group, own), message in zip(groups, messages, strict=True):
             if own is None:
-                unpack(message, group)
+                _deliver(message, group, Tensor.copy_)
 
     def _goes_directly(self, tensor: Tensor) -> bool:
         """Return whether the workers average by sends and receives; the same on all workers."""
-        dist = process_groups.dist
-        return (
-            tensor.device.type == "cpu"
-            and (tensor.is_floating_point() or tensor.is_complex())
-            and not self.shared_memory
-            and dist.get_backend(self.group) == dist.Backend.GLOO
-            # At this level, torch checks that all workers call the same collective operation with
-            # the same shapes. Sends and receives would bypass this check.
-            and dist.get_debug_level() != dist.DebugLevel.DETAIL
-            and process_groups.is_on_one_machine(self.group)
-        )
+        return not self.shared_memory and pairwise.suits(tensor, self.group)
 
     def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
         sent = list(map(self._converted, messages))
@@ -407,6 +399,15 @@ class AllReduceAggregation(Aggregation):
                 transfers.append(self.start(messages[i + ahead]))
             if divisor is not None:
                 divide(message, divisor)
+
+
+def _deliver(
+    message: Tensor, tensors: Sequence[Tensor], write: Callable[[Tensor, Tensor], Any]
+) -> None:
+    """Call a function with each tensor and its part of a flat message, in the tensor's shape."""
+    parts = message.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        write(tensor, part.view(tensor.shape))
 
 
 def messages_of(

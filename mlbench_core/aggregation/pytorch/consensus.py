@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 from mlbench_core.distributed.pytorch.timing import CommunicationClock, uncounted

@@ -4,7 +4,7 @@ The error of a backend says that a connection was closed or that time is up, but
 worker. So the workers do three things:
 
 1. At the start each writes a record of itself into the process group's store (:func:`introduce`).
-2. Once the first collective has gone through, each reads the records of all.
+2. Once the first collective has gone through, each reads the records of all (:func:`read_records`).
 3. If a later collective fails, each writes a notice and looks for the workers that did not.
 
 On its own machine, a worker can see that another one's process has ended. A worker on another
@@ -31,7 +31,15 @@ import torch.distributed as dist
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import WorkerError
 
-__all__ = ["explained", "forget", "introduce", "is_failed_communication", "naming_lost_workers"]
+__all__ = [
+    "explained",
+    "forget",
+    "introduce",
+    "is_failed_communication",
+    "name_lost_workers",
+    "naming_lost_workers",
+    "read_records",
+]
 
 SILENCE_S = 5.0
 """Seconds to wait for the notices of workers whose processes are not known to have ended."""
@@ -136,15 +144,29 @@ def naming_lost_workers() -> Iterator[None]:
     """
     try:
         yield
-    except WorkerError:  # the worker is named already
-        raise
     except RuntimeError as error:  # the type that torch and its backends raise
-        if process_groups.world_size() == 1 or not is_failed_communication(error):
-            raise
+        name_lost_workers(error)
+        raise
+    read_records()
+
+
+def name_lost_workers(error: RuntimeError) -> None:
+    """Raise an error that names lost workers, if a failed collective operation raised ``error``.
+
+    For an ``except`` clause. Unlike :func:`naming_lost_workers`, it takes no part in a step without
+    an error.
+
+    Args:
+        error: The error, as it was caught. If this returns, it has another reason, or names the
+            workers already, and the caller raises it again.
+
+    Raises:
+        WorkerError: See :func:`naming_lost_workers`.
+    """
+    if isinstance(error, WorkerError) or process_groups.world_size() == 1:
+        return
+    if is_failed_communication(error):
         raise explained(error) from error
-    # A collective has gone through by now, so every worker has written its record.
-    if _known.of_this_group() and not _known.records:
-        _read_records()
 
 
 def is_failed_communication(error: RuntimeError) -> bool:
@@ -207,6 +229,8 @@ def _who_is_lost() -> str:
     A worker that notices the loss writes a notice before it ends. It may have ended when another
     one looks, but it is not the cause.
     """
+    # If no collective has gone through.
+    read_records()
     try:
         store = process_groups.store()
     except RuntimeError:
@@ -240,8 +264,13 @@ def _who_is_lost() -> str:
     return f"communication failed, and these workers do not answer: {names}"
 
 
-def _read_records() -> None:
-    """Read all workers' records; every worker that took part in a collective has written one."""
+def read_records() -> None:
+    """Read the records of all workers, once; call it after a collective has gone through.
+
+    Every worker that took part in it has written its record before.
+    """
+    if not _known.of_this_group() or _known.records:
+        return
     keys = [_key("record", rank) for rank in range(process_groups.world_size())]
     with contextlib.suppress(RuntimeError):
         store = process_groups.store()

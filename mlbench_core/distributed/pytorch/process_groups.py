@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +25,6 @@ __all__ = [
     "global_average",
     "global_rank",
     "is_distributed",
-    "is_on_one_machine",
     "machine",
     "rank",
     "smallest",
@@ -152,34 +149,6 @@ def machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
     except (FileNotFoundError, PermissionError):
         return ""
-
-
-# By group. A weak reference, because a process group keeps its store
-# and the port of its rendezvous.
-_is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def is_on_one_machine(group: Any = None) -> bool:
-    """Return True if all workers of a group have the same :func:`machine`, or if there is only one.
-
-    The first call for a group is a collective operation.
-
-    Example:
-        >>> is_on_one_machine()
-        True
-    """
-    if world_size(group) == 1:
-        return True
-    key = _members(group)
-    if key not in _is_on_one_machine:
-        # A worker without a name gets a random one, which equals no other.
-        name = machine() or secrets.token_hex()
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-        # The maximum of the negated numbers is the negated minimum.
-        largest = get_backend_tensor(torch.tensor([number, -number]), group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        _is_on_one_machine[key] = int(largest.sum()) == 0
-    return _is_on_one_machine[key]
 
 
 def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:

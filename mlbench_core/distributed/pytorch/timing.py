@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mlbench_core.processor_time import work_s
+from mlbench_core.processor_time import polled
 
 __all__ = [
     "CommunicationClock",
@@ -92,9 +92,10 @@ class Interval:
         # process would also count threads that spin after such work, and those that send
         # metrics or load data. Gloo's threads move and sum a message while it travels, so their
         # time is a part of the network's.
-        begin, cpu_begin_s = self._now(), work_s()
+        # Polling for messages, as the backend mpi does, is waiting.
+        begin, cpu_begin_s = self._now(), time.thread_time() - polled.total_s
         yield
-        self._cpu_s += work_s() - cpu_begin_s
+        self._cpu_s += time.thread_time() - polled.total_s - cpu_begin_s
         self._marks.append((begin, self._now()))
 
     def start_message(self) -> None:

@@ -59,8 +59,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
     as_ddp_hook,
 )
-from mlbench_core.aggregation.pytorch.aggregation import refuse_complex
-from mlbench_core.aggregation.pytorch.transport.names import parameters_of
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_complex
 from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.methods.names import METHODS, MethodChoice

@@ -18,10 +18,10 @@ from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
     Denominator,
-    check_denominator,
     refuse_complex,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.transport.messages import check_denominator
 from mlbench_core.aggregation.pytorch.transport.names import check_names
 from mlbench_core.aggregation.pytorch.transport.overlap import OverlappedReduction
 from mlbench_core.arguments import check_finite_at_least_0

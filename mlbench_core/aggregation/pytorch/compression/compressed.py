@@ -1,4 +1,8 @@
-"""Base classes of the aggregations that send less than the whole gradients."""
+"""What the aggregations share that send less than the whole gradients.
+
+They are the base classes, :func:`recall` for error memories, and :func:`orthonormal_rows` for
+approximations of low rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,6 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     as_bytes,
     divide,
     from_bytes,
-    nbytes_of,
 )
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.distributed.pytorch import process_groups
@@ -112,8 +115,9 @@ class LossyAggregation(Aggregation):
         """
         # One worker alone sends nothing, and its ratio stays 1.
         if self.world_size > 1:
-            self._original_bytes += nbytes_of(tensors)
-            self._compressed_bytes += self.bytes_sent - bytes_before - nbytes_of(extra)
+            self._original_bytes += sum(tensor.nbytes for tensor in tensors)
+            extra_bytes = sum(tensor.nbytes for tensor in extra)
+            self._compressed_bytes += self.bytes_sent - bytes_before - extra_bytes
 
 
 class CompressedAggregation(LossyAggregation):
@@ -284,3 +288,74 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     # call or since the checkpoint.
     memory[name] = remembered = remembered.to(device=like.device, dtype=dtype)
     return remembered
+
+
+def orthonormal_rows(rows: Tensor) -> Tensor:
+    r"""Return an orthonormal basis of a matrix's rows, with zeros for dependent rows.
+
+    It is computed by Gram-Schmidt, from the first row to the last:
+
+    .. math:: q_i = \frac{(I - Q_{<i}^\top Q_{<i})\, p_i}{\lVert (I - Q_{<i}^\top Q_{<i})\, p_i
+      \rVert}
+
+    Every row is projected and normalized three times. If a row depends on those before it, the
+    first projection leaves only rounding errors, which still have a part in the span of the rows
+    before. The next projection removes this part. A row that the last projection still shortens by
+    more than half lies in that span, and becomes zero.
+
+    The vectors are rows and not columns, because a row is contiguous in memory, which is faster.
+
+    Args:
+        rows: Shape (r, n), float32 or float64, r and n at least 1. It does not change.
+
+    Returns:
+        Shape (r, n). Values that are not finite stay so, so that the caller can see an overflow.
+
+    Example:
+        >>> orthonormal_rows(torch.tensor([[2.0, 0.0], [0.0, 0.0], [3.0, 5.0]]))
+        tensor([[1., 0.],
+                [0., 0.],
+                [0., 1.]])
+
+    References:
+        L. Giraud, J. Langou, M. Rozloznik, E. van den Eshof: Rounding error analysis of the
+        classical Gram-Schmidt orthogonalization process. Numerische Mathematik 101, 2005 (two
+        projections suffice for independent rows). Its use in compression: T. Vogels, S. P.
+        Karimireddy, M. Jaggi: PowerSGD, arXiv:1905.13727.
+    """
+    # Each row is scaled to a largest value of 1. Otherwise the squares of huge values overflow, and
+    # those of tiny ones become 0.
+    peak = rows.abs().amax(dim=1, keepdim=True)
+    rows = rows / torch.where(peak == 0, 1, peak)
+    for i, row in enumerate(rows):
+        norm = normalize_(row)
+        if i == 0:
+            continue
+        for _ in range(3):
+            row -= (rows[:i] @ row) @ rows[:i]
+            norm = normalize_(row)
+        # A unit vector that the last projection shortens by more than half lies in
+        # the span of the rows before.
+        row.masked_fill_(norm < 0.5, 0)
+    return rows
+
+
+def normalize_(vector: Tensor) -> Tensor:
+    """Divide a vector by its norm, in place, unless that is zero; return the norm."""
+    norm = torch.linalg.vector_norm(vector)
+    vector /= torch.where(norm == 0, 1, norm)
+    return norm
+
+
+def flush_tiny_(values: Tensor) -> Tensor:
+    """Replace values near the denormal numbers by 0, in place, and return the tensor.
+
+    A product with a denormal number may be rounded to twice its value, and a matrix of them would
+    be sent as a larger one. A compression that sends zeros instead leaves out no more than there
+    was.
+
+    Example:
+        >>> flush_tiny_(torch.tensor([1.0, -1e-37, torch.nan]))
+        tensor([1., 0., nan])
+    """
+    return values.masked_fill_(values.abs() < 2**10 * torch.finfo(values.dtype).tiny, 0)

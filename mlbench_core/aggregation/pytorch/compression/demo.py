@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import (
+    CompressedAggregation,
+    flush_tiny_,
+    recall,
+)
 from mlbench_core.aggregation.pytorch.transport.messages import (
     as_bytes,
     divide,
@@ -19,7 +23,6 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     pack,
 )
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
-from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DeMoAggregation", "dct_matrix"]

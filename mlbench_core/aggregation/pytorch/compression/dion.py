@@ -11,9 +11,13 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import (
+    LossyAggregation,
+    flush_tiny_,
+    orthonormal_rows,
+    recall,
+)
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
-from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DionAggregation"]

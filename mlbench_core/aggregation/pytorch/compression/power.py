@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.compression.compressed import LossyAggregation, recall
+from mlbench_core.aggregation.pytorch.compression.compressed import (
+    LossyAggregation,
+    flush_tiny_,
+    orthonormal_rows,
+    recall,
+)
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.transport.names import (
     by_plain_name,
@@ -21,7 +26,6 @@ from mlbench_core.aggregation.pytorch.transport.names import (
     check_names,
     copies_by_plain_name,
 )
-from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]

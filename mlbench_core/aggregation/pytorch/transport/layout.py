@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch import lost_workers, process_groups
 
 __all__ = ["Layout", "start_comparing", "takes_part"]
 
@@ -114,7 +114,9 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
     is_same = process_groups.start_comparing(text, group)
 
     def wait() -> None:
-        if is_same():
+        is_alike = is_same()
+        lost_workers.read_records()
+        if is_alike:
             return
         first, *others = map(_parse, _gather(text, group))
         rank = 1

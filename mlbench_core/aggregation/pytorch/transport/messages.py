@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ __all__ = [
     "as_bytes",
     "as_real",
     "by_dtype_and_device",
+    "check_denominator",
     "compare",
     "divide",
     "fill",
@@ -108,6 +110,40 @@ def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
     if isinstance(divisor, Tensor):
         divisor = divisor.to(tensor.device)
     return tensor.div_(divisor)
+
+
+def check_denominator(denom: Denominator | None) -> Denominator:
+    """Check a custom divisor as far as possible without waiting for a GPU.
+
+    Args:
+        denom: A positive number, or a tensor with one element.
+
+    Returns:
+        The number, or the tensor without dimensions.
+
+    Raises:
+        ValueError: It is missing, has several elements, or is not positive and finite.
+
+    Example:
+        >>> check_denominator(torch.tensor([4.0])).shape
+        torch.Size([])
+    """
+    if denom is None:
+        raise ValueError(
+            "op 'avg_custom' divides by denom, which is None: give denom, the sum over all workers"
+        )
+    if isinstance(denom, Tensor):
+        if denom.numel() != 1:
+            raise ValueError(
+                f"denom must have one element, not shape {tuple(denom.shape)}: sum it first"
+            )
+        denom = denom.detach().reshape(())
+        # Reading the value would wait for the device.
+        if denom.device.type != "cpu":
+            return denom
+    if not (math.isfinite(denom) and denom > 0):
+        raise ValueError(f"denom must be a positive finite number, not {float(denom)}")
+    return denom
 
 
 def compare(

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 __all__ = [
+    "COMPILED",
     "Parameters",
     "by_plain_name",
     "check_keys",
@@ -16,11 +17,13 @@ __all__ = [
     "counts_by_plain_name",
     "is_buffer",
     "name_of_buffer",
-    "parameters_of",
     "plain_name",
 ]
 
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
+COMPILED = "_orig_mod."
+"""What :func:`torch.compile` adds to the names of parameters."""
+
 _BUFFER = ":buffer:"  # no name of a parameter begins with it
 
 
@@ -37,14 +40,7 @@ def plain_name(name: str) -> str:
         >>> plain_name("_orig_mod.layer.weight")
         'layer.weight'
     """
-    return name.replace("_orig_mod.", "")
-
-
-def parameters_of(model: Parameters) -> dict[str, Tensor]:
-    """Return the parameters of a model, each once, as registered, by their plain names."""
-    if isinstance(model, nn.Module):
-        model = dict(model.named_parameters())
-    return by_plain_name(model)
+    return name.replace(COMPILED, "")
 
 
 def name_of_buffer(name: str) -> str:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.transport.buckets import (
     Bucket,
@@ -48,7 +48,6 @@ from mlbench_core.aggregation.pytorch.transport.buckets import (
     signature,
 )
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, divide
-from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval
 

@@ -20,6 +20,9 @@ in the cache, and only transfers need another thread.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,8 +32,9 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
+from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["average"]
+__all__ = ["average", "is_on_one_machine", "suits"]
 
 # Bytes of a piece, over all its parts. With four workers, smaller pieces take longer. Larger ones
 # need more memory for received versions.
@@ -40,6 +44,49 @@ _ROOM_BYTES = 64 << 20
 # Sends of this process with other tags are not mistaken for parts of a message.
 _VERSION_TAG, _AVERAGE_TAG = 0x6D6C01, 0x6D6C02
 _SEGMENT_BYTES = 1 << 20  # of Gloo's ring
+
+# By group. A weak reference, because a process group keeps its store and the port of its
+# rendezvous.
+_is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def suits(tensor: Tensor, group: Any = None) -> bool:
+    """Return whether :func:`average` can average such tensors; the same on all workers.
+
+    Args:
+        tensor: One of the tensors, or a message of them.
+        group: A process group of more than one worker; None for that of all workers.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and dist.get_backend(group) == dist.Backend.GLOO
+        # At this level, torch checks that all workers call the same collective operation with the
+        # same shapes. Sends and receives would bypass this check.
+        and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        and is_on_one_machine(group)
+    )
+
+
+def is_on_one_machine(group: Any = None) -> bool:
+    """Return True if all workers of a group of Gloo have the same machine.
+
+    See :func:`~mlbench_core.distributed.pytorch.process_groups.machine`. The first call for a group
+    is a collective operation.
+
+    Args:
+        group: The group; None for all workers.
+    """
+    key = dist.group.WORLD if group is None else group
+    if key not in _is_on_one_machine:
+        # A worker without a name gets a random one, which equals no other.
+        name = process_groups.machine() or secrets.token_hex()
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        # The maximum of the negated numbers is the negated minimum.
+        largest = torch.tensor([number, -number])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        _is_on_one_machine[key] = int(largest.sum()) == 0
+    return _is_on_one_machine[key]
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.aggregation import Denominator, parameters_of
 from mlbench_core.aggregation.pytorch.local_steps.des_loc import DESLOCAggregation, check_adam
-from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.local_steps.periodic import make_inner_optimizer
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of
 from mlbench_core.aggregation.pytorch.local_steps.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.local_steps.scaffold import ScaffoldAggregation
-from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
     check_aggregation,
