@@ -231,6 +231,25 @@ def test_a_run_ends_with_its_last_host(tmp_path: Path) -> None:
     )
 
 
+@needs_namespaces
+def test_the_record_and_the_page_of_a_run_have_its_goodput(
+    client: TestClient, tmp_path: Path
+) -> None:
+    """A worker alone, on an emulated host."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = f"python {tmp_path}/worker.py alone 0"
+    fields = {"num_workers": 1, "elastic": "1:1", "network": "unlimited"}
+    made = request(client, command=command, **fields)
+    assert made.status_code == 201, made.text
+    url = f"/api/runs/{made.json()['id']}/"
+    wait_for(
+        lambda: client.get(url).json()["state"] in ("finished", "failed"), PATIENCE_S, "the end"
+    )
+    details = client.get(url).json()["job_metadata"]
+    assert details["samples"] == {"useful": 6 * 2 * 8, "paid": 6 * 2 * 8}, details
+    assert "100 % (96 of 96 samples)" in client.get(f"/runs/{made.json()['id']}/").text
+
+
 def request(client: TestClient, **fields: Any) -> Any:
     body = {"name": "a-run", "num_workers": 3, "command": "true", "elastic": "2:4", **fields}
     return client.post("/api/runs/", json=body)
