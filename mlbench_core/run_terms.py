@@ -187,6 +187,31 @@ class WorkerRange:
         return f"{self.least}:{self.most}"
 
 
+@dataclass(frozen=True)
+class PaidSamples:
+    """The samples, or tokens, of a run in which work can be lost.
+
+    Attributes:
+        useful: Those whose work is in the result: of the rounds that all workers committed.
+        paid: Those that workers have computed, also in work that was lost.
+
+    Example:
+        >>> str(PaidSamples(useful=90, paid=100))
+        '90 % (90 of 100 samples)'
+    """
+
+    useful: int
+    paid: int
+
+    @property
+    def goodput(self) -> float:
+        """Return the useful share of the samples that were paid for."""
+        return self.useful / self.paid
+
+    def __str__(self) -> str:
+        return f"{self.goodput * 100:.3g} % ({self.useful} of {self.paid} samples)"
+
+
 def goal_text(goal: Mapping[str, Any] | None) -> str:
     """Return the aim of a goal as a text, ``"no goal"`` without one.
 

@@ -63,6 +63,10 @@ def show(described: Network, as_json: bool) -> None:
         _print_link("between", described.between)
     for number, settings in sorted(described.hosts.items()):
         print_field(f"host {number}", settings)
+    if described.kills is not None:
+        print_field("kills of hosts", described.kills)
+    if described.pauses is not None:
+        print_field("pauses of hosts", described.pauses)
 
 
 def _print_link(name: str, link: Link) -> None:

@@ -31,6 +31,7 @@ from mlbench_cli._unreachable_master import connect_or_read
 from mlbench_cli.commands.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
+from mlbench_core.run_terms import PaidSamples
 
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
@@ -107,6 +108,8 @@ def _show_run(
         print_field("reason", reason_of(run))
     for change in (run.get("job_metadata") or {}).get("changes") or ():
         print_field("change", clean(str(change)))
+    if samples := (run.get("job_metadata") or {}).get("samples"):
+        print_field("goodput", PaidSamples(**samples))
     if latest:
         click.echo()
         rows = []

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-__all__ = ["MAX_HOSTS", "Cut", "HostSettings", "Link", "Network", "bits_per_second"]
+__all__ = [
+    "MAX_HOSTS",
+    "Cut",
+    "HostSettings",
+    "Kill",
+    "Link",
+    "Network",
+    "Outage",
+    "Pause",
+    "RandomOutages",
+    "bits_per_second",
+]
 
 MAX_HOSTS = 250
 """The largest number of hosts of a network: they share one subnet of 254 addresses."""
@@ -22,6 +35,7 @@ _LONGEST_ROUND_TRIP_S = 10.0
 # Below this share, a worker would hardly answer before the timeouts of its process group.
 _LEAST_CPU = 0.01
 _MOST_LOSS = 0.5
+_LEAST_MEAN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -74,13 +88,15 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A time at which the link of a host is cut, in seconds after the start of the network.
+class Outage:
+    """A time in which a host takes no part, in seconds after the start of the network.
 
     Attributes:
-        start_s: The time of the cut.
-        end_s: The time of the repair; None if the link stays cut.
+        start_s: Its start.
+        end_s: Its end; None if the host does not come back.
     """
+
+    word: ClassVar[str]
 
     start_s: float
     end_s: float | None = None
@@ -88,16 +104,80 @@ class Cut:
     def __post_init__(self) -> None:
         if self.end_s is not None and not self.end_s > self.start_s:
             raise ValueError(
-                f"cut must end after its start, not at {_time_text(self.end_s)}: write for "
-                "example 'cut@10s-15s'"
+                f"{self.word} must end after its start, not at {_time_text(self.end_s)}: write "
+                f"for example '{self.word}@10s-15s'"
             )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
-        text = f"cut@{_time_text(self.start_s)}"
+        text = f"{self.word}@{_time_text(self.start_s)}"
         if self.end_s is not None:
             text += f"-{_time_text(self.end_s)}"
         return text
+
+
+class Cut(Outage):
+    """A time in which the link of a host is cut."""
+
+    word = "cut"
+
+
+class Kill(Outage):
+    """The loss of a host: all of its processes are killed, and none starts before the end."""
+
+    word = "kill"
+
+
+class Pause(Outage):
+    """A time in which all processes of a host are stopped."""
+
+    word = "pause"
+
+
+@dataclass(frozen=True)
+class RandomOutages:
+    """Outages of every host, at random times.
+
+    The time from the start of the network, or from the end of a host's last outage, to its next
+    outage has an exponential distribution. Every host has its own random numbers, which depend on
+    nothing but the seed, so the same network fails at the same times again.
+
+    Attributes:
+        mean_s: Mean of these times, the mean time between failures, in seconds.
+        repair_s: Length of each outage, in seconds; 0 if the host is back at once.
+        seed: Seed of the random numbers.
+    """
+
+    mean_s: float
+    repair_s: float = 0.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.mean_s >= _LEAST_MEAN_S:
+            raise ValueError(
+                f"mtbf must be at least {_time_text(_LEAST_MEAN_S)}, not {_time_text(self.mean_s)}"
+            )
+
+    def times(self, kind: type[Outage], host: int) -> Iterator[tuple[float, float]]:
+        """Yield the start and the end of each outage of a host, without end.
+
+        Args:
+            kind: The kind of the outages: two kinds have different times.
+            host: The host.
+        """
+        numbers = random.Random(f"{kind.word} {self.seed} {host}")
+        end_s = 0.0
+        while True:
+            start_s = end_s + numbers.expovariate(1 / self.mean_s)
+            end_s = start_s + self.repair_s
+            yield start_s, end_s
+
+    def __str__(self) -> str:
+        """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
+        words = [f"{_time_text(self.mean_s)}-mtbf"]
+        if self.repair_s:
+            words.append(f"{_time_text(self.repair_s)}-repair")
+        return ",".join([*words, f"{self.seed}-seed"])
 
 
 @dataclass(frozen=True)
@@ -109,12 +189,18 @@ class HostSettings:
             other links.
         cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than
             1.
-        cuts: Times at which its link is cut.
+        cuts: Times in which its link is cut.
+        kills: Times in which it is lost.
+        pauses: Times in which its processes are stopped.
+        join_s: Seconds after the start of the network at which it joins.
     """
 
     bandwidth: int | None = None
     cpu: float = 1.0
     cuts: tuple[Cut, ...] = ()
+    kills: tuple[Kill, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    join_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not _LEAST_CPU <= self.cpu <= 1:
@@ -130,7 +216,9 @@ class HostSettings:
             words.append(_bandwidth_text(self.bandwidth))
         if self.cpu < 1:
             words.append(f"{_number_text(self.cpu * 100)}%-cpu")
-        return ",".join([*words, *map(str, self.cuts)])
+        if self.join_s:
+            words.append(f"join@{_time_text(self.join_s)}")
+        return ",".join([*words, *map(str, (*self.cuts, *self.kills, *self.pauses))])
 
 
 @dataclass(frozen=True)
@@ -145,6 +233,8 @@ class Network:
         racks: Number of racks; 1 for one switch.
         hosts_per_rack: Hosts of each rack; None for any number of hosts at one switch.
         hosts: Hosts that differ from the others, by their numbers from 0.
+        kills: Times at which hosts are lost; None for never.
+        pauses: Times at which the processes of hosts are stopped; None for never.
 
     Example:
         >>> network = Network(Link(10**10), Link(10**8, 0.04), racks=2, hosts_per_rack=2)
@@ -157,6 +247,8 @@ class Network:
     racks: int = 1
     hosts_per_rack: int | None = None
     hosts: Mapping[int, HostSettings] = field(default_factory=dict)
+    kills: RandomOutages | None = None
+    pauses: RandomOutages | None = None
 
     def __post_init__(self) -> None:
         if self.between is not None:
@@ -182,6 +274,11 @@ class Network:
         for host in self.hosts:
             if not 0 <= host <= last:
                 raise ValueError(f"host must be from 0 to {last}, not {host}")
+        if self.pauses is not None and not self.pauses.repair_s:
+            raise ValueError(
+                "pauses must have the time of a repair: write for example "
+                f"'pauses: {_time_text(self.pauses.mean_s)}-mtbf,2s-repair'"
+            )
 
     @property
     def num_hosts(self) -> int | None:
@@ -243,6 +340,9 @@ class Network:
             text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
         for number in sorted(self.hosts):
             text += f"; host{number}: {self.hosts[number]}"
+        for name, outages in (("kills", self.kills), ("pauses", self.pauses)):
+            if outages is not None:
+                text += f"; {name}: {outages}"
         return text
 
 

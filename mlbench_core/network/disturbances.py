@@ -1,6 +1,7 @@
-"""Disturbances of a running network: cuts and repairs at given times, and stragglers.
+"""Disturbances of a running network: outages of hosts, and stragglers.
 
-A straggler is a host whose workers run only for a part of each period::
+The links of hosts are cut and repaired, their processes are killed or stopped, and hosts join, at
+given or random times. A straggler is a host whose workers run only for a part of each period::
 
     |<------- period ------->|
     run ......| stopped .....| run ......| stopped ...
@@ -12,17 +13,19 @@ control groups of Linux would need root, and are left over if their owner is kil
 from __future__ import annotations
 
 import contextlib
+import heapq
 import operator
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from subprocess import Popen
 from typing import Any
 
 import psutil
 
-from mlbench_core.network.description import HostSettings
+from mlbench_core.network.description import Cut, HostSettings, Kill, Network, Outage, Pause
 
 __all__ = ["Disturbances"]
 
@@ -31,43 +34,62 @@ __all__ = ["Disturbances"]
 _PERIOD_S = 0.05
 # Workers may start further processes, and to look for them takes a millisecond.
 _SEARCH_S = 0.5
+_SAYINGS: dict[tuple[type[Outage], bool], str] = {
+    (Cut, True): "is cut off",
+    (Cut, False): "is connected again",
+    (Kill, True): "is lost",
+    (Kill, False): "is up",
+    (Pause, True): "is stopped",
+    (Pause, False): "goes on",
+}
 
 
 class Disturbances:
-    """The threads that cut links and stop workers at their times.
+    """The threads that cut links, kill and stop workers at their times.
 
     Args:
-        hosts: The settings of each host.
+        network: The network.
+        hosts: Number of its hosts.
         cut: Called with a host to cut its link.
         restore: Called with a host to repair its link.
         processes: Called with a host; returns the processes started on it.
+        killed: Called with the id of a process that dies with its host.
+        say: Called with a line about each beginning and end of an outage.
     """
 
     def __init__(
         self,
-        hosts: Mapping[int, HostSettings],
+        network: Network,
+        hosts: int,
         cut: Callable[[int], None],
         restore: Callable[[int], None],
         processes: Callable[[int], Sequence[Popen[Any]]],
+        killed: Callable[[int], None],
+        say: Callable[[str], None],
     ) -> None:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        events: list[tuple[float, Callable[[int], None], int]] = []
-        for host, settings in hosts.items():
-            for each in settings.cuts:
-                events.append((each.start_s, cut, host))
-                if each.end_s is not None:
-                    events.append((each.end_s, restore, host))
+        self._players: list[threading.Thread] = []
+        self._cut, self._restore = cut, restore
+        self._processes, self._killed, self._say = processes, killed, say
+        self._paused: set[int] = set()
+        # By host and kind of outage: those that last.
+        self._out: Counter[tuple[int, type[Outage]]] = Counter()
+        for host, settings in network.hosts.items():
+            if settings.join_s:
+                self._out[host, Kill] += 1
             if settings.cpu < 1:
-                self._add(self._slow_down, settings.cpu, host, processes)
+                self._add(self._slow_down, settings.cpu, host)
+        events = [stream for host in range(hosts) for stream in _events(network, host)]
         if events:
-            self._add(self._play, sorted(events, key=operator.itemgetter(0)))
+            self._add(self._play, heapq.merge(*events, key=operator.itemgetter(0)))
+            self._players = self._threads[-1:]
 
     def _add(self, work: Callable[..., None], *arguments: Any) -> None:
         self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
 
     def start(self) -> None:
-        """Start the threads; the times of cuts count from here."""
+        """Start the threads; the times of outages count from here."""
         for thread in self._threads:
             thread.start()
 
@@ -78,41 +100,107 @@ class Disturbances:
             if thread.ident is not None:
                 thread.join()
         self._threads.clear()
+        for host in self._paused:
+            _send(_family(self._processes(host)), signal.SIGCONT)
+        self._paused.clear()
 
-    def _play(self, events: list[tuple[float, Callable[[int], None], int]]) -> None:
-        """Cut and repair links at their times."""
+    def is_up(self, host: int) -> bool:
+        """Return True if no outage of a host lasts, so that it can start a process."""
+        return not any(self._out[host, kind] for kind in (Cut, Kill, Pause))
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if no outage begins or ends any more."""
+        return not any(thread.is_alive() for thread in self._players)
+
+    def kill_if_lost(self, host: int) -> None:
+        """Kill the processes of a host that is lost; one of them may have started just now."""
+        if self._out[host, Kill]:
+            self._kill(host)
+
+    def _play(self, events: Iterator[tuple[float, bool, type[Outage], int]]) -> None:
+        """Begin and end outages at their times."""
         start = time.monotonic()
-        for time_s, action, host in events:
+        for time_s, begins, kind, host in events:
             if self._ended.wait(max(0.0, start + time_s - time.monotonic())):
                 return
-            action(host)
+            # Outages of one kind may overlap: one at a given time, and one at a random time.
+            self._out[host, kind] += 1 if begins else -1
+            if self._out[host, kind] == (1 if begins else 0):
+                self._change(kind, host, begins)
 
-    def _slow_down(
-        self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]
-    ) -> None:
+    def _change(self, kind: type[Outage], host: int, begins: bool) -> None:
+        """Let an outage begin or end."""
+        self._say(f"host {host} {_SAYINGS[kind, begins]}")
+        if kind is Cut and begins:
+            self._cut(host)
+        elif kind is Cut:
+            self._restore(host)
+        elif kind is Pause and begins:
+            self._paused.add(host)
+            _send(_family(self._processes(host)), signal.SIGSTOP)
+        elif kind is Pause:
+            self._paused.discard(host)
+            _send(_family(self._processes(host)), signal.SIGCONT)
+        elif begins:
+            self._kill(host)
+        # A host that is not lost any more has no processes to wake up.
+
+    def _kill(self, host: int) -> None:
+        for root in self._processes(host):
+            if root.returncode is None:
+                self._killed(root.pid)
+        _send(_family(self._processes(host)), signal.SIGKILL)
+
+    def _slow_down(self, share: float, host: int) -> None:
         """Let the workers of a host run for a share of each period."""
         workers: list[psutil.Process] = []
         searched = -_SEARCH_S
         start = time.monotonic()
         while not self._ended.is_set():
             if time.monotonic() - searched >= _SEARCH_S:
-                workers, searched = _family(processes(host)), time.monotonic()
+                workers, searched = _family(self._processes(host)), time.monotonic()
             _send(workers, signal.SIGSTOP)
             try:
                 # From the planned start of the period, so that late wake-ups do not add up.
                 self._ended.wait(max(0.0, start + (1 - share) * _PERIOD_S - time.monotonic()))
             finally:
-                _send(workers, signal.SIGCONT)
+                if host not in self._paused:
+                    _send(workers, signal.SIGCONT)
             start += _PERIOD_S
             self._ended.wait(max(0.0, start - time.monotonic()))
             # After a long delay of this thread, the missed periods are not made up for.
             start = max(start, time.monotonic() - _PERIOD_S)
 
 
+def _events(
+    network: Network, host: int
+) -> Iterator[Iterator[tuple[float, bool, type[Outage], int]]]:
+    """Yield streams of the beginnings and ends of a host's outages, each in the order of time."""
+
+    def stream(kind: type[Outage], times: Iterable[tuple[float, float | None]]) -> Any:
+        for start_s, end_s in times:
+            yield start_s, True, kind, host
+            if end_s is not None:
+                yield end_s, False, kind, host
+
+    settings = network.hosts.get(host, HostSettings())
+    for kind, outages in ((Cut, settings.cuts), (Kill, settings.kills), (Pause, settings.pauses)):
+        if outages:
+            yield stream(kind, [(outage.start_s, outage.end_s) for outage in outages])
+    for kind, random in ((Kill, network.kills), (Pause, network.pauses)):
+        if random is not None:
+            yield stream(kind, random.times(kind, host))
+    if settings.join_s:
+        yield iter([(settings.join_s, False, Kill, host)])
+
+
 def _family(roots: Sequence[Popen[Any]]) -> list[psutil.Process]:
-    """Return processes with all of their descendants."""
+    """Return the processes that have not ended, with all of their descendants."""
     family: list[psutil.Process] = []
     for root in roots:
+        if root.returncode is not None:
+            continue  # its number may be that of another process by now
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(root.pid)
             family += [process, *process.children(recursive=True)]

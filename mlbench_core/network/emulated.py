@@ -31,10 +31,11 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,9 @@ PREFIX = "mlbench"
 INTERFACE = "eth0"
 SWITCH = "switch.py"
 SUBNET = "10.77.0"
+# Above those of all hosts.
+EXTRA_ADDRESS = f"{SUBNET}.254"
+EXTRA_BACKLOG = 4096
 # By default, the token bucket holds the data that a link sends in this time.
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
@@ -86,7 +90,10 @@ class EmulatedNetwork:
             link drops packets that would wait longer. In a network with a longer round trip, it is
             the round trip.
         network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks,
-            slow hosts, cuts.
+            slow hosts, outages.
+        has_extra_host: True for one more host at the first switch, without a limit of bandwidth. No
+            outage reaches it, and :meth:`listen` makes this process its program.
+        say: Called with a line about each beginning and end of an outage, from another thread.
 
     Raises:
         ValueError: An argument is out of range.
@@ -112,6 +119,8 @@ class EmulatedNetwork:
         burst: int | None = None,
         queue_ms: float = 50,
         network: Network | str | None = None,
+        has_extra_host: bool = False,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         if isinstance(hosts, bool) or not isinstance(hosts, int):
             raise TypeError(f"hosts must be an integer, not {hosts!r}")
@@ -142,10 +151,13 @@ class EmulatedNetwork:
         # process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
+        self._extra_host = f"{self._name}-extra" if has_extra_host else None
         self._namespaces = Namespaces()
         self._processes: dict[int, list[subprocess.Popen[Any]]] = defaultdict(list)
         self._switch_process: subprocess.Popen[bytes] | None = None
         self._disturbances: Disturbances | None = None
+        self._lost: set[int] = set()
+        self._say = say
         self._is_up = False
 
     @staticmethod
@@ -191,7 +203,13 @@ class EmulatedNetwork:
         try:
             self._set_up()
             self._disturbances = Disturbances(
-                self.network.hosts, self.cut, self.restore, self._processes.__getitem__
+                self.network,
+                self.hosts,
+                self.cut,
+                self.restore,
+                self._processes.__getitem__,
+                self._lost.add,
+                self._say or (lambda line: None),
             )
             self._disturbances.start()
         except BaseException:
@@ -226,6 +244,8 @@ class EmulatedNetwork:
                 process.wait(2)
         if self._namespaces.is_open:
             own_names = {self._switch, *map(self.namespace, range(self.hosts))}
+            if self._extra_host is not None:
+                own_names.add(self._extra_host)
             for name in own_names.intersection(self._namespaces.names()):
                 self._namespaces.remove(name)
             self._namespaces.close()
@@ -302,7 +322,53 @@ class EmulatedNetwork:
         variables.update(env or {})
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)
+        if self._disturbances is not None:
+            self._disturbances.kill_if_lost(host)
         return process
+
+    def listen(self) -> socket.socket:
+        """Return a listening socket of the extra host, which all hosts reach.
+
+        It belongs to this process, which is outside of the network.
+
+        Raises:
+            ConfigurationError: The network has no extra host, or is not up.
+        """
+        if self._extra_host is None:
+            raise ConfigurationError("the network must have an extra host: set has_extra_host=True")
+        self._up(0)
+        # A socket stays in the network namespace of the process that creates it.
+        script = (
+            "import socket, sys; "
+            f"listener = socket.create_server(('{EXTRA_ADDRESS}', 0), backlog={EXTRA_BACKLOG}); "
+            "way = socket.socket(fileno=int(sys.argv[1])); "
+            "socket.send_fds(way, [b'.'], [listener.fileno()])"
+        )
+        here, there = socket.socketpair()
+        with here, there:
+            argv = [sys.executable, "-I", "-S", "-c", script, str(there.fileno())]
+            subprocess.run(
+                self._namespaces.command(self._extra_host, argv),
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=True,
+            )
+            _, (number,), _, _ = socket.recv_fds(here, 1, 1)
+        return socket.socket(fileno=number)
+
+    def is_up(self, host: int) -> bool:
+        """Return True if the description of the network has no outage of a host at this time."""
+        self._up(host)
+        return self._disturbances is None or self._disturbances.is_up(host)
+
+    def has_outages(self) -> bool:
+        """Return True if an outage of the description will still begin or end."""
+        return self._disturbances is not None and not self._disturbances.is_over
+
+    def was_lost(self, pid: int) -> bool:
+        """Return True if a process was killed because the description lost its host."""
+        return pid in self._lost
 
     def cut(self, host: int) -> None:
         """Cut the link of a host: its packets are lost, and its connections stay for a while."""
@@ -351,13 +417,16 @@ class EmulatedNetwork:
         for rack in range(self.network.racks):
             hosts = [host for host in range(self.hosts) if self.network.rack_of(host) == rack]
             for host in hosts:
-                self._add_host(host)
+                self._add_namespace(self.namespace(host), f"p{host}", self.address(host))
                 self._shape(host)
             uplink = ""
             if across is not None:
                 uplink = f"u{rack}"
                 self._pair((self._switch, uplink), (self._switch, f"c{rack}"), across.bandwidth)
             ports = [f"p{host}" for host in hosts]
+            if self._extra_host is not None and rack == 0:
+                self._add_namespace(self._extra_host, "extra", EXTRA_ADDRESS)
+                ports.append("extra")
             junctions += self._connect(f"rack{rack}", ports, uplink, self.network.link)
         if across is not None:
             ports = [f"c{rack}" for rack in range(self.network.racks)]
@@ -366,16 +435,16 @@ class EmulatedNetwork:
             self._start_switch(junctions)
         self._is_up = True
 
-    def _add_host(self, host: int) -> None:
-        name = self.namespace(host)
+    def _add_namespace(self, name: str, port: str, address: str) -> None:
+        """Create a host, and connect it to a port of the switch."""
         self._namespaces.run("ip", "netns", "add", name)
-        self._pair((name, INTERFACE), (self._switch, f"p{host}"), None)
+        self._pair((name, INTERFACE), (self._switch, port), None)
         # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is
         # down.
         self._ip(name, "link", "set", "lo", "up")
         # All hosts are in one /24 network, so they reach one another through eth0 without further
         # routes.
-        self._ip(name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+        self._ip(name, "addr", "add", f"{address}/24", "dev", INTERFACE)
         if any(link.loss for link in self._links):
             # The switch loses whole frames, so a frame must not be larger than a packet.
             self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")

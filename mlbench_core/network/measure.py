@@ -99,7 +99,7 @@ def measure_network(
 ) -> NetworkReport:
     """Emulate a network and measure it.
 
-    Stragglers and cuts are left out, because they are not properties of the links.
+    Stragglers and outages are left out, because they are not properties of the links.
 
     Args:
         network: The network.
@@ -119,7 +119,7 @@ def measure_network(
         raise ValueError(f"hosts must be at least 2, not {hosts}: a link needs two ends")
     network.check_hosts(hosts)
     links = {host: HostSettings(settings.bandwidth) for host, settings in network.hosts.items()}
-    quiet = dataclasses.replace(network, hosts=links)
+    quiet = dataclasses.replace(network, hosts=links, kills=None, pauses=None)
     targets: dict[Link, int] = {}
     for host in range(1, hosts):
         targets.setdefault(network.path(0, host), host)

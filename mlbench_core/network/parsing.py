@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
@@ -22,8 +22,12 @@ from mlbench_core.network.description import (
     UNLIMITED,
     Cut,
     HostSettings,
+    Kill,
     Link,
     Network,
+    Outage,
+    Pause,
+    RandomOutages,
     bandwidth_hint,
     bits_per_second,
 )
@@ -35,6 +39,10 @@ _TIME = re.compile(rf"({NUMBER})(us|ms|s)")
 _PERCENT = re.compile(rf"({NUMBER})%")
 _LONGEST_TIME_S = 1e6
 _LONGEST_TEXT = 2000
+_LARGEST_SEED = 2**32 - 1
+_OUTAGES: tuple[type[Outage], ...] = (Cut, Kill, Pause)
+
+OutageKind = TypeVar("OutageKind", bound=Outage)
 
 
 def parse_network(text: str) -> Network:
@@ -42,8 +50,8 @@ def parse_network(text: str) -> Network:
 
     Args:
         text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``,
-            ``"2x2:10gbit/100mbit,40ms"`` or ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0:
-            cut@10s-15s"``.
+            ``"2x2:10gbit/100mbit,40ms"``, ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0:
+            cut@10s-15s"`` or ``"1gbit; kills: 60s-mtbf,10s-repair,1-seed"``.
 
     Returns:
         The network.
@@ -79,14 +87,22 @@ def parse_network(text: str) -> Network:
     else:
         link = _parse_link(links)
     hosts: dict[int, HostSettings] = {}
+    random: dict[str, RandomOutages] = {}
     for difference in differences:
+        name, _, words = difference.partition(":")
+        name = name.strip()
+        if name in ("kills", "pauses"):
+            if name in random:
+                raise ValueError(f"{name} must be described once, not twice")
+            random[name] = _parse_random(words, name)
+            continue
         number, settings = _parse_host(difference)
         if number in hosts:
             raise ValueError(
                 f"host {number} must be described once, not twice: put its parts together"
             )
         hosts[number] = settings
-    return Network(link, between, racks, hosts_per_rack, hosts)
+    return Network(link, between, racks, hosts_per_rack, hosts, **random)
 
 
 def load_network(path: Path) -> Network:
@@ -153,25 +169,46 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
     if match is None:
         raise ValueError(f"part {text[:80]!r} must be like 'host1: 10mbit', after a ';'")
     values: dict[str, Any] = {}
-    cuts: list[Cut] = []
+    outages: dict[str, list[str]] = {kind.word: [] for kind in _OUTAGES}
     value: Any
     for word in _words(match[2], f"host {match[1]}"):
-        if word.startswith("cut@"):
-            cuts.append(_cut(word.removeprefix("cut@")))
+        event, at, times = word.partition("@")
+        if at and event in outages:
+            outages[event].append(times)
             continue
         if BANDWIDTH.fullmatch(word):
             name, value = "bandwidth", _bandwidth(word)
         elif word.endswith("-cpu"):
             name, value = "cpu", _share(word.removesuffix("-cpu").strip(), "cpu")
+        elif at and event == "join":
+            name, value = "join", _seconds(times.strip(), "join")
         else:
             raise ValueError(
                 f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of "
-                "the processor ('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
+                "the processor ('50%-cpu') or an event ('cut@10s-15s', 'kill@10s-15s', "
+                "'pause@10s-15s', 'join@10s')" + bandwidth_hint(word)
             )
         if name in values:
             raise ValueError(f"part {word!r} of host {match[1]} must not follow another {name}")
         values[name] = value
-    return int(match[1]), HostSettings(**values, cuts=_in_order(cuts))
+    return int(match[1]), _host_settings(values, outages)
+
+
+def _parse_random(text: str, name: str) -> RandomOutages:
+    """Read ``60s-mtbf, 10s-repair, 1-seed``."""
+    values: dict[str, Any] = {}
+    for word in _words(text, name):
+        value, _, key = word.rpartition("-")
+        if key not in ("mtbf", "repair", "seed"):
+            raise ValueError(
+                f"part {word[:80]!r} of {name} must be a mean time between failures "
+                "('60s-mtbf'), a time of a repair ('10s-repair') or a seed ('1-seed')"
+            )
+        if key in values:
+            raise ValueError(f"part {word!r} of {name} must not follow another {key}")
+        is_seed = key == "seed" and value.strip().isdecimal()
+        values[key] = int(value) if is_seed else value.strip()
+    return _random_outages(values, name)
 
 
 def _words(text: str, subject: str) -> Iterator[str]:
@@ -214,26 +251,57 @@ def _share(text: object, subject: str) -> float:
     return round(float(match[1]) / 100, 8)
 
 
-def _cut(text: object) -> Cut:
+def _outage(kind: type[OutageKind], text: object) -> OutageKind:
+    word = kind.word
     if not isinstance(text, str):
-        raise ValueError(f"cut must be a text such as '10s-15s', not {text!r}")
+        raise ValueError(f"{word} must be a text such as '10s-15s', not {text!r}")
     start, dash, end = text.partition("-")
-    start_s = _seconds(start.strip(), "start of a cut")
+    start_s = _seconds(start.strip(), f"start of a {word}")
     if not dash:
-        return Cut(start_s)
-    return Cut(start_s, _seconds(end.strip(), "end of a cut"))
+        return kind(start_s)
+    return kind(start_s, _seconds(end.strip(), f"end of a {word}"))
 
 
-def _in_order(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    ordered = tuple(sorted(cuts, key=operator.attrgetter("start_s")))
-    for earlier, later in itertools.pairwise(ordered):
+def _in_order(kind: type[OutageKind], texts: Iterable[object]) -> tuple[OutageKind, ...]:
+    outages = [_outage(kind, text) for text in texts]
+    outages.sort(key=operator.attrgetter("start_s"))
+    for earlier, later in itertools.pairwise(outages):
         if earlier.end_s is None or earlier.end_s > later.start_s:
-            raise ValueError(f"{later} must begin after the end of the cut before it, {earlier}")
-    return ordered
+            raise ValueError(
+                f"{later} must begin after the end of the {kind.word} before it, {earlier}"
+            )
+    return tuple(outages)
+
+
+def _host_settings(
+    values: Mapping[str, Any], outages: Mapping[str, Iterable[object]]
+) -> HostSettings:
+    """Return the settings of a host, with the texts of its outages by their words."""
+    return HostSettings(
+        values.get("bandwidth"),
+        values.get("cpu", 1.0),
+        _in_order(Cut, outages.get("cut", ())),
+        _in_order(Kill, outages.get("kill", ())),
+        _in_order(Pause, outages.get("pause", ())),
+        values.get("join", 0.0),
+    )
+
+
+def _random_outages(values: Mapping[str, Any], name: str) -> RandomOutages:
+    if "mtbf" not in values:
+        raise ValueError(f"{name} must have a mean time between failures: write '60s-mtbf'")
+    seed = values.get("seed", 1)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(
+            f"seed of {name} must be a whole number from 0 to {_LARGEST_SEED}, not {seed!r}"
+        )
+    repair_s = _seconds(values.get("repair", "0s"), f"repair of {name}")
+    return RandomOutages(_seconds(values["mtbf"], f"mtbf of {name}"), repair_s, seed)
 
 
 def _from_tables(tables: Mapping[str, Any]) -> Network:
-    _check_keys(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
+    keys = ("racks", "hosts_per_rack", "link", "between", "hosts", "kills", "pauses")
+    _check_keys(tables, keys, "the file")
     between = tables.get("between")
     numbers = {}
     for key in ("racks", "hosts_per_rack"):
@@ -243,33 +311,50 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{key} must be a whole number, not {value!r}")
         numbers[key] = value
+    hosts = _hosts_of(tables.get("hosts", []))
+    link = _link_of(tables.get("link"), "[link]")
+    racks, hosts_per_rack = numbers["racks"] or 1, numbers["hosts_per_rack"]
+    if between is not None:
+        between = _link_of(between, "[between]")
+    random: dict[str, RandomOutages] = {}
+    for name in ("kills", "pauses"):
+        if name in tables:
+            _check_keys(tables[name], ("mtbf", "repair", "seed"), f"[{name}]")
+            random[name] = _random_outages(tables[name], f"[{name}]")
+    return Network(link, between, racks, hosts_per_rack, hosts, **random)
+
+
+def _hosts_of(described: object) -> dict[int, HostSettings]:
+    """Read the tables ``[[hosts]]``."""
     hosts: dict[int, HostSettings] = {}
-    described = tables.get("hosts", [])
     if not isinstance(described, list):
         raise ValueError("hosts must be tables [[hosts]], each with the number of its host")
     for table in described:
-        _check_keys(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
+        keys = ("host", "bandwidth", "cpu", "cuts", "kills", "pauses", "join")
+        _check_keys(table, keys, "[[hosts]]")
         number = table.get("host")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number in hosts:
             raise ValueError(
                 f"host of [[hosts]] must be a number from 0, once each, not {number!r}"
             )
-        cuts = table.get("cuts", [])
-        if not isinstance(cuts, list):
-            raise ValueError(
-                f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}"
-            )
+        outages: dict[str, list[object]] = {}
+        for kind in _OUTAGES:
+            times = table.get(f"{kind.word}s", [])
+            if not isinstance(times, list):
+                raise ValueError(
+                    f"{kind.word}s of host {number} must be a list such as ['10s-15s'], "
+                    f"not {times!r}"
+                )
+            outages[kind.word] = times
         settings: dict[str, Any] = {}
         if "bandwidth" in table:
             settings["bandwidth"] = _bandwidth(table["bandwidth"])
         if "cpu" in table:
             settings["cpu"] = _share(table["cpu"], "cpu")
-        hosts[number] = HostSettings(**settings, cuts=_in_order(map(_cut, cuts)))
-    link = _link_of(tables.get("link"), "[link]")
-    racks, hosts_per_rack = numbers["racks"] or 1, numbers["hosts_per_rack"]
-    if between is not None:
-        between = _link_of(between, "[between]")
-    return Network(link, between, racks, hosts_per_rack, hosts)
+        if "join" in table:
+            settings["join"] = _seconds(table["join"], "join")
+        hosts[number] = _host_settings(settings, outages)
+    return hosts
 
 
 def _link_of(table: Any, name: str) -> Link:

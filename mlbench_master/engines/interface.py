@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from mlbench_core.errors import MLBenchError
-from mlbench_core.run_terms import WorkerRange
+from mlbench_core.run_terms import PaidSamples, WorkerRange
 
 __all__ = [
     "EVERY_LINE",
@@ -93,6 +93,11 @@ class Job:
     oversubscribe: bool = False
     elastic: WorkerRange | None = None
 
+    @property
+    def most_workers(self) -> int:
+        """The largest number of workers that live at the same time."""
+        return self.num_workers if self.elastic is None else self.elastic.most
+
 
 @dataclass(frozen=True)
 class JobStatus:
@@ -108,6 +113,7 @@ class JobStatus:
         returncode: The exit status, negative for a signal.
         finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
         changes: Lines about the workers of an elastic run that died or joined.
+        samples: The samples of an elastic run; None if they were not counted.
     """
 
     state: str
@@ -115,6 +121,7 @@ class JobStatus:
     returncode: int | None = None
     finished_at: float | None = None
     changes: tuple[str, ...] = ()
+    samples: PaidSamples | None = None
 
 
 STOPPED = JobStatus("failed", "stopped by a user")

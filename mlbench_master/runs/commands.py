@@ -183,7 +183,7 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
             "command; it has to start the others itself, as mpirun does"
         )
     if run.network:
-        notes += _check_network(run, engine, all_nodes)
+        notes += _check_network(run, most, engine, all_nodes)
     if most * run.num_cpus > engine.capacity:
         notes.append(
             f"warning: {plural(most, 'worker')} x {plural(run.num_cpus, 'core')} "
@@ -252,7 +252,7 @@ def no_network(engine: Engine) -> str:
     )
 
 
-def _check_network(run: RunIn, engine: Engine, all_nodes: bool) -> list[str]:
+def _check_network(run: RunIn, most: int, engine: Engine, all_nodes: bool) -> list[str]:
     """Refuse an emulated network that the engine cannot give, and return notes about it."""
     refusal = f"network: must be left out, not {run.network[:80]!r}"
     if not engine.emulates_networks:
@@ -262,7 +262,9 @@ def _check_network(run: RunIn, engine: Engine, all_nodes: bool) -> list[str]:
             f"{refusal}: containers have their own network; leave out the network or the container"
         )
     try:
-        return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
+        return check_network(
+            run.network, run.num_workers, most, run.backend.lower(), all_nodes=all_nodes
+        )
     except ValueError as error:
         raise ValueError(f"network: {error}") from None
 
@@ -291,7 +293,6 @@ def _check_elastic(run: RunIn, engine: Engine) -> WorkerRange:
             "give the command of the script itself"
         )
     for field, value, default in (
-        ("network", run.network, ""),
         ("gpu_enabled", run.gpu_enabled, False),
         ("backend", run.backend.lower(), "gloo"),
         ("run_all_nodes", run.run_all_nodes, True),

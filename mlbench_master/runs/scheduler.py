@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -417,6 +417,8 @@ class Scheduler:
         details = {**output, "reason": status.reason, "returncode": status.returncode}
         if status.changes:
             details["changes"] = list(status.changes)
+        if status.samples is not None:
+            details["samples"] = asdict(status.samples)
         details.update(_without_secrets(run))
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from mlbench_core.comparison.published import describe_run
+from mlbench_core.run_terms import PaidSamples
 from mlbench_master.api.bodies import MAX_CHANGE_BYTES, read_body
 from mlbench_master.api.export import result_json
 from mlbench_master.api.routes import (
@@ -179,6 +180,7 @@ def _bytes_on_wire(result: Mapping[str, Any]) -> float | None:
 
 def _facts(run: Run, folder: _Folder) -> dict[str, str]:
     metadata = run.metadata_dict()
+    samples = metadata.get("samples")
     return {
         "Workers": f"{run.num_workers}, cores per worker: {run.num_cpus:g}",
         "Backend": run.backend,
@@ -190,6 +192,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Notes": " ".join(map(str, metadata.get("notes") or ())),
         "Reason": str(metadata.get("reason") or ""),
         "Changes of workers": "; ".join(map(str, metadata.get("changes") or ())),
+        "Goodput": str(PaidSamples(**samples)) if samples else "",
         "Result folder": folder.path,
     }
 

@@ -58,6 +58,19 @@ def test_status_of_a_run_that_failed_says_why(fake: FakeMaster, call: Call) -> N
     )
 
 
+def test_status_of_an_elastic_run_says_who_died_and_its_goodput(
+    fake: FakeMaster, call: Call
+) -> None:
+    run_id = fake.add("spot")
+    fake.runs[run_id]["job_metadata"] = {
+        "changes": ["worker 1 died: signal 9 (SIGKILL), because its host was lost"],
+        "samples": {"useful": 750, "paid": 1000},
+    }
+    lines = call("status", "spot").stdout.splitlines()
+    assert "change:       worker 1 died: signal 9 (SIGKILL), because its host was lost" in lines
+    assert "goodput:      75 % (750 of 1000 samples)" in lines
+
+
 def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) -> None:
     run_id = fake.add("a-1", train_loss=0.5)
     fake.metrics[run_id]["train_loss @ 0"].append(entry(0.25))

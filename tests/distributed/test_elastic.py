@@ -22,6 +22,7 @@ from mlbench_core.distributed.pytorch.elastic import (
     Rounds,
 )
 from mlbench_core.errors import ConfigurationError, WorkerError
+from mlbench_core.run_terms import PaidSamples
 
 T = TypeVar("T")
 QUICK = {"heartbeat_s": 0.02, "dead_after_s": 30.0}
@@ -214,6 +215,35 @@ def test_the_holder_of_the_store_sees_who_has_the_state() -> None:
     assert (rounds.update(), rounds.restarted, rounds.commits) == ({2: 0}, True, 1)
     rounds.finish()
     assert rounds.is_finished
+
+
+def test_samples_of_lost_rounds_and_of_the_dead_are_paid_but_not_useful() -> None:
+    store = dist.HashStore()
+    holder = Rounds(store)
+    assert holder.samples() is None
+    with contextlib.ExitStack() as stack:
+        members = []
+        for worker in range(2):
+            members.append(stack.enter_context(Membership(store, worker, 2, **QUICK)))
+        assert holder.samples() is None
+        # Both count 10 and 11 in each of two rounds, and the first round is lost.
+        for has_sum in (False, True):
+            for one in members:
+                one.counted += 10 + one.worker
+            rounds = agree(members)
+            commit(members, rounds[0], [True, has_sum])
+        holder.update()
+        assert holder.samples() == PaidSamples(useful=21, paid=42)
+        # A worker without a next round: its heart tells what it has counted.
+        members[1].counted += 5
+        deadline = time.monotonic() + 60
+        while holder.samples() != PaidSamples(21, 47) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # At its end, without waiting for a heartbeat.
+        members[0].counted += 3
+    samples = holder.samples()
+    assert samples == PaidSamples(useful=21, paid=50)
+    assert str(samples) == "42 % (21 of 50 samples)"
 
 
 def test_the_membership_of_a_worker_is_in_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

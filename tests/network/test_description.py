@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
+import scipy.stats
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network.description import Cut, HostSettings, Link, Network
+from mlbench_core.network.description import (
+    Cut,
+    HostSettings,
+    Kill,
+    Link,
+    Network,
+    Pause,
+    RandomOutages,
+)
 from mlbench_core.network.named import NETWORKS, get_network
 from mlbench_core.network.parsing import load_network, parse_network
 
@@ -20,6 +30,11 @@ RACKS = Network(
     2,
     2,
     {1: HostSettings(10**7, 0.5, (Cut(10, 15), Cut(30)))},
+)
+LATE = HostSettings(kills=(Kill(20, 30), Kill(40)), pauses=(Pause(1, 2),), join_s=5)
+FAILING = Network(Link(10**9), hosts={2: LATE})
+RANDOM = Network(
+    Link(10**9), kills=RandomOutages(60, 10, 7), pauses=RandomOutages(mean_s=30, repair_s=2)
 )
 
 
@@ -33,6 +48,8 @@ RACKS = Network(
         ("2x2:10gbit/100mbit,40ms", Network(Link(10**10), Link(10**8, 0.04), 2, 2)),
         ("1gbit; host0: cut@3s-4s, cut@1s-2s", Network(Link(10**9), hosts={0: TWO_CUTS})),
         ("2x2: 10gbit,200us / 100mbit,40ms ; host1: 10mbit, 50%-cpu, cut@10s-15s, cut@30s", RACKS),
+        ("1gbit; host2: kill@40s, join@5s, pause@1s-2s, kill@20s-30s", FAILING),
+        ("1gbit; kills: 7-seed, 60s-mtbf, 10s-repair; pauses: 30s-mtbf, 2s-repair", RANDOM),
     ],
 )
 def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Network) -> None:
@@ -88,6 +105,22 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
             "cut@7s must begin after the end of the cut before it, cut@5s",
         ),
         ("1gbit;host1:cut@5", "start of a cut must be a time"),
+        ("1gbit;host1:kill@5s-4s", "kill must end after its start, not at 4s: .*'kill@10s-15s'"),
+        (
+            "1gbit;host1:pause@1s-3s,pause@2s-4s",
+            "pause@2s-4s must begin after the end of the pause before it, pause@1s-3s",
+        ),
+        ("1gbit;host1:join@5", "join must be a time such as"),
+        ("1gbit;host1:join@5s,join@6s", "part 'join@6s' of host 1 must not follow another join"),
+        ("1gbit;host1:stop@5s", "part 'stop@5s' of host 1 must be .* an event"),
+        ("1gbit;kills:10s-repair", "kills must have a mean time between failures"),
+        ("1gbit;kills:60s", "part '60s' of kills must be a mean time between failures"),
+        ("1gbit;kills:60s-mtbf,9s-mtbf", "part '9s-mtbf' of kills must not follow another mtbf"),
+        ("1gbit;kills:60s-mtbf;kills:9s-mtbf", "kills must be described once, not twice"),
+        ("1gbit;kills:1ms-mtbf", "mtbf must be at least 100ms, not 1ms"),
+        ("1gbit;kills:60-mtbf", "mtbf of kills must be a time"),
+        ("1gbit;kills:60s-mtbf,x-seed", "seed of kills must be a whole number .*, not 'x'"),
+        ("1gbit;pauses:60s-mtbf", "pauses must have the time of a repair"),
         ("9" * 2001, "network must have at most 2000 characters, not 2001"),
     ],
 )
@@ -96,12 +129,33 @@ def test_errors_of_a_text_name_the_part(text: str, message: str) -> None:
         parse_network(text)
 
 
-def test_the_file_on_the_page_is_the_text_with_the_same_values(tmp_path: Path) -> None:
-    content = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert content is not None
+def test_the_files_on_the_page_are_the_texts_with_the_same_values(tmp_path: Path) -> None:
+    contents = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(contents) == 2
     file = tmp_path / "lab.toml"
-    file.write_text(content[1])
+    file.write_text(contents[0])
     assert load_network(file) == get_network(str(file)) == RACKS
+    file.write_text(contents[1])
+    # The text of the page, with the same events.
+    (text,) = re.findall(r'--network "(1gbit;.*?)"', PAGE.read_text())
+    assert load_network(file) == parse_network(text)
+
+
+def test_random_outages_are_exponential_and_each_host_has_its_own() -> None:
+    outages = RandomOutages(mean_s=60, repair_s=10, seed=3)
+
+    def waits(kind: type[Kill | Pause], host: int) -> list[float]:
+        found, last_end = [], 0.0
+        for start, end in itertools.islice(outages.times(kind, host), 2000):
+            assert end == start + 10
+            found.append(start - last_end)
+            last_end = end
+        return found
+
+    first = waits(Kill, 0)
+    assert first == waits(Kill, 0)
+    assert not set(first) & {*waits(Kill, 1), *waits(Pause, 0)}
+    assert scipy.stats.kstest(first, scipy.stats.expon(scale=60).cdf).pvalue > 0.01
 
 
 @pytest.mark.parametrize(
@@ -145,6 +199,16 @@ def test_the_file_on_the_page_is_the_text_with_the_same_values(tmp_path: Path) -
             "[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\ncuts = [1]",
             "cut must be a text such as '10s-15s'",
         ),
+        (
+            "[link]\nbandwidth = '1gbit'\n[[hosts]]\nhost = 1\nkills = '1s'",
+            "kills of host 1 must be a list",
+        ),
+        ("kills = 1\n[link]\nbandwidth = '1gbit'", r"\[kills\] must be a table, not 1"),
+        (
+            "[link]\nbandwidth = '1gbit'\n[kills]\nmtbf = '9s'\nseed = '1'",
+            r"seed of \[kills\] must be a whole number",
+        ),
+        ("[link]\nbandwidth = '1gbit'\n[pauses]\nmtbf = 9", r"mtbf of \[pauses\] must be a time"),
     ],
 )
 def test_errors_of_a_file_name_the_file_and_the_key(

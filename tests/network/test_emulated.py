@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork, bits_per_second
 from mlbench_core.network.namespaces import Namespaces
+from tests.master.helpers import wait_for
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
@@ -162,6 +164,77 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(network: EmulatedNetwor
         assert pinger.stdin is not None
         pinger.stdin.close()
         assert pinger.wait(60) == 0
+
+
+@needs_namespaces
+def test_the_processes_of_a_lost_host_die_until_it_is_up() -> None:
+    said: list[str] = []
+    text = "unlimited; host1: kill@1s-2s; host2: join@3s"
+    with EmulatedNetwork(3, network=text, say=said.append) as network:
+        assert [network.is_up(host) for host in (0, 2)] == [True, False]
+        early = network.popen(2, ["sleep", "600"])
+        lost = network.popen(1, ["sleep", "600"])
+        other = network.popen(0, ["sleep", "600"])
+        assert [early.wait(60), lost.wait(60)] == [-signal.SIGKILL] * 2
+        wait_for(lambda: network.is_up(2), 60, "the host that joins")
+        late = [network.popen(host, ["true"]).wait(60) for host in (1, 2)]
+        assert late == [0, 0]
+        assert other.poll() is None
+        assert network.was_lost(lost.pid)
+        assert network.was_lost(early.pid)
+        assert not network.was_lost(other.pid)
+    assert said == ["host 1 is lost", "host 1 is up", "host 2 is up"]
+
+
+@needs_namespaces
+def test_the_processes_of_a_stopped_host_go_on_afterwards() -> None:
+    with EmulatedNetwork(2, network="unlimited; host1: 50%-cpu, pause@1s-3s, pause@4s") as network:
+        family = network.popen(1, ["sh", "-c", "sleep 600 & wait"])
+        (child,) = wait_for(psutil.Process(family.pid).children, 60, "the child")
+        others = network.popen(0, ["sleep", "600"])
+
+        def stopped(process: psutil.Process) -> bool:
+            """Return True if it is stopped for longer than a straggler is in each period."""
+            looks = []
+            for _ in range(20):
+                looks.append(process.status() == psutil.STATUS_STOPPED)
+                time.sleep(0.01)
+            return all(looks)
+
+        wait_for(lambda: stopped(child), 60, "the pause")
+        assert not network.is_up(1)
+        wait_for(lambda: not stopped(child), 60, "the end of the pause")
+        wait_for(lambda: stopped(child), 60, "the second pause")
+        assert psutil.Process(others.pid).status() != psutil.STATUS_STOPPED
+    # A process that is stopped would not have reacted to SIGTERM.
+    assert family.returncode == -signal.SIGTERM
+
+
+@needs_namespaces
+@pytest.mark.parametrize("text", ["unlimited", "2x1:1gbit/100mbit,5ms"])
+def test_all_hosts_reach_a_program_outside(text: str) -> None:
+    code = (
+        "import socket, sys; way = socket.create_connection((sys.argv[1], int(sys.argv[2])), 60); "
+        "way.sendall(way.recv(1))"
+    )
+    with EmulatedNetwork(2, network=text, has_extra_host=True) as network:
+        with network.listen() as listener:
+            listener.settimeout(60)
+            host, port = listener.getsockname()
+            assert host not in map(network.address, range(2))
+            for number in range(2):
+                with run_python(network, number, code, host, str(port)):
+                    connection, (peer, _) = listener.accept()
+                    with connection:
+                        connection.settimeout(60)
+                        connection.sendall(b"x")
+                        assert connection.recv(1) == b"x"
+                assert peer == network.address(number)
+        left = namespaces()
+        assert len(left & {network.namespace(0), network.namespace(1)}) == 2
+    assert not namespaces() & left
+    with EmulatedNetwork(1) as plain, pytest.raises(ConfigurationError, match="has_extra_host"):
+        plain.listen()
 
 
 @needs_namespaces

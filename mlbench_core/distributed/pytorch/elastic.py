@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from mlbench_core.arguments import check_int, check_positive
 from mlbench_core.errors import ConfigurationError, WorkerError
+from mlbench_core.run_terms import PaidSamples
 
 __all__ = [
     "FIRST_WORKERS_VARIABLE",
@@ -108,6 +109,8 @@ class Membership:
 
     Attributes:
         commits: Number of committed rounds in this worker's state.
+        counted: Number of tokens, or samples, that this worker has computed; the caller adds to it.
+            The store gets it with every heartbeat, and before every round.
         rank: This worker's number among the workers that lived at the end of the last round, for
             its share of the data. A worker that was given up by mistake keeps its last one.
         size: The number of these workers.
@@ -167,6 +170,7 @@ class Membership:
         self.wait_s = wait_s
         self.timeout_s = timeout_s
         self.commits = 0
+        self.counted = 0
         self.rank, self.size = self.worker % self.first_workers, self.first_workers
         self._store = dist.PrefixStore(_PREFIX, store)
         self._number = 0
@@ -242,6 +246,7 @@ class Membership:
             self._heart.join()
         # The others need not wait until the heartbeat is old.
         with contextlib.suppress(RuntimeError):
+            self._tell_counted(self._store)
             self._store.set(f"beat/{self.worker}", "")
         self.disconnect()
 
@@ -328,6 +333,8 @@ class Membership:
     def _ask(self, tokens: int, steps: int) -> Round:
         """Ask for the next round, and return the agreement, perhaps without this worker."""
         number, began_s = self._number, time.monotonic()
+        # Before the round: what it commits was counted.
+        self._tell_counted(self._store)
         self._store.set(f"ask/{self.worker}", json.dumps([number, self.commits, steps, tokens]))
         while True:
             agreement = self._read(f"agreement/{number}")
@@ -463,6 +470,10 @@ class Membership:
             while not self._end.wait(self.heartbeat_s):
                 count += 1
                 store.set(f"beat/{self.worker}", str(count))
+                self._tell_counted(store)
+
+    def _tell_counted(self, store: dist.Store) -> None:
+        store.set(f"counted/{self.worker}", str(self.counted))
 
 
 class Rounds:
@@ -472,6 +483,7 @@ class Rounds:
         commits: Number of committed rounds that :meth:`update` has read.
         members: The workers that were a member of one of them. Only they have the shared state.
         restarted: True if a later round was committed without any of them, from the first state.
+        useful: Number of tokens, or samples, in the committed rounds.
 
     Args:
         store: The store.
@@ -491,6 +503,7 @@ class Rounds:
         self.commits = 0
         self.members: set[int] = set()
         self.restarted = False
+        self.useful = 0
         self._store = dist.PrefixStore(_PREFIX, store)
         self._number = 0
 
@@ -510,6 +523,7 @@ class Rounds:
                     joined[worker] = agreement["commits"]
                 self.members.update(agreement["members"])
                 self.commits = agreement["commits"] + 1
+                self.useful += agreement["tokens"]
             self._number += 1
         return joined
 
@@ -520,6 +534,21 @@ class Rounds:
         """
         agreement = _read(self._store, f"agreement/{self._number}")
         return set() if agreement is None else set(agreement["members"])
+
+    def samples(self) -> PaidSamples | None:
+        """Return the samples of the rounds that :meth:`update` has read, and those of all workers.
+
+        The count of a worker that died is that of its last heartbeat.
+
+        Returns:
+            The numbers; None if no worker has counted.
+        """
+        paid = 0
+        count = int(self._store.get("workers")) if self._store.check(["workers"]) else 0
+        for position in range(1, count + 1):
+            worker = _read(self._store, f"name/{position}")
+            paid += _read(self._store, f"counted/{worker}") or 0
+        return PaidSamples(self.useful, paid) if paid else None
 
     def finish(self) -> None:
         """End the run, as :meth:`Membership.finish` does."""

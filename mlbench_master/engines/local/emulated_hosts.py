@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network.emulated import EmulatedNetwork
+from mlbench_core.network.emulated import INTERFACE, EmulatedNetwork
 from mlbench_core.network.parsing import parse_network
 from mlbench_master.engines.interface import Job
 
-__all__ = ["FILE", "check_network", "host_addresses", "open_network", "place_worker"]
+__all__ = [
+    "FILE",
+    "check_network",
+    "host_addresses",
+    "open_network",
+    "place_worker",
+    "shared_variables",
+]
 
 FILE = "network"
 """The file in the folder of a run that exists if the run has an emulated network."""
@@ -23,12 +32,15 @@ _NOTE = (
 )
 
 
-def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool) -> list[str]:
+def check_network(
+    text: str, first_workers: int, most_workers: int, backend: str, *, all_nodes: bool
+) -> list[str]:
     """Refuse a network that a run on this machine cannot have.
 
     Args:
         text: The description of the network.
-        num_workers: Number of workers.
+        first_workers: Number of workers that start together.
+        most_workers: Largest number of workers that live at the same time.
         backend: The backend of their communication.
         all_nodes: True if every worker runs the command.
 
@@ -38,7 +50,15 @@ def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool)
     Raises:
         ValueError: The network is wrong, or this machine cannot emulate it.
     """
-    parse_network(text).check_hosts(num_workers)
+    network = parse_network(text)
+    network.check_hosts(most_workers)
+    for host, settings in network.hosts.items():
+        if settings.join_s and host < first_workers:
+            raise ValueError(
+                f"must not let host {host} join later, as in {text!r}: it is the place of one of "
+                f"the {first_workers} workers that start together; start an elastic run with "
+                "fewer workers"
+            )
     if backend in _WHY_NOT:
         raise ValueError(
             f"must be left out with backend {backend}, not {text!r}: {_WHY_NOT[backend]}; choose "
@@ -60,29 +80,42 @@ def place_worker(job: Job, port: int, env: dict[str, str], rank: int) -> None:
     """Add the variables of a worker's emulated host to its environment, if there is a network."""
     if job.network:
         env.update(EmulatedNetwork(job.num_workers, network=job.network).environment(rank, port))
+        env.update(shared_variables(job))
+
+
+def shared_variables(job: Job) -> dict[str, str]:
+    """Return the variables of every worker on an emulated host; empty without a network."""
+    if not job.network:
+        return {}
+    return {
+        "GLOO_SOCKET_IFNAME": INTERFACE,
         # The result names it: runs on different networks are not repeats of each other.
-        env["MLBENCH_NETWORK"] = job.network
+        "MLBENCH_NETWORK": job.network,
         # Attempts to reach the master would disturb the training, and each worker would wait for it
         # at its end.
-        env["MLBENCH_SPOOL_ONLY"] = "1"
+        "MLBENCH_SPOOL_ONLY": "1",
+    }
 
 
 def host_addresses(job: Job) -> list[str]:
     """Return the address of each worker's host."""
     if not job.network:
         return ["127.0.0.1"] * job.num_workers
-    network = EmulatedNetwork(job.num_workers, network=job.network)
-    return list(map(network.address, range(job.num_workers)))
+    network = EmulatedNetwork(job.most_workers, network=job.network)
+    return list(map(network.address, range(job.most_workers)))
 
 
-def open_network(text: str, num_workers: int) -> EmulatedNetwork:
-    """Create the hosts of a run.
+def open_network(
+    text: str, hosts: int, say: Callable[[str], None], *, has_extra_host: bool
+) -> EmulatedNetwork:
+    """Create the hosts of a run, and one for its store if it is elastic.
 
     Raises:
         OSError: This machine cannot emulate the network.
     """
     try:
-        return EmulatedNetwork(num_workers, network=text).__enter__()
+        network = EmulatedNetwork(hosts, network=text, has_extra_host=has_extra_host, say=say)
+        return network.__enter__()
     except (ConfigurationError, ValueError) as error:
         # As for a command that cannot start.
         raise OSError(str(error)) from error

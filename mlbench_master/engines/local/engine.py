@@ -49,13 +49,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from mlbench_core.caller import ENGINE_VARIABLES, FORK_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
+from mlbench_core.run_terms import PaidSamples
 from mlbench_master.engines.command_line import (
     check_program_in,
     fill,
@@ -104,11 +105,17 @@ _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
 
 
+class _Samples(TypedDict):
+    useful: int
+    paid: PositiveInt
+
+
 class _Status(TypedDict):
     returncode: int
     reason: str
     finished_at: FiniteFloat
     changes: NotRequired[list[str]]
+    samples: NotRequired[_Samples]
 
 
 _status = TypeAdapter(_Status)
@@ -260,8 +267,7 @@ class LocalEngine(FolderEngine):
         self, job: Job, folder: Path, port: int, containers: Containers | None
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the processes to start for a job, and the environment of all of them."""
-        most = job.num_workers if job.elastic is None else job.elastic.most
-        threads = threads_per_worker(job.num_cpus, most, self._cores)
+        threads = threads_per_worker(job.num_cpus, job.most_workers, self._cores)
         # A job may set its own number of threads, but not these.
         own = folder_variables(folder)
         if containers is None:
@@ -301,7 +307,15 @@ class LocalEngine(FolderEngine):
         returncode = status["returncode"]
         state = "failed" if returncode else "finished"
         changes = tuple(status.get("changes", ()))
-        return JobStatus(state, status["reason"], returncode, status["finished_at"], changes)
+        samples = status.get("samples")
+        return JobStatus(
+            state,
+            status["reason"],
+            returncode,
+            status["finished_at"],
+            changes,
+            None if samples is None else PaidSamples(**samples),
+        )
 
     def stop(self, job_id: str) -> None:
         """End a job; see :meth:`Engine.stop`."""
@@ -408,8 +422,9 @@ def worker_commands(
     """
     argv = _shared_words(job, in_container)
     if job.elastic is not None:
+        env = emulated_hosts.shared_variables(job)
         workers = range(job.num_workers)
-        return [{"argv": _ranked(argv, worker), "env": {}, "rank": worker} for worker in workers]
+        return [{"argv": _ranked(argv, worker), "env": env, "rank": worker} for worker in workers]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.gpus:
         meeting["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
@@ -449,6 +464,7 @@ def _elastic_content(job: Job, removed: Sequence[str]) -> dict[str, Any]:
     return {
         "elastic": {
             "argv": _shared_words(job),
+            "env": emulated_hosts.shared_variables(job),
             "least": job.elastic.least,
             "most": job.elastic.most,
         },

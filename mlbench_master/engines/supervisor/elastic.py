@@ -15,13 +15,16 @@ start again from the first state, and the rounds before would be lost without a 
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlbench_core.distributed.pytorch.elastic import Rounds
+    from mlbench_core.run_terms import PaidSamples
 
 __all__ = ["ElasticWorkers"]
 
@@ -42,6 +45,7 @@ class ElasticWorkers:
         first_workers: Number of workers that start together.
 
     Attributes:
+        most: Largest number of workers that live at the same time.
         living: Numbers of the workers that have not ended.
         changes: Lines about the workers that died or joined, the latest ones.
         failure: Why the run cannot go on; empty if it can.
@@ -54,21 +58,33 @@ class ElasticWorkers:
         self.failure = ""
         self.last_death: tuple[int, int] | None = None
         self._argv: list[str] = facts["argv"]
-        self._least, self._most = int(facts["least"]), int(facts["most"])
+        self._env: dict[str, str] = facts.get("env", {})
+        self._least, self.most = int(facts["least"]), int(facts["most"])
         self._first_workers = self._next = first_workers
         self._is_over = False
         self._early_deaths = 0
         # torch's store would listen on all interfaces, and it asks for no password.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._port = self._listener.getsockname()[1]
+        self._address = f"127.0.0.1:{self._port}"
+        self._listener_for_hosts: socket.socket | None = None
         self._store: Any = None
         self._rounds: Rounds | None = None
+
+    def meet_at(self, listener: socket.socket) -> None:
+        """Let workers on emulated hosts reach the store through a listening socket of the network.
+
+        Call it before :meth:`variables`.
+        """
+        self._listener_for_hosts = listener
+        host, port = listener.getsockname()
+        self._address = f"{host}:{port}"
 
     def variables(self, worker: int) -> dict[str, str]:
         """Return the variables of a worker, which count it as living."""
         self.living.add(worker)
         return {
-            "MLBENCH_ELASTIC_STORE": f"127.0.0.1:{self._port}",
+            "MLBENCH_ELASTIC_STORE": self._address,
             "MLBENCH_ELASTIC_WORKER": str(worker),
             "MLBENCH_ELASTIC_FIRST_WORKERS": str(self._first_workers),
             "MLBENCH_ELASTIC_LEAST": str(self._least),
@@ -93,15 +109,27 @@ class ElasticWorkers:
             master_listen_fd=self._listener.detach(),
         )
         self._rounds = Rounds(self._store)
+        if self._listener_for_hosts is not None:
+            # A store cannot use the socket itself: its own connection to it would fail.
+            threading.Thread(
+                target=_forward, args=(self._listener_for_hosts, self._port), daemon=True
+            ).start()
 
-    def missing(self) -> list[dict[str, Any]]:
-        """Return the commands of the workers to start now."""
-        if self.failure or self._has_finished():
+    def missing(self, places: int | None = None) -> list[dict[str, Any]]:
+        """Return the commands of the workers to start now.
+
+        Args:
+            places: Number of hosts that can get one; None for no limit.
+        """
+        if self.failure or self.is_finished:
             return []
+        wanted = self.most - len(self.living)
+        if places is not None:
+            wanted = min(wanted, places)
         commands = []
-        for _ in range(self._most - len(self.living)):
+        for _ in range(wanted):
             argv = [word.replace("{rank}", str(self._next)) for word in self._argv]
-            commands.append({"argv": argv, "env": {}, "rank": self._next})
+            commands.append({"argv": argv, "env": self._env, "rank": self._next})
             self._next += 1
         return commands
 
@@ -117,17 +145,19 @@ class ElasticWorkers:
         members = self._rounds.members
         is_lost = bool(members) and not self.living & (members | self._rounds.pending())
         # An agreement of workers without the state may come before the notice of the last death.
-        if (is_lost or self._rounds.restarted) and not self._has_finished():
+        if (is_lost or self._rounds.restarted) and not self.is_finished:
             self.failure = "the shared weights are lost, because no worker that had them is left"
         return lines
 
-    def end(self, worker: int, returncode: int, reason: str) -> list[str]:
+    def end(self, worker: int, returncode: int, reason: str, *, by_network: bool) -> list[str]:
         """Note the end of a worker.
 
         Args:
             worker: Its number.
             returncode: Its exit status, negative for a signal.
             reason: How it ended.
+            by_network: True if the description of the network ended it, so that the next worker
+                need not have the same end.
 
         Returns:
             Lines for the log.
@@ -144,9 +174,9 @@ class ElasticWorkers:
             self._rounds.finish()
             self._is_over = True
         lines += self.look()
-        if not returncode or self._has_finished():
+        if not returncode or self.is_finished:
             return lines
-        if worker not in self._rounds.members:
+        if worker not in self._rounds.members and not by_network:
             self._early_deaths += 1
         if self._early_deaths >= _MOST_EARLY_DEATHS:
             self.failure = f"{self._early_deaths} workers in a row died before their first round"
@@ -158,6 +188,35 @@ class ElasticWorkers:
             self.failure = "every worker died"
         return self.failure
 
-    def _has_finished(self) -> bool:
+    def samples(self) -> PaidSamples | None:
+        """Return the samples that the workers have counted; None without any."""
+        if self._rounds is None:
+            return None
+        self._rounds.update()
+        return self._rounds.samples()
+
+    @property
+    def is_finished(self) -> bool:
+        """Return True if a worker has ended the run."""
         assert self._rounds is not None
         return self._is_over or self._rounds.is_finished
+
+
+def _forward(listener: socket.socket, port: int) -> None:
+    """Connect every worker that reaches a listening socket to a port of this machine."""
+    while True:
+        worker, _ = listener.accept()
+        store = socket.create_connection(("127.0.0.1", port))
+        for source, target in ((worker, store), (store, worker)):
+            # Each message waits for an answer, so none may wait for more data.
+            target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Send what arrives at one socket through another one, until its end."""
+    with contextlib.suppress(OSError):
+        while content := source.recv(65536):
+            target.sendall(content)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

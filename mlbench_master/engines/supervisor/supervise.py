@@ -149,6 +149,8 @@ class Supervisor:
         if "elastic" in job:
             self._elastic = ElasticWorkers(job["elastic"], self._num_workers)
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
+        self._lost_with_host: set[int | None] = set()  # ranks
+        self._places: dict[int, int] = {}  # emulated hosts of the workers by their ranks
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
         # Rank and exit status of each process in the order of their ends; None is a request to
@@ -187,10 +189,7 @@ class Supervisor:
         for command in self._commands:
             try:
                 if self._network_text and self._network is None:
-                    # Imported here, because most runs have no emulated network.
-                    from mlbench_master.engines.local.emulated_hosts import open_network
-
-                    self._network = open_network(self._network_text, self._num_workers)
+                    self._network = self._open_network()
                 started.append((self._start(**command), command))
             except OSError as error:
                 self._failed_to_start = (
@@ -232,6 +231,24 @@ class Supervisor:
         # Of several hosts, the one on which a worker failed first has the reason.
         self._write_status({**status, "failed_at": self._failed_at})
 
+    def _open_network(self) -> EmulatedNetwork:
+        """Create the hosts of the run.
+
+        Raises:
+            OSError: This machine cannot emulate the network.
+        """
+        # Imported here, because most runs have no emulated network.
+        from mlbench_master.engines.local.emulated_hosts import open_network
+
+        def say(line: str) -> None:
+            self._log.write(None, "system", f"network: {line}")
+
+        if self._elastic is None:
+            return open_network(self._network_text, self._num_workers, say, has_extra_host=False)
+        network = open_network(self._network_text, self._elastic.most, say, has_extra_host=True)
+        self._elastic.meet_at(network.listen())
+        return network
+
     def _reason(self, returncode: int) -> str:
         """Return how the run failed, in one line; call it when all output has been read."""
         if self._stopping:
@@ -248,7 +265,7 @@ class Supervisor:
         error = errors.said(returncode)
         if self._container and returncode in CONTAINER_STATUSES:
             error = errors.container_error
-        reason = describe_exit(self._failed_rank, returncode)
+        reason = self._describe_end(self._failed_rank, returncode)
         if self._elastic is not None:
             reason = f"{self._elastic.failure}: {reason}"
         return f"{reason}: {error}" if error else reason
@@ -275,6 +292,9 @@ class Supervisor:
     def _write_status(self, status: dict[str, Any]) -> None:
         if self._elastic is not None:
             status["changes"] = list(self._elastic.changes)
+            samples = self._elastic.samples()
+            if samples is not None:
+                status["samples"] = {"useful": samples.useful, "paid": samples.paid}
         # Blanks may follow a value in JSON.
         content = json.dumps(status).encode().ljust(_STATUS_BYTES)
         while True:
@@ -321,7 +341,8 @@ class Supervisor:
             "start_new_session": True,
         }
         if self._network is not None and rank is not None:
-            return self._network.popen(rank, argv, as_worker=False, **options)
+            self._places[rank] = rank if self._elastic is None else self._free_places()[0]
+            return self._network.popen(self._places[rank], argv, as_worker=False, **options)
         return subprocess.Popen(argv, **options)
 
     def _watch(
@@ -337,7 +358,10 @@ class Supervisor:
             self._readers[rank].append(reader)
 
         def wait_for_end() -> None:
-            self._ended.put((rank, process.wait()))
+            returncode = process.wait()
+            if self._network is not None and self._network.was_lost(process.pid):
+                self._lost_with_host.add(rank)
+            self._ended.put((rank, returncode))
 
         # One thread per process: polling would not show which of two processes ended first.
         threading.Thread(target=wait_for_end, daemon=True).start()
@@ -405,14 +429,17 @@ class Supervisor:
             self._failed_to_start = f"cannot hold the store of the workers: {error}"
             return 127
         while True:
-            for command in workers.missing():
+            places = None
+            if self._network is not None:
+                places = len(list(filter(self._network.is_up, self._free_places())))
+            for command in workers.missing(places):
                 try:
                     self._watch(self._start(**command), command["rank"], None)
                 except OSError as error:
                     self._failed_to_start = f"cannot start a worker: {error.strerror or error}"
                     return 127
                 self._log.write(None, "system", f"worker {command['rank']} starts")
-            if workers.failure or not workers.living:
+            if workers.failure or not (workers.living or self._waits_for_host(workers)):
                 break
             try:
                 ended = self._ended.get(timeout=_LOOK_S)
@@ -437,8 +464,9 @@ class Supervisor:
     def _end_of(self, workers: ElasticWorkers, worker: int, returncode: int) -> list[str]:
         """Note the end of a worker of an elastic run, and return lines for the log."""
         pid = next(pid for pid, rank in self._roots.items() if rank == worker)
+        reason = self._describe_end(worker, returncode)
         del self._roots[pid]
-        reason = describe_exit(worker, returncode)
+        self._places.pop(worker, None)
         if returncode:
             # Its own processes, for example loaders of data: it has a session of its own.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -446,7 +474,23 @@ class Supervisor:
             self._read_to_end(worker, _LAST_LINES_S)
             if error := self._errors[worker].said(returncode):
                 reason = f"{reason}: {error}"
-        return workers.end(worker, returncode, reason)
+        return workers.end(worker, returncode, reason, by_network=worker in self._lost_with_host)
+
+    def _waits_for_host(self, workers: ElasticWorkers) -> bool:
+        """Return True if no worker lives, and the next one starts when a host is up."""
+        return self._network is not None and self._network.has_outages() and not workers.is_finished
+
+    def _free_places(self) -> list[int]:
+        """Return the emulated hosts without a worker, first those that are up."""
+        assert self._network is not None
+        taken = set(self._places.values())
+        free = [host for host in range(self._network.hosts) if host not in taken]
+        return sorted(free, key=self._network.is_up, reverse=True)
+
+    def _describe_end(self, worker: int | None, returncode: int) -> str:
+        """Describe how a worker ended, and which host ended with it."""
+        reason = describe_exit(worker, returncode)
+        return f"{reason}, because its host was lost" if worker in self._lost_with_host else reason
 
     def _read_to_end(self, rank: int | None, timeout_s: float) -> None:
         """Wait for the last lines of a process that has ended."""

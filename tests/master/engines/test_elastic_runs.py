@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mlbench_core.run_terms import WorkerRange
+from mlbench_core.network.emulated import EmulatedNetwork
+from mlbench_core.run_terms import PaidSamples, WorkerRange
 from mlbench_master.api.schemas import RunIn
 from mlbench_master.engines.interface import Job, JobStatus
 from mlbench_master.engines.local.engine import LocalEngine
@@ -20,6 +21,8 @@ from mlbench_master.runs.new_runs import make_job, make_run
 from tests.helpers.thorough import thorough
 from tests.master.helpers import TestClient, processes_of, wait_for
 
+REASON = EmulatedNetwork.why_not()
+needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
 # Imports of torch take long on a machine with other work.
 PATIENCE_S = 300.0
 # Its first words say what happens, by the number of the worker.
@@ -72,12 +75,13 @@ time.sleep(600)
 
 
 def start(
-    folder: Path, text: str, words: str, workers: int, wanted: WorkerRange
+    folder: Path, text: str, words: str, workers: int, wanted: WorkerRange, network: str = ""
 ) -> tuple[LocalEngine, str]:
     path = folder / "worker.py"
     path.write_text(text)
     engine = LocalEngine(folder / "runs", cores=4, grace_s=0.5)
-    return engine, engine.start(Job(1, "a", f"{path} {words}", workers, elastic=wanted))
+    job = Job(1, "a", f"{path} {words}", workers, elastic=wanted, network=network)
+    return engine, engine.start(job)
 
 
 def end_of(engine: LocalEngine, job_id: str) -> JobStatus:
@@ -91,6 +95,16 @@ def end_of(engine: LocalEngine, job_id: str) -> JobStatus:
 
 def lines(engine: LocalEngine, job_id: str, rank: int | None) -> list[str]:
     return [line["text"] for line in engine.logs(job_id).lines if line["rank"] == rank]
+
+
+def printed(engine: LocalEngine, job_id: str, rank: int) -> list[str]:
+    """Return what a worker printed, without warnings of torch."""
+    found = engine.logs(job_id).lines
+    return [line["text"] for line in found if (line["rank"], line["stream"]) == (rank, "stdout")]
+
+
+def deaths(engine: LocalEngine, job_id: str) -> int:
+    return sum("died" in line for line in lines(engine, job_id, None))
 
 
 def test_a_killed_worker_is_replaced_and_the_weights_are_equal_at_the_end(tmp_path: Path) -> None:
@@ -169,6 +183,73 @@ def test_a_stop_ends_the_replacement_and_a_death_ends_what_the_worker_left(tmp_p
     assert engine.poll(job_id).changes == ("worker 1 failed: exit status 3",)
 
 
+@needs_namespaces
+def test_a_worker_on_a_lost_host_is_replaced_when_the_host_is_up(tmp_path: Path) -> None:
+    """It dies before its first round, which counts for an error of the script only without a
+    network."""
+    # Without torch for a while, so that the host is lost before the end of the run.
+    text = WORKER.replace("import torch\n", "import time; time.sleep(2)\nimport torch\n", 1)
+    network = "unlimited,1ms; host1: kill@1s-1.5s"
+    engine, job_id = start(tmp_path, text, "plain {rank}", 2, WorkerRange(2, 2), network)
+    status = end_of(engine, job_id)
+    own = lines(engine, job_id, None)
+    assert status.state == "finished", (status, engine.logs(job_id))
+    events = [line for line in own if line.startswith("network")]
+    assert events == ["network: host 1 is lost", "network: host 1 is up"]
+    assert own.index("network: host 1 is up") < own.index("worker 2 starts")
+    assert status.changes == (
+        "worker 1 died: signal 9 (SIGKILL), because its host was lost",
+        "worker 2 joined after round 0",
+    )
+    (first,) = printed(engine, job_id, 0)
+    assert printed(engine, job_id, 2) == [first]
+    assert status.samples == PaidSamples(useful=2 * 2 * 8 * 6, paid=2 * 2 * 8 * 6)
+    assert processes_of(tmp_path) == []
+
+
+@needs_namespaces
+def test_hosts_that_are_often_lost_do_not_fail_the_run(tmp_path: Path) -> None:
+    network = "unlimited; kills: 1.5s-mtbf, 0.5s-repair"
+    text = "import time; time.sleep(600)"
+    engine, job_id = start(tmp_path, text, "", 2, WorkerRange(1, 2), network)
+    # Three deaths in a row would end a run without a network, and no worker may live for a while.
+    wait_for(lambda: deaths(engine, job_id) >= 5, 60, "five deaths")
+    assert engine.poll(job_id).state == "running"
+    engine.stop(job_id)
+    assert processes_of(tmp_path) == []
+
+
+@needs_namespaces
+def test_a_run_ends_with_its_last_host(tmp_path: Path) -> None:
+    network = "unlimited; host0: kill@1s; host1: kill@1s"
+    text = "import time; time.sleep(600)"
+    engine, job_id = start(tmp_path, text, "", 2, WorkerRange(1, 2), network)
+    status = end_of(engine, job_id)
+    assert re.fullmatch(
+        r"every worker died: worker [01] died: signal 9 \(SIGKILL\), because its host was lost",
+        status.reason,
+    )
+
+
+@needs_namespaces
+def test_the_record_and_the_page_of_a_run_have_its_goodput(
+    client: TestClient, tmp_path: Path
+) -> None:
+    """A worker alone, on an emulated host."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = f"python {tmp_path}/worker.py alone 0"
+    fields = {"num_workers": 1, "elastic": "1:1", "network": "unlimited"}
+    made = request(client, command=command, **fields)
+    assert made.status_code == 201, made.text
+    url = f"/api/runs/{made.json()['id']}/"
+    wait_for(
+        lambda: client.get(url).json()["state"] in ("finished", "failed"), PATIENCE_S, "the end"
+    )
+    details = client.get(url).json()["job_metadata"]
+    assert details["samples"] == {"useful": 6 * 2 * 8, "paid": 6 * 2 * 8}, details
+    assert "100 % (96 of 96 samples)" in client.get(f"/runs/{made.json()['id']}/").text
+
+
 def request(client: TestClient, **fields: Any) -> Any:
     body = {"name": "a-run", "num_workers": 3, "command": "true", "elastic": "2:4", **fields}
     return client.post("/api/runs/", json=body)
@@ -184,7 +265,11 @@ def request(client: TestClient, **fields: Any) -> Any:
         ({"num_workers": 1}, "elastic: must be a range with the number of workers, 1, not 2:4"),
         ({"command": None, "task": "1a"}, "elastic: must be left out, not '2:4': the workers of a"),
         ({"backend": "mpi"}, "backend: must be left out for an elastic run, not 'mpi'"),
-        ({"network": "1gbit"}, "network: must be left out for an elastic run, not '1gbit'"),
+        ({"network": "2x1:1gbit/1gbit"}, "network: hosts must be 2 (2 racks of 1), not 4"),
+        (
+            {"network": "1gbit; host2: join@9s"},
+            "network: must not let host 2 join later, as in '1gbit; host2: join@9s': it is the",
+        ),
         (
             {"command": "python -m mlbench_core.observe a.py"},
             "elastic: must be left out, not '2:4': the steps of workers that may die",

@@ -179,6 +179,7 @@ class ElasticAverage(Aggregation):
             tokens: Their number on this worker.
         """
         self._counted += check_int("tokens", tokens, least=0)
+        self.membership.counted += tokens
 
     @torch.no_grad()
     def aggregate(
