@@ -513,3 +513,41 @@ def test_one_worker_alone_trains_as_without_rounds() -> None:
             alone.zero_grad()
         assert member.commits == 2
         torch.testing.assert_close(optimizer.model.state_dict(), plain.state_dict())
+
+
+def test_a_joiner_before_the_first_commit_has_no_weight_either() -> None:
+    """The first round is lost, so that all three have committed none."""
+    store = dist.HashStore()
+    models = [torch.nn.Linear(2, 1) for _ in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    start = models[0].weight.detach().clone()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        members = []
+        for worker in range(3):
+            one = Membership(store, worker, 2, heartbeat_s=0.02, dead_after_s=30.0, wait_s=60.0)
+            members.append(one)
+        averages = [ElasticAverage(one) for one in members]
+        for model, average in zip(models, averages, strict=True):
+            average.attach(LocalSGD(model=model, lr=0.1, period=1, aggregation=average))
+        for one in members[:2]:
+            stack.enter_context(one)
+        first = [future.result(60) for future in [pool.submit(one.agree) for one in members[:2]]]
+        lost = [pool.submit(one.commit, first[0], False) for one in members[:2]]
+        assert [future.result(60) for future in lost] == [False, False]
+        assert stack.enter_context(members[2]).has_begun()
+        joining = pool.submit(averages[2].join)
+        # The others would begin the next round without it.
+        while members[2]._read("ask/2") is None:
+            time.sleep(0.01)
+        rounds = []
+        for change, average, model in zip((1.0, 3.0), averages[:2], models[:2], strict=True):
+            with torch.no_grad():
+                model.weight += change
+            rounds.append(pool.submit(average.agg_model(), model, "avg_world"))
+        assert joining.result(60)
+        for future in rounds:
+            future.result(60)
+        assert [one.commits for one in members] == [1, 1, 1]
+    for model in models:
+        torch.testing.assert_close(model.weight.detach(), start + 2)

@@ -122,6 +122,7 @@ class ElasticAverage(Aggregation):
         self.membership = membership
         self.tokens = 0
         self._counted = 0
+        self._joins = False
         self._shared: dict[str, Tensor] = {}  # theta by name
         self._optimizer: Any = None
         self._trained: set[str] = set()
@@ -167,9 +168,10 @@ class ElasticAverage(Aggregation):
             WorkerError: The run has ended, or the store of the workers does not answer.
         """
         self._check_attached()
-        joins = self.membership.has_begun()
+        joins = self._joins = self.membership.has_begun()
         while joins and self.membership.commits == 0:
             self._inside().agg_model()(self._optimizer.model, AVG_WORLD)
+        self._joins = False
         return joins
 
     def count(self, tokens: int) -> None:
@@ -225,7 +227,8 @@ class ElasticAverage(Aggregation):
                 "it out, and train no parameters outside the model"
             )
         state = None
-        self._round = round_ = self.membership.agree(self._counted, steps)
+        # Before the first commit, all have the same number of rounds: a joiner has fewer steps.
+        self._round = round_ = self.membership.agree(self._counted, -1 if self._joins else steps)
         try:
             self._group = self.membership.connect(round_)
             state = self._heal(self._group, round_)
