@@ -33,6 +33,11 @@ _NO_COLLECTIVE = (
     "communication: no collective of torch.distributed was called in training. Perhaps each worker "
     "trains alone, without DistributedDataParallel, or communicates by code of its own"
 )
+_NO_SAMPLES = (
+    "samples: no DataLoader was read, and no forward pass of DistributedDataParallel was outside "
+    "compiled code"
+)
+_NO_TENSOR = "samples: no tensor was found in the batches of the DataLoader"
 _OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 
 
@@ -211,12 +216,12 @@ class Observer:
                 "step, and the update after it is a part of the next one"
             )
         if not totals["samples"]:
-            reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
+            reasons.append(_NO_TENSOR if self.clock.has_fetched else _NO_SAMPLES)
         for times in self.clock.traffic.timed:
             if times.own_hook:
                 reasons.append(f"the bytes of DistributedDataParallel's hook {times.own_hook}")
         if self.losses.first is None:
-            reasons.append("loss: backward() was not called on a number")
+            reasons.append("loss: backward() was not called on a number that each worker has")
         return reasons
 
     def table(self, world_size: int, unmeasured: Sequence[str]) -> str:
