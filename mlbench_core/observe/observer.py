@@ -33,10 +33,7 @@ _NO_COLLECTIVE = (
     "communication: no collective of torch.distributed was called in training. Perhaps each worker "
     "trains alone, without DistributedDataParallel, or communicates by code of its own"
 )
-_NO_SAMPLES = (
-    "samples: no DataLoader was read, and no forward pass of DistributedDataParallel was outside "
-    "compiled code"
-)
+_NO_SAMPLES = "samples: neither a DataLoader nor a forward pass of DistributedDataParallel was seen"
 _NO_TENSOR = "samples: no tensor was found in the batches of the DataLoader"
 _OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 

@@ -81,8 +81,7 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     assert times["data_s"] is None
     assert run.result["not_measured"] == [
         "data: no DataLoader was read",
-        "samples: no DataLoader was read, and no forward pass of DistributedDataParallel was "
-        "outside compiled code",
+        "samples: neither a DataLoader nor a forward pass of DistributedDataParallel was seen",
     ]
 
 
