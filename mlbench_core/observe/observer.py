@@ -152,7 +152,9 @@ class Observer:
             caller = frame.f_back if frame is not None else None
             module = str(caller.f_globals.get("__name__")) if caller is not None else ""
             is_inside = module.startswith(("torch.", "mlbench_core."))
-            if is_making or is_inside or not (args or kwargs):
+            # That of Accelerate and others is around one that is replaced already.
+            is_around = any(isinstance(value, Optimizer) for value in (*args, *kwargs.values()))
+            if is_making or is_inside or is_around or not (args or kwargs):
                 return object.__new__(cls)
             is_making = True
             try:

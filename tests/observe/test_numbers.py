@@ -227,3 +227,10 @@ def test_optimizer_takes_the_place_of_the_script_s(runner: Runner) -> None:
     assert run.statuses == [0, 0], run.logs
     assert run.result["batches"] == 5
     assert run.reports[0]["weights"] != runner.run("compiled", 2).reports[0]["weights"]
+
+
+def test_only_the_innermost_optimizer_is_replaced(runner: Runner) -> None:
+    run = runner.run("wrapped_optimizer", 1, options=("--optimizer", "muon:lr=0.01"))
+    assert run.statuses == [0], run.logs
+    check(run, 3)
+    assert run.reports[0]["optimizers"] == ["Around", "MuonAdamW"]
