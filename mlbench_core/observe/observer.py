@@ -33,6 +33,7 @@ _NO_COLLECTIVE = (
     "communication: no collective of torch.distributed was called in training. Perhaps each worker "
     "trains alone, without DistributedDataParallel, or communicates by code of its own"
 )
+_OTHER_THREAD = "data: a thread that does not train read the DataLoader"
 _NO_SAMPLES = "samples: neither a DataLoader nor a forward pass of DistributedDataParallel was seen"
 _NO_TENSOR = "samples: no tensor was found in the batches of the DataLoader"
 _OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
@@ -208,7 +209,8 @@ class Observer:
         if world_size > 1 and not reasons and not totals["communication_measured"]:
             reasons.append(_NO_COLLECTIVE)
         if not self.clock.has_fetched:
-            reasons.append("data: no DataLoader was read")
+            is_elsewhere = self.data.other_thread_reads
+            reasons.append(_OTHER_THREAD if is_elsewhere else "data: no DataLoader was read")
         if not self.clock.has_optimizer:
             reasons.append(
                 "optimizer: the script has no torch.optim.Optimizer, so each backward pass ends a "

@@ -150,6 +150,11 @@ def test_loss_of_a_tensor_parallel_model(runner: Runner) -> None:
     assert "collectives that DTensor issues in C++" in run.result["not_measured"][0]
 
 
+def test_frozen_critic_sends_nothing(runner: Runner) -> None:
+    """DDP sends no gradients of a model that the script has frozen for a step."""
+    check(both(runner, "frozen_critic", 2), 3)
+
+
 def test_workers_with_unequal_data(runner: Runner) -> None:
     run = both(runner, "joined", 2)
     for rank, report in enumerate(run.reports):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -200,6 +202,21 @@ def test_batches_without_a_tensor_are_said() -> None:
     assert watched.unmeasured(1) == [
         "samples: no tensor was found in the batches of the DataLoader"
     ]
+
+
+def test_batches_of_another_thread_are_said() -> None:
+    batches: queue.Queue[torch.Tensor] = queue.Queue()
+    with observer() as watched:
+        loader = DataLoader(torch.ones(6, 2), batch_size=2)
+        thread = threading.Thread(target=lambda: [batches.put(batch) for batch in loader])
+        thread.start()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(batches.get(timeout=60)).mean().backward()
+            optimizer.step()
+        thread.join()
+    assert "data: a thread that does not train read the DataLoader" in watched.unmeasured(1)
 
 
 def test_learning_rate_is_read_once_per_interval() -> None:
