@@ -27,10 +27,14 @@ class DataObserver:
 
     Args:
         clock: The clock of the steps.
+
+    Attributes:
+        other_thread_reads: True if another thread than the one that trains has read a DataLoader.
     """
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
+        self.other_thread_reads = False
         self._patches = Patches()
         self._patched: set[type] = set()
         # Iterator: its loader, and the dimension of the samples, None as long as it is unknown.
@@ -86,6 +90,7 @@ class DataObserver:
         @functools.wraps(original)
         def observed(iterator: Any) -> Any:
             if get_ident() != clock.thread:
+                self.other_thread_reads = True
                 return original(iterator)
             clock.fetch_begins(torch.is_grad_enabled())
             batch = None

@@ -82,10 +82,13 @@ class LossObserver:
         if loss is not None and loss is self._scaled:
             loss = self._unscaled
         self._scaled = self._unscaled = None
-        # A DTensor would need a collective to be read.
-        if type(loss) is not Tensor or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         divisor = torch_private.divisor(loss)
+        if type(loss) is not Tensor:
+            loss = _local(loss)
+            if loss is None:
+                return
         if loss.is_cpu:
             self._micro.append((loss.item(), divisor))
         else:
@@ -116,6 +119,16 @@ class LossObserver:
             self.last = mean
             log = number == len(steps) and self._tracker.rank == 0
             self._tracker.record_stat("loss", mean, log_to_api=log, at=position)
+
+
+def _local(loss: Any) -> Tensor | None:
+    """Return this worker's copy of a DTensor; None if reading it would take a collective."""
+    placements = getattr(loss, "placements", None)
+    if not placements or not all(placement.is_replicate() for placement in placements):
+        return None
+    with torch.no_grad():
+        local = loss.to_local()
+    return local if type(local) is Tensor else None
 
 
 def _values(losses: list[float | Tensor]) -> Any:

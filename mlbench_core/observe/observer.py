@@ -33,6 +33,9 @@ _NO_COLLECTIVE = (
     "communication: no collective of torch.distributed was called in training. Perhaps each worker "
     "trains alone, without DistributedDataParallel, or communicates by code of its own"
 )
+_OTHER_THREAD = "data: a thread that does not train read the DataLoader"
+_NO_SAMPLES = "samples: neither a DataLoader nor a forward pass of DistributedDataParallel was seen"
+_NO_TENSOR = "samples: no tensor was found in the batches of the DataLoader"
 _OF_DTENSOR = "collectives that DTensor issues in C++, as for the norm of sharded gradients"
 
 
@@ -150,7 +153,9 @@ class Observer:
             caller = frame.f_back if frame is not None else None
             module = str(caller.f_globals.get("__name__")) if caller is not None else ""
             is_inside = module.startswith(("torch.", "mlbench_core."))
-            if is_making or is_inside or not (args or kwargs):
+            # That of Accelerate and others is around one that is replaced already.
+            is_around = any(isinstance(value, Optimizer) for value in (*args, *kwargs.values()))
+            if is_making or is_inside or is_around or not (args or kwargs):
                 return object.__new__(cls)
             is_making = True
             try:
@@ -204,19 +209,20 @@ class Observer:
         if world_size > 1 and not reasons and not totals["communication_measured"]:
             reasons.append(_NO_COLLECTIVE)
         if not self.clock.has_fetched:
-            reasons.append("data: no DataLoader was read")
+            is_elsewhere = self.data.other_thread_reads
+            reasons.append(_OTHER_THREAD if is_elsewhere else "data: no DataLoader was read")
         if not self.clock.has_optimizer:
             reasons.append(
                 "optimizer: the script has no torch.optim.Optimizer, so each backward pass ends a "
                 "step, and the update after it is a part of the next one"
             )
         if not totals["samples"]:
-            reasons.append("samples: neither a DataLoader nor DistributedDataParallel was used")
+            reasons.append(_NO_TENSOR if self.clock.has_fetched else _NO_SAMPLES)
         for times in self.clock.traffic.timed:
             if times.own_hook:
                 reasons.append(f"the bytes of DistributedDataParallel's hook {times.own_hook}")
         if self.losses.first is None:
-            reasons.append("loss: backward() was not called on a number")
+            reasons.append("loss: backward() was not called on a number that each worker has")
         return reasons
 
     def table(self, world_size: int, unmeasured: Sequence[str]) -> str:

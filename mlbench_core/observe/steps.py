@@ -12,9 +12,10 @@ makes no ``torch.optim.Optimizer`` updates its weights by hand. Then the backwar
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ __all__ = ["StepClock"]
 _LONGEST_CYCLE = 16
 # Marks of the host's clock that are kept before they are added up, about 1 MB.
 _MOST_MARKS = 10_000
+_NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class StepClock:
@@ -107,6 +109,7 @@ class StepClock:
         # The step of the tracker that the time until the next event belongs to.
         self._label = "other"
         self.optimizer_depth = 0
+        self._is_in_closure = False
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waited_for: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waits = False
@@ -251,14 +254,14 @@ class StepClock:
         self.is_in_backward = True
         if self._fetched_samples:
             self._use_batches()
-        self._mark(("opt_step" if self.optimizer_depth else "fwd_pass", perf_counter()))
+        self._mark(("opt_step" if self._is_stepping() else "fwd_pass", perf_counter()))
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
         self._mark(("backprop", perf_counter()))
-        self._label = "opt_step" if self.optimizer_depth else "other"
+        self._label = "opt_step" if self._is_stepping() else "other"
         self.traffic.end_backward()
         if not self.has_optimizer:
             self.end_step()
@@ -302,7 +305,12 @@ class StepClock:
         self._waits = True
 
     def trains(self, module: nn.Module) -> bool:
-        """Return True if an optimizer of the script has parameters of a module."""
+        """Return True if an optimizer of the script has parameters of a module.
+
+        Without an optimizer, a module that needs gradients counts.
+        """
+        if not self.has_optimizer:
+            return any(param.requires_grad for param in module.parameters())
         params = set(map(id, module.parameters()))
         for optimizer in self._known:
             for group in optimizer.param_groups:
@@ -310,8 +318,19 @@ class StepClock:
                     return True
         return False
 
-    def before_optimizer(self, optimizer: Any, *_: Any) -> None:
-        """Note that the step of an optimizer begins; a hook for all optimizers of torch."""
+    def before_optimizer(
+        self, optimizer: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NO_ARGUMENTS
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note that the step of an optimizer begins; a hook for all optimizers of torch.
+
+        Args:
+            optimizer: The optimizer.
+            args: The arguments of its step, itself first.
+            kwargs: More of them.
+
+        Returns:
+            The arguments with an observed closure; None for those without one.
+        """
         self.optimizer_depth += 1
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
@@ -320,6 +339,35 @@ class StepClock:
             # The time since the end of the backward pass is that of clipping and of unscaling. It
             # has the same label, so the mark at the end of the optimizer's step is enough.
             self._label = "opt_step"
+        if self.optimizer_depth > 1:
+            return None
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._observed_closure(args[1]), *args[2:]), dict(kwargs)
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._observed_closure(kwargs["closure"])}
+        return None
+
+    def _observed_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose forward pass is none of the optimizer's work."""
+
+        @functools.wraps(closure, updated=())
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if self.is_open:
+                self._mark(("opt_step", perf_counter()))
+            self._label, self._is_in_closure = "fwd_pass", True
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                # The time after the backward pass is again that of clipping.
+                if self._label == "fwd_pass" and self.is_open:
+                    self._mark(("fwd_pass", perf_counter()))
+                self._label, self._is_in_closure = "opt_step", False
+
+        return observed
+
+    def _is_stepping(self) -> bool:
+        """Return True in the step of an optimizer, outside its closure."""
+        return self.optimizer_depth > 0 and not self._is_in_closure
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""

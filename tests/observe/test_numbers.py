@@ -81,7 +81,7 @@ def test_evaluation_between_steps(runner: Runner) -> None:
     assert times["data_s"] is None
     assert run.result["not_measured"] == [
         "data: no DataLoader was read",
-        "samples: neither a DataLoader nor DistributedDataParallel was used",
+        "samples: neither a DataLoader nor a forward pass of DistributedDataParallel was seen",
     ]
 
 
@@ -126,6 +126,46 @@ def test_sharded_parameters_say_what_is_not_seen(runner: Runner) -> None:
     assert "collectives that DTensor issues in C++" in run.logs[0]
     ops = {entry["op"] for entry in run.result["collectives"]}
     assert ops == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize("way", some(["future", "then", "collect_all", "wait_all"]))
+def test_waiting_for_futures(runner: Runner, way: str) -> None:
+    """As optimizers do that send each gradient themselves."""
+    run = runner.run("futures", 2, arguments=[way])
+    assert run.statuses == [0, 0], run.logs
+    times = run.result["times"]["rank_0"]
+    assert times["communication_exposed_s"] > 0
+    assert times["communication_hidden_s"] > 0
+
+
+def test_collectives_in_compiled_code_are_named(runner: Runner) -> None:
+    run = both(runner, "compiled_collective", 2)
+    check(run, 4)
+    assert run.result["not_measured"][0] == "collectives in compiled code"
+
+
+def test_loss_of_a_tensor_parallel_model(runner: Runner) -> None:
+    run = both(runner, "tensor_parallel", 2)
+    check(run, 3)
+    assert "collectives that DTensor issues in C++" in run.result["not_measured"][0]
+
+
+def test_frozen_critic_sends_nothing(runner: Runner) -> None:
+    """DDP sends no gradients of a model that the script has frozen for a step."""
+    check(both(runner, "frozen_critic", 2), 3)
+
+
+def test_workers_with_unequal_data(runner: Runner) -> None:
+    run = both(runner, "joined", 2)
+    for rank, report in enumerate(run.reports):
+        (end,) = run.lines("end", rank)
+        assert end["totals"]["batches"] == len(report["losses"])
+        assert end["totals"]["samples"] == report["samples"]
+    assert "after a worker's data has ended (Join)" in run.result["not_measured"][0]
+
+
+def test_one_worker_lacks_no_communication(runner: Runner) -> None:
+    assert runner.run("ddp_loader", 1).result["not_measured"] == []
 
 
 @pytest.mark.parametrize(
@@ -192,3 +232,10 @@ def test_optimizer_takes_the_place_of_the_script_s(runner: Runner) -> None:
     assert run.statuses == [0, 0], run.logs
     assert run.result["batches"] == 5
     assert run.reports[0]["weights"] != runner.run("compiled", 2).reports[0]["weights"]
+
+
+def test_only_the_innermost_optimizer_is_replaced(runner: Runner) -> None:
+    run = runner.run("wrapped_optimizer", 1, options=("--optimizer", "muon:lr=0.01"))
+    assert run.statuses == [0], run.logs
+    check(run, 3)
+    assert run.reports[0]["optimizers"] == ["Around", "MuonAdamW"]

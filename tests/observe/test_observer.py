@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -137,6 +140,83 @@ def test_moments_of_several_collectives_count_once() -> None:
         traffic.add_hidden(begin_s, end_s)
     traffic.end_interval(tracker)
     assert tracker.totals()["communication_total_s"] == 25.0
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_forward_pass_of_a_closure_is_not_the_optimizer_s(is_named: bool) -> None:
+    """As in Lightning, whose optimizers all step with a closure."""
+    with observer() as watched:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(torch.ones(6, 2), batch_size=2):
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                time.sleep(0.01)
+                loss: torch.Tensor = model(batch).mean()
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure=closure) if is_named else optimizer.step(closure)
+            assert loss is not None
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 3
+    assert totals["steps_s"]["fwd_pass"] >= 0.03
+    assert {"backprop", "opt_step"} <= set(totals["steps_s"])
+
+
+def test_evaluation_of_a_script_without_an_optimizer() -> None:
+    model = nn.Linear(2, 1)
+    with observer() as watched:
+        for _ in range(2):
+            model.train()
+            model(torch.ones(3, 2)).mean().backward()
+            model.eval()
+            time.sleep(0.01)
+    assert watched.clock.steps == 2
+    assert watched.tracker.summary().validation_s >= 0.02
+
+
+def test_samples_in_lists_of_images() -> None:
+    """Each image has a size of its own, as in the detection of objects."""
+    images = [torch.ones(3, 4 + number, 9) for number in range(7)]
+    with observer() as watched:
+        model = nn.Linear(9, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch, _ in DataLoader(
+            [(image, {"labels": torch.ones(2)}) for image in images],
+            batch_size=4,
+            collate_fn=lambda pairs: tuple(zip(*pairs, strict=True)),
+        ):
+            torch.stack([model(image).mean() for image in batch]).mean().backward()
+            optimizer.step()
+    assert watched.tracker.summary().samples == 7
+
+
+def test_batches_without_a_tensor_are_said() -> None:
+    with observer() as watched:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for text in DataLoader(["a", "b"]):
+            model(torch.full((1, 2), float(len(text)))).mean().backward()
+            optimizer.step()
+    assert watched.unmeasured(1) == [
+        "samples: no tensor was found in the batches of the DataLoader"
+    ]
+
+
+def test_batches_of_another_thread_are_said() -> None:
+    batches: queue.Queue[torch.Tensor] = queue.Queue()
+    with observer() as watched:
+        loader = DataLoader(torch.ones(6, 2), batch_size=2)
+        thread = threading.Thread(target=lambda: [batches.put(batch) for batch in loader])
+        thread.start()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(batches.get(timeout=60)).mean().backward()
+            optimizer.step()
+        thread.join()
+    assert "data: a thread that does not train read the DataLoader" in watched.unmeasured(1)
 
 
 def test_learning_rate_is_read_once_per_interval() -> None:

@@ -13,7 +13,7 @@ from tests.observe.conftest import Run, Runner
 STEPS = {
     "plain": 8, "accumulation": 6, "tokens": 5, "scaler": 5, "gan": 5, "lbfgs": 4, "compiled": 5,
     "fsdp2": 5, "hand_written": 5, "by_hand": 5, "own_hook": 5, "evaluation": 6,
-    "translation": 6, "trainer": 6,
+    "translation": 6, "trainer": 6, "futures": 5,
 }  # fmt: skip
 
 

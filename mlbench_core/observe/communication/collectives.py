@@ -54,8 +54,9 @@ _COLLECTIVES = {
     "barrier": (None, ""),
 }
 _ON_STREAMS = "the time of asynchronous collectives on GPUs, outside DistributedDataParallel's hook"
-# Works that are not waited for are forgotten beyond this number.
-_MOST_WORKS = 1000
+
+_SHADOWED = "the all-reduces by DistributedDataParallel after a worker's data has ended (Join)"
+_COMPILED = "collectives in compiled code"
 
 _ALWAYS_ASYNC = ("isend", "irecv")
 
@@ -107,9 +108,10 @@ class CommunicationObserver:
         )
         self._method_clock = CommunicationClock()
         self._nested = threading.local()
-        # Collectives whose end nobody has waited for yet, with the moment on a clock that stands
-        # still during waits.
-        self._sent_s: dict[Any, float] = {}
+        # Works and futures of collectives whose end nobody has waited for yet, with the moment of
+        # the call on a clock that stands still during waits. They hold tensors, so the script alone
+        # keeps them.
+        self._sent_s: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self._waited_s = 0.0
         self.unmeasured: dict[str, None] = {}
 
@@ -133,12 +135,20 @@ class CommunicationObserver:
             # Functions of this module, such as all_gather_object, call each other by its names.
             patches.put(dist.distributed_c10d, name, getattr(dist, name))
         patches.replace(dist.Work, "wait", self._wait)
+        patches.replace(dist.Work, "get_future", self._derived)
+        # The futures of works are of the base class.
+        future_class = torch.futures.Future.__mro__[1]
+        patches.replace(future_class, "wait", self._wait)
+        patches.replace(future_class, "then", self._derived)
+        patches.replace(torch.futures, "collect_all", self._collected)
+        patches.replace(torch.futures, "wait_all", self._wait_all)
         patches.replace(DistributedDataParallel, "__init__", self._constructor)
         # A hook of each model would cost more, and a script may copy its model with the hook.
         patches.replace(DistributedDataParallel, "forward", self._forward)
         if self._methods:
             patches.replace(CommunicationClock, "report", self._report)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
+        patches.replace(DistributedDataParallel, "join_hook", self._join_hook)
 
     # ------------------------------------------------------------------ collectives
 
@@ -153,8 +163,17 @@ class CommunicationObserver:
 
         nested, gathers = self._nested, op == "all_gather"
 
+        def note_compiled() -> None:
+            self.unmeasured[_COMPILED] = None
+
+        # The compiler calls it itself, and compiled code does not.
+        torch_private.mark_constant(note_compiled)
+
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                note_compiled()
+                return original(*args, **kwargs)
             if gathers and clock.began_s is None:
                 clock.gather_begins()
             # Before training, in an evaluation, and inside another collective nothing is counted:
@@ -180,8 +199,6 @@ class CommunicationObserver:
                     clock.wait_ends()
                     self._waited_s += time.perf_counter() - begin_s
             if is_async and work is not None and not traffic.in_hook:
-                if len(self._sent_s) >= _MOST_WORKS:
-                    self._sent_s.clear()
                 self._sent_s[work] = begin_s - self._waited_s
             return work
 
@@ -239,6 +256,44 @@ class CommunicationObserver:
 
         return wait
 
+    def _derived(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the future of a work, or one that follows another, have the same moment."""
+        sent_s = self._sent_s
+
+        @functools.wraps(original)
+        def derived(source: Any, *args: Any, **kwargs: Any) -> Any:
+            future = original(source, *args, **kwargs)
+            begin_s = sent_s.get(source)
+            if begin_s is not None:
+                sent_s[future] = begin_s
+            return future
+
+        return derived
+
+    def _collected(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the future of several ones have the moment of the first."""
+
+        @functools.wraps(original)
+        def collect_all(futures: Any) -> Any:
+            futures = list(futures)
+            collected = original(futures)
+            moments = [self._sent_s.pop(future, None) for future in futures]
+            known = [moment for moment in moments if moment is not None]
+            if known:
+                self._sent_s[collected] = min(known)
+            return collected
+
+        return collect_all
+
+    def _wait_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait_all(futures: Any) -> Any:
+            futures = list(futures)
+            torch.futures.collect_all(futures).wait()
+            return original(futures)
+
+        return wait_all
+
     # ------------------------------------------------------------------ DDP
 
     def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,12 +323,22 @@ class CommunicationObserver:
 
         return forward
 
+    def _join_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that a worker whose data has ended shadows the others; see Join."""
+
+        @functools.wraps(original)
+        def join_hook(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            self.unmeasured[_SHADOWED] = None
+            return original(model, *args, **kwargs)
+
+        return join_hook
+
     def _observe(self, model: DistributedDataParallel) -> None:
         """Register the hook that measures, unless the constructor has registered one of its own."""
         size = dist.get_world_size(model.process_group)
-        if model.broadcast_buffers and any(True for _ in model.module.buffers()):
+        if size > 1 and model.broadcast_buffers and any(True for _ in model.module.buffers()):
             self.unmeasured["the broadcasts of buffers by DistributedDataParallel, in C++"] = None
-        if model.find_unused_parameters:
+        if size > 1 and model.find_unused_parameters:
             self.unmeasured["the search for unused parameters by DistributedDataParallel"] = None
         for method in self._methods:
             # An optimizer that the method makes, such as DiLoCo's outer one, ends no step.

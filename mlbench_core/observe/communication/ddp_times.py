@@ -46,6 +46,8 @@ class DDPTimes:
 
     def __init__(self, model: DistributedDataParallel, workers: int) -> None:
         self.model = weakref.ref(model)
+        # DDP refuses a model without such a parameter.
+        self._first = weakref.ref(next(p for p in model.parameters() if p.requires_grad))
         self.workers = workers
         self.bucket_bytes: list[int] = []
         self.sent_bytes = 0
@@ -59,11 +61,19 @@ class DDPTimes:
 
     def forward_begins(self, model: DistributedDataParallel) -> None:
         """Note a forward pass with gradients."""
-        self._sees_forwards = self._is_pending = True
+        self._sees_forwards, self._is_pending = True, self._trains(model)
         is_due = self._passes < _FIRST_PASSES or time.perf_counter() >= self._next_read_s
         if self._is_timed != (is_due or self._reads_all):
             self._is_timed = not self._is_timed
             torch_private.time_ddp(model, self._is_timed)
+
+    def _trains(self, model: DistributedDataParallel) -> bool:
+        """Return True if a parameter needs gradients: a GAN may freeze its critic in some steps."""
+        # Mostly the first one does, and a loop over all of them in each step is saved.
+        first = self._first()
+        if first is not None and first.requires_grad:
+            return True
+        return any(param.requires_grad for param in model.parameters())
 
     def took_part(self, model: DistributedDataParallel) -> bool:
         """Return True if the model has communicated in the backward pass that ends now."""
