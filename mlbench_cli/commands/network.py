@@ -64,9 +64,9 @@ def show(described: Network, as_json: bool) -> None:
     for number, settings in sorted(described.hosts.items()):
         print_field(f"host {number}", settings)
     if described.kills is not None:
-        print_field("kills of hosts", described.kills)
+        print_field("kills", described.kills)
     if described.pauses is not None:
-        print_field("pauses of hosts", described.pauses)
+        print_field("pauses", described.pauses)
 
 
 def _print_link(name: str, link: Link) -> None:

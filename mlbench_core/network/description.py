@@ -339,7 +339,8 @@ class Network:
         if self.between is not None:
             text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
         for number in sorted(self.hosts):
-            text += f"; host{number}: {self.hosts[number]}"
+            if self.hosts[number] != HostSettings():
+                text += f"; host{number}: {self.hosts[number]}"
         for name, outages in (("kills", self.kills), ("pauses", self.pauses)):
             if outages is not None:
                 text += f"; {name}: {outages}"

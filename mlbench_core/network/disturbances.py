@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Cut, HostSettings, Kill, Network, Outage, Pause
 
 __all__ = ["Disturbances"]
@@ -34,6 +35,10 @@ __all__ = ["Disturbances"]
 _PERIOD_S = 0.05
 # Workers may start further processes, and to look for them takes a millisecond.
 _SEARCH_S = 0.5
+_CONTINUE_SIGNALS = 3
+_CONTINUE_PAUSE_S = 0.01
+# Time, whether an outage begins, its kind, the host, and whether the outage has an end.
+_Event = tuple[float, bool, type[Outage], int, bool]
 _SAYINGS: dict[tuple[type[Outage], bool], str] = {
     (Cut, True): "is cut off",
     (Cut, False): "is connected again",
@@ -53,7 +58,7 @@ class Disturbances:
         cut: Called with a host to cut its link.
         restore: Called with a host to repair its link.
         processes: Called with a host; returns the processes started on it.
-        killed: Called with the id of a process that dies with its host.
+        kill: Called with a host to kill all of its processes.
         say: Called with a line about each beginning and end of an outage.
     """
 
@@ -64,15 +69,15 @@ class Disturbances:
         cut: Callable[[int], None],
         restore: Callable[[int], None],
         processes: Callable[[int], Sequence[Popen[Any]]],
-        killed: Callable[[int], None],
+        kill: Callable[[int], None],
         say: Callable[[str], None],
     ) -> None:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._players: list[threading.Thread] = []
         self._cut, self._restore = cut, restore
-        self._processes, self._killed, self._say = processes, killed, say
-        self._paused: set[int] = set()
+        self._processes, self._kill, self._say = processes, kill, say
+        self._hosts = hosts
+        self._gone: set[int] = set()
         # By host and kind of outage: those that last.
         self._out: Counter[tuple[int, type[Outage]]] = Counter()
         for host, settings in network.hosts.items():
@@ -83,7 +88,6 @@ class Disturbances:
         events = [stream for host in range(hosts) for stream in _events(network, host)]
         if events:
             self._add(self._play, heapq.merge(*events, key=operator.itemgetter(0)))
-            self._players = self._threads[-1:]
 
     def _add(self, work: Callable[..., None], *arguments: Any) -> None:
         self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
@@ -100,57 +104,65 @@ class Disturbances:
             if thread.ident is not None:
                 thread.join()
         self._threads.clear()
-        for host in self._paused:
-            _send(_family(self._processes(host)), signal.SIGCONT)
-        self._paused.clear()
+        for host in range(self._hosts):
+            self._let_run(host)
 
     def is_up(self, host: int) -> bool:
         """Return True if no outage of a host lasts, so that it can start a process."""
         return not any(self._out[host, kind] for kind in (Cut, Kill, Pause))
 
-    @property
-    def is_over(self) -> bool:
-        """Return True if no outage begins or ends any more."""
-        return not any(thread.is_alive() for thread in self._players)
+    def is_gone(self, host: int) -> bool:
+        """Return True if an outage of a host has begun that has no end."""
+        return host in self._gone
 
-    def kill_if_lost(self, host: int) -> None:
-        """Kill the processes of a host that is lost; one of them may have started just now."""
+    def apply(self, host: int) -> None:
+        """Kill or stop the processes of a host that is lost or stopped, also one just started."""
         if self._out[host, Kill]:
             self._kill(host)
+        elif self._out[host, Pause]:
+            _send(_family(self._processes(host)), signal.SIGSTOP)
 
-    def _play(self, events: Iterator[tuple[float, bool, type[Outage], int]]) -> None:
+    def _play(self, events: Iterator[_Event]) -> None:
         """Begin and end outages at their times."""
         start = time.monotonic()
-        for time_s, begins, kind, host in events:
+        for time_s, begins, kind, host, has_end in events:
             if self._ended.wait(max(0.0, start + time_s - time.monotonic())):
                 return
             # Outages of one kind may overlap: one at a given time, and one at a random time.
             self._out[host, kind] += 1 if begins else -1
-            if self._out[host, kind] == (1 if begins else 0):
+            if not has_end:
+                self._gone.add(host)
+            if self._out[host, kind] != (1 if begins else 0):
+                continue
+            self._say(f"host {host} {_SAYINGS[kind, begins]}")
+            try:
                 self._change(kind, host, begins)
+            except ConfigurationError as error:
+                # The other outages go on.
+                self._say(f"host {host}: {error}")
 
     def _change(self, kind: type[Outage], host: int, begins: bool) -> None:
         """Let an outage begin or end."""
-        self._say(f"host {host} {_SAYINGS[kind, begins]}")
         if kind is Cut and begins:
             self._cut(host)
         elif kind is Cut:
             self._restore(host)
-        elif kind is Pause and begins:
-            self._paused.add(host)
-            _send(_family(self._processes(host)), signal.SIGSTOP)
-        elif kind is Pause:
-            self._paused.discard(host)
-            _send(_family(self._processes(host)), signal.SIGCONT)
         elif begins:
-            self._kill(host)
+            self.apply(host)
+        elif kind is Pause:
+            self._let_run(host)
         # A host that is not lost any more has no processes to wake up.
 
-    def _kill(self, host: int) -> None:
-        for root in self._processes(host):
-            if root.returncode is None:
-                self._killed(root.pid)
-        _send(_family(self._processes(host)), signal.SIGKILL)
+    def _let_run(self, host: int) -> None:
+        """Continue the processes of a host."""
+        # In a user namespace, each has a helper that stops itself a moment after its child has
+        # stopped, perhaps after the first signal.
+        for _ in range(_CONTINUE_SIGNALS):
+            family = _family(self._processes(host))
+            if not family:
+                return
+            _send(family, signal.SIGCONT)
+            time.sleep(_CONTINUE_PAUSE_S)
 
     def _slow_down(self, share: float, host: int) -> None:
         """Let the workers of a host run for a share of each period."""
@@ -165,7 +177,7 @@ class Disturbances:
                 # From the planned start of the period, so that late wake-ups do not add up.
                 self._ended.wait(max(0.0, start + (1 - share) * _PERIOD_S - time.monotonic()))
             finally:
-                if host not in self._paused:
+                if not self._out[host, Pause]:
                     _send(workers, signal.SIGCONT)
             start += _PERIOD_S
             self._ended.wait(max(0.0, start - time.monotonic()))
@@ -173,16 +185,14 @@ class Disturbances:
             start = max(start, time.monotonic() - _PERIOD_S)
 
 
-def _events(
-    network: Network, host: int
-) -> Iterator[Iterator[tuple[float, bool, type[Outage], int]]]:
+def _events(network: Network, host: int) -> Iterator[Iterator[_Event]]:
     """Yield streams of the beginnings and ends of a host's outages, each in the order of time."""
 
-    def stream(kind: type[Outage], times: Iterable[tuple[float, float | None]]) -> Any:
+    def stream(kind: type[Outage], times: Iterable[tuple[float, float | None]]) -> Iterator[_Event]:
         for start_s, end_s in times:
-            yield start_s, True, kind, host
+            yield start_s, True, kind, host, end_s is not None
             if end_s is not None:
-                yield end_s, False, kind, host
+                yield end_s, False, kind, host, True
 
     settings = network.hosts.get(host, HostSettings())
     for kind, outages in ((Cut, settings.cuts), (Kill, settings.kills), (Pause, settings.pauses)):
@@ -192,18 +202,18 @@ def _events(
         if random is not None:
             yield stream(kind, random.times(kind, host))
     if settings.join_s:
-        yield iter([(settings.join_s, False, Kill, host)])
+        yield iter([(settings.join_s, False, Kill, host, True)])
 
 
 def _family(roots: Sequence[Popen[Any]]) -> list[psutil.Process]:
-    """Return the processes that have not ended, with all of their descendants."""
+    """Return the processes that have not ended, with all of their descendants before them."""
     family: list[psutil.Process] = []
     for root in roots:
         if root.returncode is not None:
             continue  # its number may be that of another process by now
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(root.pid)
-            family += [process, *process.children(recursive=True)]
+            family += [*process.children(recursive=True), process]
     return family
 
 

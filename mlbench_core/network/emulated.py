@@ -208,7 +208,7 @@ class EmulatedNetwork:
                 self.cut,
                 self.restore,
                 self._processes.__getitem__,
-                self._lost.add,
+                self._lose,
                 self._say or (lambda line: None),
             )
             self._disturbances.start()
@@ -230,9 +230,7 @@ class EmulatedNetwork:
     def close(self) -> None:
         """End the processes on the hosts and remove everything; a second call does nothing."""
         # First, because a stopped process would not react to SIGTERM.
-        if self._disturbances is not None:
-            self._disturbances.stop()
-            self._disturbances = None
+        self.end_disturbances()
         self._is_up = False
         processes = list(itertools.chain.from_iterable(self._processes.values()))
         for process in processes:
@@ -249,8 +247,9 @@ class EmulatedNetwork:
             for name in own_names.intersection(self._namespaces.names()):
                 self._namespaces.remove(name)
             self._namespaces.close()
-        # Every child was ended or killed; waiting for it removes its zombie.
+        # Waiting for a child removes its zombie. The helper of a user namespace may still be there.
         for process in processes:
+            process.kill()
             process.wait()
         self._processes.clear()
         if self._switch_process is not None:
@@ -323,7 +322,7 @@ class EmulatedNetwork:
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)
         if self._disturbances is not None:
-            self._disturbances.kill_if_lost(host)
+            self._disturbances.apply(host)
         return process
 
     def listen(self) -> socket.socket:
@@ -347,28 +346,45 @@ class EmulatedNetwork:
         here, there = socket.socketpair()
         with here, there:
             argv = [sys.executable, "-I", "-S", "-c", script, str(there.fileno())]
-            subprocess.run(
+            done = subprocess.run(
                 self._namespaces.command(self._extra_host, argv),
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                check=True,
+                text=True,
             )
+            if done.returncode:
+                last = done.stderr.strip().rpartition("\n")[2]
+                raise ConfigurationError(f"the extra host cannot listen: {last}")
             _, (number,), _, _ = socket.recv_fds(here, 1, 1)
-        return socket.socket(fileno=number)
+        listener = socket.socket(fileno=number)
+        listener.set_inheritable(False)
+        return listener
 
     def is_up(self, host: int) -> bool:
         """Return True if the description of the network has no outage of a host at this time."""
         self._up(host)
         return self._disturbances is None or self._disturbances.is_up(host)
 
-    def has_outages(self) -> bool:
-        """Return True if an outage of the description will still begin or end."""
-        return self._disturbances is not None and not self._disturbances.is_over
+    def is_gone(self, host: int) -> bool:
+        """Return True if an outage of a host has begun that has no end."""
+        return self._disturbances is not None and self._disturbances.is_gone(host)
 
     def was_lost(self, pid: int) -> bool:
-        """Return True if a process was killed because the description lost its host."""
+        """Return True if a process that has ended was killed together with its host."""
         return pid in self._lost
+
+    def end_disturbances(self) -> None:
+        """Let no outage begin or end any more, and let all processes run."""
+        if self._disturbances is not None:
+            self._disturbances.stop()
+            self._disturbances = None
+
+    def _lose(self, host: int) -> None:
+        """Kill all processes of a host, also those whose parent has ended."""
+        self._lost.update(each.pid for each in self._processes[host] if each.returncode is None)
+        with contextlib.suppress(ConfigurationError):
+            self._namespaces.kill(self.namespace(host))
 
     def cut(self, host: int) -> None:
         """Cut the link of a host: its packets are lost, and its connections stay for a while."""

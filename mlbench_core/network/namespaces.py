@@ -141,20 +141,28 @@ class Namespaces:
         lines = self.run("ip", "netns", "list").splitlines()
         return [line.split()[0] for line in lines if line.strip()]
 
+    def kill(self, name: str) -> None:
+        """Kill the processes in a namespace.
+
+        Raises:
+            ConfigurationError: It does not exist.
+        """
+        pids = self.run("ip", "netns", "pids", name).split()
+        if self._prefix:
+            # The ids are those inside of the user namespace.
+            command = [*self._prefix, "kill", "-KILL", *pids]
+            subprocess.run(command, capture_output=True, check=False)
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
     def remove(self, name: str) -> None:
         """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
         # "ip netns del" removes only the name. The namespace and its devices exist as long as a
         # process is in it.
         try:
-            pids = self.run("ip", "netns", "pids", name).split()
-            if self._prefix:
-                # The ids are those inside of the user namespace.
-                command = [*self._prefix, "kill", "-KILL", *pids]
-                subprocess.run(command, capture_output=True, check=False)
-            else:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+            self.kill(name)
             self.run("ip", "netns", "del", name)
         except ConfigurationError:
             # Another process may clean up at the same time.

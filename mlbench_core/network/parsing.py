@@ -102,7 +102,7 @@ def parse_network(text: str) -> Network:
                 f"host {number} must be described once, not twice: put its parts together"
             )
         hosts[number] = settings
-    return Network(link, between, racks, hosts_per_rack, hosts, **random)
+    return Network(link, between, racks, hosts_per_rack, _different(hosts), **random)
 
 
 def load_network(path: Path) -> Network:
@@ -321,7 +321,7 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
         if name in tables:
             _check_keys(tables[name], ("mtbf", "repair", "seed"), f"[{name}]")
             random[name] = _random_outages(tables[name], f"[{name}]")
-    return Network(link, between, racks, hosts_per_rack, hosts, **random)
+    return Network(link, between, racks, hosts_per_rack, _different(hosts), **random)
 
 
 def _hosts_of(described: object) -> dict[int, HostSettings]:
@@ -355,6 +355,11 @@ def _hosts_of(described: object) -> dict[int, HostSettings]:
             settings["join"] = _seconds(table["join"], "join")
         hosts[number] = _host_settings(settings, outages)
     return hosts
+
+
+def _different(hosts: Mapping[int, HostSettings]) -> dict[int, HostSettings]:
+    """Return the hosts that differ from the others: ``100%-cpu`` is no difference."""
+    return {host: settings for host, settings in hosts.items() if settings != HostSettings()}
 
 
 def _link_of(table: Any, name: str) -> Link:

@@ -106,6 +106,17 @@ def test_a_worker_with_fewer_steps_at_the_same_number_of_commits_is_behind() -> 
         assert rounds == [Round(0, 0, (0, 1, 2), (0,), 1, 0, 20)] * 3
 
 
+def test_a_worker_that_died_before_it_had_a_name_hides_no_later_one() -> None:
+    store = dist.HashStore()
+    dist.PrefixStore("elastic", store).add("workers", 1)
+    with contextlib.ExitStack() as stack:
+        members = []
+        for worker in range(2):
+            members.append(stack.enter_context(Membership(store, worker, 2, **QUICK)))
+        assert [one.members for one in agree(members)] == [(0, 1)] * 2
+        assert Rounds(store).samples() is None
+
+
 def test_a_minority_does_not_go_on_alone() -> None:
     # Without the rule, worker 0 would begin a round after wait_s, long before the others ask.
     with workers(4, wait_s=0.01) as members, ThreadPoolExecutor(1) as pool:

@@ -49,6 +49,7 @@ RANDOM = Network(
         ("1gbit; host0: cut@3s-4s, cut@1s-2s", Network(Link(10**9), hosts={0: TWO_CUTS})),
         ("2x2: 10gbit,200us / 100mbit,40ms ; host1: 10mbit, 50%-cpu, cut@10s-15s, cut@30s", RACKS),
         ("1gbit; host2: kill@40s, join@5s, pause@1s-2s, kill@20s-30s", FAILING),
+        ("1gbit; host1: 100%-cpu; host2: join@0s", Network(Link(10**9))),
         ("1gbit; kills: 7-seed, 60s-mtbf, 10s-repair; pauses: 30s-mtbf, 2s-repair", RANDOM),
     ],
 )

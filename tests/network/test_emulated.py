@@ -169,43 +169,48 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(network: EmulatedNetwor
 @needs_namespaces
 def test_the_processes_of_a_lost_host_die_until_it_is_up() -> None:
     said: list[str] = []
-    text = "unlimited; host1: kill@1s-2s; host2: join@3s"
-    with EmulatedNetwork(3, network=text, say=said.append) as network:
-        assert [network.is_up(host) for host in (0, 2)] == [True, False]
-        early = network.popen(2, ["sleep", "600"])
-        lost = network.popen(1, ["sleep", "600"])
+    text = "unlimited; host1: kill@1s-100000s; host2: join@4s; host3: join@100000s"
+    with EmulatedNetwork(4, network=text, say=said.append) as network:
+        early = network.popen(3, ["sleep", "600"])
+        # A process whose parent has ended is on the host, too.
+        lost = network.popen(1, ["sh", "-c", "(sleep 600 & echo $!); sleep 600"], **TEXT)
+        orphan = int(line(lost))
         other = network.popen(0, ["sleep", "600"])
         assert [early.wait(60), lost.wait(60)] == [-signal.SIGKILL] * 2
+        wait_for(lambda: not _is_running(orphan), 60, "the end of the orphan")
         wait_for(lambda: network.is_up(2), 60, "the host that joins")
-        late = [network.popen(host, ["true"]).wait(60) for host in (1, 2)]
-        assert late == [0, 0]
+        assert network.popen(2, ["true"]).wait(60) == 0
+        assert [network.is_up(host) for host in range(4)] == [True, False, True, False]
         assert other.poll() is None
-        assert network.was_lost(lost.pid)
-        assert network.was_lost(early.pid)
-        assert not network.was_lost(other.pid)
-    assert said == ["host 1 is lost", "host 1 is up", "host 2 is up"]
+        assert [network.was_lost(each.pid) for each in (lost, early, other)] == [True, True, False]
+        assert not any(map(network.is_gone, range(4)))
+        assert lost.stdin is not None
+        assert lost.stdout is not None
+        lost.stdin.close()
+        lost.stdout.close()
+    assert said == ["host 1 is lost", "host 2 is up"]
 
 
 @needs_namespaces
 def test_the_processes_of_a_stopped_host_go_on_afterwards() -> None:
-    with EmulatedNetwork(2, network="unlimited; host1: 50%-cpu, pause@1s-3s, pause@4s") as network:
-        family = network.popen(1, ["sh", "-c", "sleep 600 & wait"])
-        (child,) = wait_for(psutil.Process(family.pid).children, 60, "the child")
-        others = network.popen(0, ["sleep", "600"])
+    text = "unlimited; host1: pause@0s-6s; host2: pause@1s"
 
-        def stopped(process: psutil.Process) -> bool:
-            """Return True if it is stopped for longer than a straggler is in each period."""
-            looks = []
-            for _ in range(20):
-                looks.append(process.status() == psutil.STATUS_STOPPED)
-                time.sleep(0.01)
-            return all(looks)
+    def stopped(process: psutil.Process) -> bool:
+        return bool(process.status() == psutil.STATUS_STOPPED)
 
-        wait_for(lambda: stopped(child), 60, "the pause")
-        assert not network.is_up(1)
-        wait_for(lambda: not stopped(child), 60, "the end of the pause")
-        wait_for(lambda: stopped(child), 60, "the second pause")
-        assert psutil.Process(others.pid).status() != psutil.STATUS_STOPPED
+    with EmulatedNetwork(3, network=text) as network:
+        wait_for(lambda: not network.is_up(1), 60, "the first pause")
+        # The host is stopped already when it starts.
+        late = psutil.Process(network.popen(1, ["sleep", "600"]).pid)
+        wait_for(lambda: stopped(late) or network.is_up(1), 60, "the stop of the new process")
+        family = network.popen(2, ["sh", "-c", "sleep 600 & wait"])
+        wait_for(lambda: network.is_gone(2), 60, "the second pause")
+        wait_for(lambda: stopped(psutil.Process(family.pid)), 60, "the stop of the family")
+        others = psutil.Process(network.popen(0, ["sleep", "600"]).pid)
+        wait_for(lambda: network.is_up(1) and not stopped(late), 60, "the end of the pause")
+        assert not stopped(others)
+        assert stopped(psutil.Process(family.pid))
+        assert [network.is_gone(host) for host in range(3)] == [False, False, True]
     # A process that is stopped would not have reacted to SIGTERM.
     assert family.returncode == -signal.SIGTERM
 
@@ -217,6 +222,7 @@ def test_all_hosts_reach_a_program_outside(text: str) -> None:
         "import socket, sys; way = socket.create_connection((sys.argv[1], int(sys.argv[2])), 60); "
         "way.sendall(way.recv(1))"
     )
+    before = namespaces()
     with EmulatedNetwork(2, network=text, has_extra_host=True) as network:
         with network.listen() as listener:
             listener.settimeout(60)
@@ -230,9 +236,9 @@ def test_all_hosts_reach_a_program_outside(text: str) -> None:
                         connection.sendall(b"x")
                         assert connection.recv(1) == b"x"
                 assert peer == network.address(number)
-        left = namespaces()
-        assert len(left & {network.namespace(0), network.namespace(1)}) == 2
-    assert not namespaces() & left
+        # Two hosts, the extra one, and the switch.
+        assert len(namespaces() - before) == 4
+    assert namespaces() == before
     with EmulatedNetwork(1) as plain, pytest.raises(ConfigurationError, match="has_extra_host"):
         plain.listen()
 

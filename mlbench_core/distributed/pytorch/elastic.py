@@ -174,7 +174,7 @@ class Membership:
         self.rank, self.size = self.worker % self.first_workers, self.first_workers
         self._store = dist.PrefixStore(_PREFIX, store)
         self._number = 0
-        self._workers: list[int] = []
+        self._workers: dict[int, int] = {}  # by the order in which they came
         # By worker: the last heartbeat, and the time here when it was new.
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._group: Any = None
@@ -436,14 +436,15 @@ class Membership:
         The clocks of two machines differ. So a worker is alive if its heartbeat has changed within
         ``dead_after_s`` of the clock here.
         """
-        for position in range(len(self._workers) + 1, int(self._store.get("workers")) + 1):
-            name = self._read(f"name/{position}")
-            if name is None:
-                break
-            self._workers.append(name)
+        for position in range(1, int(self._store.get("workers")) + 1):
+            # A worker may die before it has written its name, or write it late.
+            if position not in self._workers:
+                name = self._read(f"name/{position}")
+                if name is not None:
+                    self._workers[position] = name
         now = time.monotonic()
         living = {self.worker}
-        for worker in self._workers:
+        for worker in self._workers.values():
             beat = self._store.get(f"beat/{worker}")
             before, since_s = self._beats.get(worker, (b"", now))
             if beat != before:

@@ -52,13 +52,13 @@ def check_network(
     """
     network = parse_network(text)
     network.check_hosts(most_workers)
-    for host, settings in network.hosts.items():
-        if settings.join_s and host < first_workers:
-            raise ValueError(
-                f"must not let host {host} join later, as in {text!r}: it is the place of one of "
-                f"the {first_workers} workers that start together; start an elastic run with "
-                "fewer workers"
-            )
+    late = [host for host, settings in network.hosts.items() if settings.join_s]
+    if most_workers - len(late) < first_workers:
+        raise ValueError(
+            f"must have a host for each of the first {first_workers} workers from the start, not "
+            f"{text!r}, in which {len(late)} of {most_workers} hosts join later: start an elastic "
+            "run with fewer workers"
+        )
     if backend in _WHY_NOT:
         raise ValueError(
             f"must be left out with backend {backend}, not {text!r}: {_WHY_NOT[backend]}; choose "

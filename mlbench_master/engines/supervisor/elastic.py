@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _MOST_CHANGES = 50
 _LONGEST_CHANGE = 150
 # All workers may connect before the process accepts.
 _BACKLOG = 4096
+_ACCEPT_PAUSE_S = 0.1
 
 
 class ElasticWorkers:
@@ -45,6 +47,7 @@ class ElasticWorkers:
         first_workers: Number of workers that start together.
 
     Attributes:
+        least: Smallest number of workers of a round.
         most: Largest number of workers that live at the same time.
         living: Numbers of the workers that have not ended.
         changes: Lines about the workers that died or joined, the latest ones.
@@ -59,7 +62,7 @@ class ElasticWorkers:
         self.last_death: tuple[int, int] | None = None
         self._argv: list[str] = facts["argv"]
         self._env: dict[str, str] = facts.get("env", {})
-        self._least, self.most = int(facts["least"]), int(facts["most"])
+        self.least, self.most = int(facts["least"]), int(facts["most"])
         self._first_workers = self._next = first_workers
         self._is_over = False
         self._early_deaths = 0
@@ -87,7 +90,7 @@ class ElasticWorkers:
             "MLBENCH_ELASTIC_STORE": self._address,
             "MLBENCH_ELASTIC_WORKER": str(worker),
             "MLBENCH_ELASTIC_FIRST_WORKERS": str(self._first_workers),
-            "MLBENCH_ELASTIC_LEAST": str(self._least),
+            "MLBENCH_ELASTIC_LEAST": str(self.least),
         }
 
     def hold_store(self) -> None:
@@ -205,8 +208,16 @@ class ElasticWorkers:
 def _forward(listener: socket.socket, port: int) -> None:
     """Connect every worker that reaches a listening socket to a port of this machine."""
     while True:
-        worker, _ = listener.accept()
-        store = socket.create_connection(("127.0.0.1", port))
+        try:
+            worker, _ = listener.accept()
+        except OSError:  # for example, too many open files; or the worker is gone again
+            time.sleep(_ACCEPT_PAUSE_S)
+            continue
+        try:
+            store = socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            worker.close()
+            continue
         for source, target in ((worker, store), (store, worker)):
             # Each message waits for an answer, so none may wait for more data.
             target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

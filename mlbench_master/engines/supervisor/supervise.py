@@ -39,6 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_master.engines.containers import remove_containers
 from mlbench_master.engines.error_search import CONTAINER_STATUSES, ErrorSearch, is_consequence
 from mlbench_master.engines.logs import LogWriter, readable_line
@@ -189,7 +190,7 @@ class Supervisor:
         for command in self._commands:
             try:
                 if self._network_text and self._network is None:
-                    self._network = self._open_network()
+                    self._open_network()
                 started.append((self._start(**command), command))
             except OSError as error:
                 self._failed_to_start = (
@@ -231,7 +232,7 @@ class Supervisor:
         # Of several hosts, the one on which a worker failed first has the reason.
         self._write_status({**status, "failed_at": self._failed_at})
 
-    def _open_network(self) -> EmulatedNetwork:
+    def _open_network(self) -> None:
         """Create the hosts of the run.
 
         Raises:
@@ -244,10 +245,16 @@ class Supervisor:
             self._log.write(None, "system", f"network: {line}")
 
         if self._elastic is None:
-            return open_network(self._network_text, self._num_workers, say, has_extra_host=False)
-        network = open_network(self._network_text, self._elastic.most, say, has_extra_host=True)
-        self._elastic.meet_at(network.listen())
-        return network
+            self._network = open_network(
+                self._network_text, self._num_workers, say, has_extra_host=False
+            )
+            return
+        most = self._elastic.most
+        self._network = open_network(self._network_text, most, say, has_extra_host=True)
+        try:
+            self._elastic.meet_at(self._network.listen())
+        except ConfigurationError as error:
+            raise OSError(str(error)) from error
 
     def _reason(self, returncode: int) -> str:
         """Return how the run failed, in one line; call it when all output has been read."""
@@ -293,7 +300,8 @@ class Supervisor:
         if self._elastic is not None:
             status["changes"] = list(self._elastic.changes)
             samples = self._elastic.samples()
-            if samples is not None:
+            # The work of a run that failed is in no result.
+            if samples is not None and not status["returncode"]:
                 status["samples"] = {"useful": samples.useful, "paid": samples.paid}
         # Blanks may follow a value in JSON.
         content = json.dumps(status).encode().ljust(_STATUS_BYTES)
@@ -359,7 +367,8 @@ class Supervisor:
 
         def wait_for_end() -> None:
             returncode = process.wait()
-            if self._network is not None and self._network.was_lost(process.pid):
+            was_killed = returncode == -signal.SIGKILL
+            if was_killed and self._network is not None and self._network.was_lost(process.pid):
                 self._lost_with_host.add(rank)
             self._ended.put((rank, returncode))
 
@@ -370,6 +379,8 @@ class Supervisor:
         """End the workers on emulated hosts, and remove the hosts."""
         if self._network is None:
             return
+        # A process that is stopped does not react to SIGTERM.
+        self._network.end_disturbances()
         workers: list[psutil.Process] = []
         for pid in self._roots:
             with contextlib.suppress(psutil.Error):
@@ -429,17 +440,15 @@ class Supervisor:
             self._failed_to_start = f"cannot hold the store of the workers: {error}"
             return 127
         while True:
-            places = None
-            if self._network is not None:
-                places = len(list(filter(self._network.is_up, self._free_places())))
-            for command in workers.missing(places):
+            for command in workers.missing(self._count_places()):
                 try:
                     self._watch(self._start(**command), command["rank"], None)
                 except OSError as error:
                     self._failed_to_start = f"cannot start a worker: {error.strerror or error}"
                     return 127
                 self._log.write(None, "system", f"worker {command['rank']} starts")
-            if workers.failure or not (workers.living or self._waits_for_host(workers)):
+            workers.failure = workers.failure or self._lack_of_hosts(workers)
+            if workers.failure or not self._goes_on(workers):
                 break
             try:
                 ended = self._ended.get(timeout=_LOOK_S)
@@ -476,9 +485,38 @@ class Supervisor:
                 reason = f"{reason}: {error}"
         return workers.end(worker, returncode, reason, by_network=worker in self._lost_with_host)
 
-    def _waits_for_host(self, workers: ElasticWorkers) -> bool:
-        """Return True if no worker lives, and the next one starts when a host is up."""
-        return self._network is not None and self._network.has_outages() and not workers.is_finished
+    def _count_places(self) -> int | None:
+        """Return the number of emulated hosts that can get a worker now; None without a network."""
+        if self._network is None:
+            return None
+        return sum(map(self._network.is_up, self._free_places()))
+
+    def _lack_of_hosts(self, workers: ElasticWorkers) -> str:
+        """Return why the emulated hosts end a run; empty if they do not."""
+        if self._network is None or workers.is_finished:
+            return ""
+        left = len(self._hosts_left())
+        if left >= workers.least:
+            return ""
+        return (
+            f"too few hosts are left: {left} of {self._network.hosts}, and the least number of "
+            f"workers is {workers.least}"
+        )
+
+    def _hosts_left(self) -> set[int]:
+        """Return the emulated hosts that have, or can have, a worker again."""
+        assert self._network is not None
+        return {host for host in range(self._network.hosts) if not self._network.is_gone(host)}
+
+    def _goes_on(self, workers: ElasticWorkers) -> bool:
+        """Return True if a worker lives, or can start later."""
+        if self._network is None:
+            return bool(workers.living)
+        if not workers.is_finished:
+            return True
+        # A worker whose host is stopped or cut off for good does not notice the end of the run.
+        hosts = self._hosts_left()
+        return any(self._places[worker] in hosts for worker in workers.living)
 
     def _free_places(self) -> list[int]:
         """Return the emulated hosts without a worker, first those that are up."""
