@@ -113,6 +113,7 @@ def draw(lines: Lines) -> Drawing:
         axes.set_ylim(bottom=0)
     left.set_ylabel("seconds to the goal")
     right.set_ylabel("goodput, %")
+    right.set_ylim(0, 105)
     seeds = len({one["seed"] for one in lines})
     caption = (
         f"Four workers, handwritten digits, to 96.5 % accuracy, {seeds} seeds. "
