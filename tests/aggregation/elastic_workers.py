@@ -190,11 +190,11 @@ def digest(values: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def shared_weights(optimizer: Any, method: str, average: ElasticAverage) -> Mapping[str, Tensor]:
-    """The weights that are equal on all workers after a round; empty if there are none."""
+def weights_of_rounds(optimizer: Any, method: str, average: ElasticAverage) -> Mapping[str, Tensor]:
+    """The weights after a round, which only a committed one changes: with NoLoCo, the slow ones."""
     if method == "streaming":
         return {**optimizer.aggregation.state_dict()["shared"], **average.state_dict()["shared"]}
-    return {} if method == "no_loco" else optimizer.model.state_dict()
+    return optimizer.model.state_dict()
 
 
 def make_optimizer(model: nn.Module, method: str, average: ElasticAverage | None) -> Any:
@@ -270,7 +270,7 @@ def work(plan: Plan) -> None:
                 "members": round_.members,
                 "behind": round_.behind,
                 "before": membership.before,
-                "digest": digest(shared_weights(optimizer, plan.method, average)),
+                "digest": digest(weights_of_rounds(optimizer, plan.method, average)),
                 "tokens": average.tokens,
                 "lr": schedule.get_last_lr(),
             }

@@ -76,7 +76,11 @@ class ElasticAverage(Aggregation):
 
     Attributes:
         membership: As given.
-        tokens: Number of tokens, or samples, in the committed rounds of all workers.
+        tokens: Number of tokens, or samples, in the committed rounds of all workers. With fragments
+            it is not exact, because a round counts the steps since the round before as a whole,
+            though it sends one fragment of their progress. So a round that is not committed leaves
+            out steps of which the other fragments keep the progress. And steps of a worker that
+            dies may count, though its other fragments never travel.
 
     Args:
         membership: This worker's part in the rounds.
@@ -387,7 +391,8 @@ class ElasticAverage(Aggregation):
         committed = self.membership.commit(round_, has_sum)
         if committed:
             self.tokens += round_.tokens
-        # After a round that is not committed, the steps that they belong to are lost.
+        # After a round that is not committed, their steps are lost. With fragments, the progress of
+        # the other fragments is not, but no count says which part of a step it is.
         self._counted = 0
         return committed
 
@@ -406,7 +411,7 @@ class ElasticAverage(Aggregation):
             return state
         if worker == round_.donor and round_.behind:
             file = io.BytesIO()
-            torch.save(self._shared_state(), file)
+            torch.save(self._state_of_donor(), file)
             content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
             for receiver in map(round_.members.index, round_.behind):
                 for message in (torch.tensor([len(content)]), content):
@@ -442,8 +447,8 @@ class ElasticAverage(Aggregation):
         own = own.to(torch.promote_types(own.dtype, torch.float32))
         return own.add_(received.to(own).sub_(own), alpha=0.5)
 
-    def _shared_state(self) -> dict[str, Any]:
-        """Return what a joiner receives. It is the same on all workers, except with NoLoCo."""
+    def _state_of_donor(self) -> dict[str, Any]:
+        """Return what a joiner receives: the shared state, and what a method keeps per worker."""
         aggregation, options = self._optimizer.aggregation, []
         for group in self._optimizer.param_groups:
             options.append({key: value for key, value in group.items() if key != "params"})

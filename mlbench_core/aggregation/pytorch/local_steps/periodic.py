@@ -308,9 +308,10 @@ class DiLoCoAggregation(Aggregation):
     keeps for later, such as an error memory, moves a frozen layer on. Other tensors travel as they
     are.
 
-    In an elastic run, :math:`k` counts the workers of the round. If a round is not committed,
-    :math:`\theta` takes no outer step, and every :math:`\theta_i` is set to it. The norms of its
-    changes are not fed to a penalty. A worker that joins receives the norms of the donor.
+    In an elastic run, :math:`k` counts the workers of the round that were not healed in it. If a
+    round is not committed, :math:`\theta` takes no outer step, and every :math:`\theta_i` is set to
+    it. The norms of its changes are not fed to a penalty. A worker that joins receives the norms of
+    the donor.
 
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
@@ -430,13 +431,17 @@ class DiLoCoAggregation(Aggregation):
             ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
-        self._meet(tensors)
+        healed = self._meet(tensors)
         outer_gradients, averages = {}, {}
         for name, tensor in tensors.items():
-            if name in self._shared:
-                outer_gradients[name] = self._difference(name, tensor)
-            else:
+            if name not in self._shared:
                 averages[name] = tensor
+                continue
+            outer_gradients[name] = self._difference(name, tensor)
+            if healed:
+                # In half precision, theta_i is theta but for rounding. This is no change, and its
+                # norm must not be fed to a penalty.
+                outer_gradients[name].zero_()
         self._average(outer_gradients, averages)
         self._take_outer_step(outer_gradients)
         for name in outer_gradients:
@@ -445,15 +450,19 @@ class DiLoCoAggregation(Aggregation):
         for name, average in averages.items():
             self._share(name, average)
 
-    def _meet(self, tensors: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Agree on the round of an elastic run; a worker that is behind gets the shared weights."""
+    def _meet(self, tensors: Mapping[str, Tensor], steps: int = 0) -> bool:
+        """Agree on the round of an elastic run; a worker that is behind gets the shared weights.
+
+        Return True if this worker has got them.
+        """
         if self.elastic is None:
-            return
+            return False
         with self._counting_bytes_of(self.elastic):
             healed = self.elastic.meet(tensors, steps)
         if healed:
             for name in tensors.keys() & self._shared.keys():
                 tensors[name].copy_(self._shared[name])
+        return healed
 
     def _average(
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]

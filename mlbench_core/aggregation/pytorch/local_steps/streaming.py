@@ -40,7 +40,11 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     from_bytes,
     nbytes_of,
 )
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, counts_by_plain_name
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    counts_by_plain_name,
+    is_buffer,
+)
 from mlbench_core.aggregation.pytorch.transport.packing import (
     pack_codes,
     packed_bytes,
@@ -232,9 +236,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 flight.left -= 1
         count_step(self._counts, tensors)
         due = self._due(tensors)
-        if due and self.elastic is not None:
-            self._meet(tensors, max(self._counts[name] for name in tensors))
-            # A worker that was behind has the counts of the others now.
+        if due and self._meet(tensors, max(self._counts[name] for name in tensors)):
+            self._take_over(tensors)
             due = self._due(tensors)
         if due:
             self._send(due)
@@ -243,6 +246,16 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         for flight in arriving:
             flight.arrive()
             self._merge(flight, tensors)
+
+    def _take_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Count and send the tensors as the donor, whose state was loaded during this step."""
+        # The donor counted this step before it sent its state. Of a frozen parameter, no state has
+        # a count.
+        steps = max((self._counts[name] for name in tensors if name in self._counts), default=0)
+        for name in tensors:
+            self._counts.setdefault(name, steps)
+        # The tensors require no gradient here. So those that travel are those in the donor's state.
+        self.layout.note({name: x for name, x in tensors.items() if not is_buffer(name)})
 
     def _due(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors whose fragment is sent in this step."""

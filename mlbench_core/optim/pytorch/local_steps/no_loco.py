@@ -27,9 +27,9 @@ class NoLoCo(DiLoCo):
 
     :math:`\alpha`, :math:`\mu`, :math:`\gamma` and the seed of the pairs are settings of
     :class:`~mlbench_core.aggregation.pytorch.local_steps.no_loco.NoLoCoAggregation`. No worker
-    waits for more than one other. The workers' weights are never all equal from three workers on:
-    average them before you evaluate, with
-    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
+    waits for more than one other, except in an elastic run, where all wait for the outcome of a
+    round. The workers' weights are never all equal from three workers on: average them before you
+    evaluate, with :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
