@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlbench_core.aggregation.pytorch.compression.compressed import orthonormal_rows
-from mlbench_core.aggregation.pytorch.transport.tensors import (
+from mlbench_core.aggregation.pytorch.compression.tensors import (
     orthogonalize,
     pack_tensors,
     unpack_tensors,

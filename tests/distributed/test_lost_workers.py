@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import socket
 import traceback
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from mlbench_core.distributed.pytorch import lost_workers
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
+from mlbench_core.distributed.pytorch import lost_workers, process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
 from mlbench_core.errors import WorkerError
+from mlbench_core.optim.pytorch import CentralizedSGD
 from tests.helpers.ranks import run_ranks
 
 TEXTS = (
@@ -157,3 +162,43 @@ def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(
     monkeypatch.setattr(lost_workers.process_groups, "rank", lambda: 3)
     monkeypatch.setattr(lost_workers._known, "has_ended", has_ended)
     assert lost_workers._who_is_lost() == "lost worker 2"
+
+
+def lose_worker_1(rank: int, world_size: int) -> tuple[int, list[list[int]], str]:
+    """Workers 0 and 1 take a step as a group, and worker 1 ends. A worker 2 introduces itself only
+    after that. Returns the process id, the ranks known after the step and at the end, the error."""
+    lost_workers.SILENCE_S = 60  # an ended process is named at once
+    group = dist.new_group([0, 1]) if world_size > 2 else None
+    store = process_groups.store()
+    if rank == 2:
+        store.wait(["found"])
+        introduce()
+        store.set("introduced", "")
+        store.wait(["read"])
+        return os.getpid(), [], ""
+    model = nn.Linear(2, 1)
+    aggregation = AllReduceAggregation(process_group=group)
+    optimizer = CentralizedSGD(2, model, lr=0.1, aggregation=aggregation)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    known, text = [sorted(lost_workers._known.records)], ""
+    if rank == 1:
+        return os.getpid(), known, text
+    try:
+        optimizer.step()
+    except WorkerError as error:
+        text = str(error)
+    store.set("found", "")
+    if world_size > 2:
+        store.wait(["introduced"])
+        lost_workers.read_records()
+        known.append(sorted(lost_workers._known.records))
+        store.set("read", "")
+    return os.getpid(), known, text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_process_and_the_host_of_a_lost_worker_are_named(world_size: int) -> None:
+    (_, known, text), (pid, *_), *_ = run_ranks(world_size, lose_worker_1, timeout_s=120)
+    assert text.startswith(f"lost worker 1 (process {pid} on {socket.gethostname()}); the backend")
+    assert known == [[0, 1], [0, 1, 2]][: world_size - 1]

@@ -21,13 +21,9 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.compression import sparsified
 from mlbench_core.aggregation.pytorch.compression.sign import (
-    pack_bits,
     pack_signs,
-    pack_with_torch,
     sum_scaled_signs,
-    unpack_bits,
     unpack_part,
-    unpack_with_torch,
 )
 from mlbench_core.aggregation.pytorch.compression.sparsified import (
     coordinates_sent,
@@ -35,6 +31,12 @@ from mlbench_core.aggregation.pytorch.compression.sparsified import (
     largest_entries,
 )
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, as_bytes
+from mlbench_core.aggregation.pytorch.transport.packing import (
+    pack_bits,
+    pack_with_torch,
+    unpack_bits,
+    unpack_with_torch,
+)
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
     NTASGD,

@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     as_real,
     by_dtype_and_device,
     divide,
+    pack,
 )
 from mlbench_core.aggregation.pytorch.transport.names import Parameters
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
@@ -236,7 +237,9 @@ class AllReduceAggregation(Aggregation):
             tensors: In the same order with the same shapes and dtypes on every worker.
             divisor: A positive number or a tensor with one element, the same on every worker.
         """
-        # A message has tensors of one dtype and device. An empty tensor needs no message.
+        # A message has tensors of one dtype and device. An empty tensor needs no message. This is
+        # by_dtype_and_device, written out so that a step goes through fewer files, as a test of
+        # tools/trace_step.py demands. For the same reason, _average_kind does not call pack.
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
@@ -333,7 +336,7 @@ class AllReduceAggregation(Aggregation):
     def _start_average(
         self, kind: Sequence[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool
     ) -> Callable[[], None]:
-        message = torch.cat([tensor.reshape(-1) for tensor in kind])
+        message = pack(kind)
         early = self.divides_early(message.dtype)
         if early:
             divide(as_real(message), self.world_size)
@@ -405,6 +408,7 @@ def _deliver(
     message: Tensor, tensors: Sequence[Tensor], write: Callable[[Tensor, Tensor], Any]
 ) -> None:
     """Call a function with each tensor and its part of a flat message, in the tensor's shape."""
+    # With Tensor.copy_ it is unpack of transport/messages.py; see AllReduceAggregation.average.
     parts = message.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         write(tensor, part.view(tensor.shape))

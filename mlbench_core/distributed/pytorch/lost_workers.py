@@ -4,7 +4,8 @@ The error of a backend says that a connection was closed or that time is up, but
 worker. So the workers do three things:
 
 1. At the start each writes a record of itself into the process group's store (:func:`introduce`).
-2. Once the first collective has gone through, each reads the records of all (:func:`read_records`).
+2. Once the first collective of a group has gone through, each of its workers reads the records of
+   the group (:func:`read_records`).
 3. If a later collective fails, each writes a notice and looks for the workers that did not.
 
 On its own machine, a worker can see that another one's process has ended. A worker on another
@@ -21,7 +22,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -229,8 +230,10 @@ def _who_is_lost() -> str:
     A worker that notices the loss writes a notice before it ends. It may have ended when another
     one looks, but it is not the cause.
     """
-    # If no collective has gone through.
-    read_records()
+    # Workers of other groups may have written theirs since, and if no collective has gone through,
+    # none is known yet. One by one, because some may never write one.
+    for rank in range(process_groups.world_size()):
+        _read_records([rank])
     try:
         store = process_groups.store()
     except RuntimeError:
@@ -264,22 +267,33 @@ def _who_is_lost() -> str:
     return f"communication failed, and these workers do not answer: {names}"
 
 
-def read_records() -> None:
-    """Read the records of all workers, once; call it after a collective has gone through.
+def read_records(group: Any = None) -> None:
+    """Read the records of a group's workers, each once; call it after a collective of the group.
 
-    Every worker that took part in it has written its record before.
+    Every worker that took part in it has written its record before. Another worker of the world may
+    write its own much later.
+
+    Args:
+        group: The process group; None for that of all workers.
     """
-    if not _known.of_this_group() or _known.records:
+    size = process_groups.world_size(group)
+    _read_records([process_groups.global_rank(rank, group) for rank in range(size)])
+
+
+def _read_records(ranks: Iterable[int]) -> None:
+    """Read the records of workers that are not known yet, if all of these have written theirs."""
+    unknown = [rank for rank in ranks if rank not in _known.records]
+    if not _known.of_this_group() or not unknown:
         return
-    keys = [_key("record", rank) for rank in range(process_groups.world_size())]
+    keys = [_key("record", rank) for rank in unknown]
     with contextlib.suppress(RuntimeError):
         store = process_groups.store()
         if not store.check(keys):
             return
-        records = [_Record(**json.loads(store.get(key))) for key in keys]
-        _known.records = dict(enumerate(records))
         machine = _machine()
-        for rank, record in enumerate(records):
+        for rank, key in zip(unknown, keys, strict=True):
+            record = _Record(**json.loads(store.get(key)))
+            _known.records[rank] = record
             if record.machine == machine != "":
                 _known.processes[rank] = None
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,8 @@
 """What the aggregations share that send less than the whole gradients.
 
-They are the base classes, :func:`recall` for error memories, and :func:`orthonormal_rows` for
-approximations of low rank.
+It has the base classes, :func:`ratio_of` for compression ratios, :func:`recall` for error memories,
+:func:`orthonormal_rows` with its part :func:`normalize_` for approximations of low rank, and
+:func:`flush_tiny_` for values near the denormal numbers.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class LossyAggregation(Aggregation):
         """
         # One worker alone sends nothing, and its ratio stays 1.
         if self.world_size > 1:
+            # These are two calls of nbytes_of, written out so that a step of PowerSGD goes through
+            # fewer files, as a test of tools/trace_step.py demands.
             self._original_bytes += sum(tensor.nbytes for tensor in tensors)
             extra_bytes = sum(tensor.nbytes for tensor in extra)
             self._compressed_bytes += self.bytes_sent - bytes_before - extra_bytes

@@ -115,7 +115,7 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
 
     def wait() -> None:
         is_alike = is_same()
-        lost_workers.read_records()
+        lost_workers.read_records(group)
         if is_alike:
             return
         first, *others = map(_parse, _gather(text, group))
