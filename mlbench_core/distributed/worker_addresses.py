@@ -77,7 +77,7 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
     """Wait for the line of every other rank, and send the list to all of them."""
     deadline = time.monotonic() + timeout_s
     arrived = {0: _join(host, port)}
-    # Others cannot reach a loopback address, and then nobody else needs to.
+    # With a loopback address, all workers are on this machine, and need no other interface.
     listen = host if is_loopback(host) else ""
     with contextlib.ExitStack() as stack:
         server = socket.create_server((listen, place.master_port), family=_family(host))
