@@ -100,6 +100,40 @@ def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.Mo
     assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)
 
 
+class FakeProcess:
+    """A process that has taken some seconds of the CPU, or None if it is gone."""
+
+    pid = 0
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def oneshot(self) -> Any:
+        return contextlib.nullcontext()
+
+    def cpu_times(self) -> tuple[float, float, float, float]:
+        if self._seconds is None:
+            raise measuring.psutil.NoSuchProcess(0)
+        return self._seconds, 0.0, 0.0, 0.0
+
+    def memory_info(self) -> Any:
+        return SimpleNamespace(rss=1)
+
+
+def test_a_child_that_ends_while_a_sample_is_taken_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parent is read before it has waited for the child, and the child afterwards."""
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
+    sampler = LoadSampler(1, {0: 0})
+    seconds = []
+    for times in ((1.0, 5.0), (1.0, None), (6.5,)):
+        family = [(FakeProcess(each), 0) for each in times]
+        monkeypatch.setattr(sampler, "_workers", lambda family=family: iter(family))
+        seconds.append(sampler.sample()[0]["cpu"] / 100)
+    assert seconds == [6.0, 0.0, 0.5]
+
+
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"])
 def test_the_workers_of_a_launcher_tell_their_ranks(started: Any, variable: str) -> None:
     workers = " & ".join(f'{variable}={rank} "{sys.executable}" -c "{IDLE}"' for rank in (0, 1, 2))

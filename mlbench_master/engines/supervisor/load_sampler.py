@@ -78,19 +78,27 @@ class LoadSampler:
         memory: dict[int, int] = {}
         namespaces: dict[int, str] = {}
         counters: dict[str, tuple[int, int] | None] = {self._own_namespace: _machine_bytes()}
+        gone: set[int] = set()  # ranks
         for process, rank in self._workers():
-            with contextlib.suppress(psutil.Error, OSError), process.oneshot():
-                # The time of children that were waited for makes the sum continue when a child
-                # ends.
-                seconds[rank] = seconds.get(rank, 0.0) + sum(process.cpu_times()[:4])
-                memory.setdefault(rank, 0)
-                memory[rank] += process.memory_info().rss
-                namespace = _namespace(process.pid) or self._own_namespace
-                # A worker may have processes in its own namespace and in that of the machine.
-                if namespaces.get(rank, self._own_namespace) == self._own_namespace:
-                    namespaces[rank] = namespace
-                if namespace not in counters:
-                    counters[namespace] = _namespace_bytes(process.pid)
+            try:
+                with process.oneshot():
+                    # The time of children that were waited for makes the sum continue when a child
+                    # ends.
+                    seconds[rank] = seconds.get(rank, 0.0) + sum(process.cpu_times()[:4])
+                    memory.setdefault(rank, 0)
+                    memory[rank] += process.memory_info().rss
+                    namespace = _namespace(process.pid) or self._own_namespace
+                    # A worker may have processes in its own namespace and in that of the machine.
+                    if namespaces.get(rank, self._own_namespace) == self._own_namespace:
+                        namespaces[rank] = namespace
+                    if namespace not in counters:
+                        counters[namespace] = _namespace_bytes(process.pid)
+            except (psutil.Error, OSError):
+                gone.add(rank)
+        for rank in gone & seconds.keys():
+            # A process that ended after its parent was read is in neither time. Its parent has it
+            # at the next sample, in which it must not count again.
+            seconds[rank] = max(seconds[rank], self._seconds.get(rank, 0.0))
         gpus = self._gpus.read()
         loads: dict[int, dict[str, Any]] = {}
         for rank in sorted(seconds):
