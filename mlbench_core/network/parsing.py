@@ -358,7 +358,7 @@ def _hosts_of(described: object) -> dict[int, HostSettings]:
 
 
 def _different(hosts: Mapping[int, HostSettings]) -> dict[int, HostSettings]:
-    """Return the hosts that differ from the others: ``100%-cpu`` is no difference."""
+    """Leave out hosts without a difference from the others, such as one with ``100%-cpu``."""
     return {host: settings for host, settings in hosts.items() if settings != HostSettings()}
 
 

@@ -240,7 +240,7 @@ def test_a_run_ends_when_too_few_hosts_are_left(
 
 @needs_namespaces
 def test_a_run_ends_although_a_host_stays_stopped(tmp_path: Path) -> None:
-    """A worker that is stopped for ever does not notice the end, and gets time to clean up."""
+    """Its worker cannot notice the end of the run, but gets time to clean up."""
     text = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('cleaned up', flush=True), sys.exit()))\n"

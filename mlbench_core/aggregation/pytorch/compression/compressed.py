@@ -1,4 +1,4 @@
-"""What the aggregations share that send less than the whole gradients.
+"""Code shared by the aggregations that send less than the whole gradients.
 
 It has the base classes, :func:`ratio_of` for compression ratios, :func:`recall` for error memories,
 :func:`orthonormal_rows` with its part :func:`normalize_` for approximations of low rank, and

@@ -439,8 +439,8 @@ class DiLoCoAggregation(Aggregation):
                 continue
             outer_gradients[name] = self._difference(name, tensor)
             if healed:
-                # In half precision, theta_i is theta but for rounding. This is no change, and its
-                # norm must not be fed to a penalty.
+                # In half precision, theta_i differs from theta by its rounding alone. That is not a
+                # change, and a penalty must not count its norm.
                 outer_gradients[name].zero_()
         self._average(outer_gradients, averages)
         self._take_outer_step(outer_gradients)

@@ -22,7 +22,7 @@ __all__ = [
 
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 COMPILED = "_orig_mod."
-"""What :func:`torch.compile` adds to the names of parameters."""
+"""The part that :func:`torch.compile` adds to the names of parameters."""
 
 _BUFFER = ":buffer:"  # no name of a parameter begins with it
 
