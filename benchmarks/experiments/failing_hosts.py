@@ -1,6 +1,6 @@
 """Train on hosts that fail: DiLoCo, whose workers may die and join, and SGD with checkpoints.
 
-Four workers, each on an emulated host, classify handwritten digits until 96.5 % accuracy. Hosts
+Four workers, each on an emulated host, classify handwritten digits until 95 % accuracy. Hosts
 are lost at random times, and are up again 5 s later.
 
 * **diloco**: an elastic run (``--elastic 1:4``). A lost worker is replaced when a host is up.
@@ -8,9 +8,9 @@ are lost at random times, and are up again 5 s later.
   when all hosts are up, with new random times: the time to the next failure of a host does not
   depend on its past.
 
-Each worker sleeps 150 ms in each step, in place of a larger model, so that the processors do not
+Each worker sleeps 300 ms in each step, in place of a larger model, so that the processors do not
 decide the times. The learning rate of each method is the one of 0.002, 0.005, 0.01, 0.02 and 0.05
-that needs the fewest steps without failures.
+that needs the fewest steps without failures. With it, both reach the goal with each of five seeds.
 
 Each run has one line in FOLDER/runs.jsonl: its seconds to the goal, its failures, and its goodput,
 which is the share of the computed samples whose work is in the result. A run that is interrupted is
@@ -35,10 +35,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-GOAL = 0.965
+GOAL = 0.95
 WORKERS = 4
 BATCH_SIZE = 16
-SLEEP_S = 0.15
+SLEEP_S = 0.3
 REPAIR_S = 5
 PERIOD = 20  # steps of a round of DiLoCo, and between two checkpoints of SGD
 EVALUATE_STEPS = 20
@@ -46,7 +46,7 @@ LIMIT_S = 900
 LINK = "1gbit,1ms"
 MEANS_S = (None, 240, 120, 60)  # between the failures of a host; None for no failures
 METHODS = ("diloco", "sgd")
-RATES = {"diloco": 0.01, "sgd": 0.05}
+RATES = {"diloco": 0.05, "sgd": 0.05}
 
 
 def make_data() -> tuple[Any, Any, Any, Any]:

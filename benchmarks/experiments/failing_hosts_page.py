@@ -116,7 +116,7 @@ def draw(lines: Lines) -> Drawing:
     right.set_ylim(0, 105)
     seeds = len({one["seed"] for one in lines})
     caption = (
-        f"Four workers, handwritten digits, to 96.5 % accuracy, {seeds} seeds. "
+        f"Four workers, handwritten digits, to 95 % accuracy, {seeds} seeds. "
         "Lines: medians. Dashes: runs."
     )
     finish(figure, caption, *left.get_legend_handles_labels())
