@@ -40,9 +40,10 @@ class NorMuon(MuonAdamW):
     :math:`10^{-8}`. The paper has a running average as :math:`M`, which gives the same steps as
     here.
 
-    According to a secondary text, the paper scales each step to the norm :math:`0.2 \, \eta
-    \sqrt{n m}`. Here it has Muon's norm, :math:`0.2 \, \eta \sqrt{\max(n, m)} \, \|O\|`. That is
-    shorter if the squares of the singular values of :math:`O` are below 1 on average.
+    According to a secondary text, the paper scales each step to the norm
+    :math:`0.2 \, \eta \sqrt{n m}`. Here it has Muon's norm,
+    :math:`0.2 \, \eta \sqrt{\max(n, m)} \, \|O\|`. That is shorter if the squares of the singular
+    values of :math:`O` are below 1 on average.
 
     Args:
         params: Parameters, or groups of parameters.
