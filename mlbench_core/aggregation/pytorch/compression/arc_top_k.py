@@ -47,6 +47,10 @@ class ARCTopKAggregation(EF21Aggregation):
     tensors, then all rows. The state, and :math:`b`, the bytes of one of its numbers, are those of
     :class:`EF21Aggregation`. All workers also keep the state of the generator.
 
+    The code that calls itself the paper's implementation, github.com/Aris-ma/AllreduceTopK, also
+    compresses vectors, and forms the rows of tensors with three or more dimensions differently. It
+    rounds :math:`K` down, and this class to the nearest integer.
+
     Attributes:
         rank: :math:`r`.
 

@@ -39,7 +39,9 @@ class EF21Aggregation(SparsifiedAggregation):
     are.
 
     The first step of a tensor sets :math:`G_i = M_i = g_i` by one all-reduce of the whole tensor.
-    EF21 itself starts with :math:`G_i = C(g_i)`, without this message.
+    EF21 itself starts with :math:`G_i = C(g_i)`, without this message. According to the authors'
+    later paper (arXiv:2110.03294), the start may be arbitrary. Their code for the experiments,
+    github.com/IgorSokoloff/ef21_experiments_source_code, starts with the whole gradient, as here.
 
     All state has the shape of the tensor and is at least in float32. A worker keeps :math:`G`,
     :math:`M_i` and the error :math:`e_i = M_i - G_i` in place of :math:`G_i`. In the first step, a

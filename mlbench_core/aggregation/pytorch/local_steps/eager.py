@@ -62,7 +62,8 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
 
     Args:
         outer_optimizer: A function that creates an SGD optimizer of torch from an iterable of
-            parameters. The default has the learning rate 0.7 and Nesterov momentum 0.9.
+            parameters. The default has the learning rate 0.7 and Nesterov momentum 0.9. The paper's
+            outer learning rate is reported as 0.4.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         process_group: See

@@ -56,8 +56,10 @@ class NoLoCoAggregation(DiLoCoAggregation):
     worker that dies costs all others at most the steps since the last round, and its own
     :math:`\phi_i` is lost.
 
-    The paper writes Nesterov momentum; the authors' code, which this follows, takes the step above
-    without a look-ahead.
+    The paper calls this modified Nesterov momentum. Its formulas (2) and (3) have no look-ahead,
+    and neither has the authors' code. In these formulas, :math:`\alpha` is the momentum and
+    :math:`\beta` the outer learning rate. The code uses the outer learning rate also as
+    :math:`\gamma`.
 
     Attributes:
         outer_lr: :math:`\alpha`.

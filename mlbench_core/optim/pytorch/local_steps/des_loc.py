@@ -25,7 +25,8 @@ class DESLOC(GenericCentralizedOptimizer):
     Adam. See :class:`~mlbench_core.optim.pytorch.local_steps.periodic.LocalSGD` for when to
     evaluate, and for frozen layers.
 
-    The paper clips the gradients of each worker before the step. A script does this with
+    The paper clips the gradients of each worker before the step. According to a secondary text, its
+    algorithm clips each coordinate, and its experiments the norm. A script clips the norm with
     :func:`torch.nn.utils.clip_grad_norm_`.
 
     Args:

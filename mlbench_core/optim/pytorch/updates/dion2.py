@@ -139,7 +139,7 @@ class Dion3(Dion2):
         ValueError: A number is out of range.
 
     References:
-        N. Amsel et al.: Dion3. arXiv:2608.11612
+        N. Amsel et al.: Dion3: Full-Stack Orthogonal Updates. arXiv:2608.11612
     """
 
     def __init__(
