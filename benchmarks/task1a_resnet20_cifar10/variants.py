@@ -194,7 +194,7 @@ VARIANTS = {
     # Richtárik, arXiv:2305.15155.
     "ef21": Variant(of_model("ef21", weight_decay=1e-4), lr_factor=2.5),
     # EF21's momentum and rate, which were not tuned for it. The share of rows and the rank are
-    # those of a public port of it. Chen et al., arXiv:2510.26709.
+    # those of github.com/Aris-ma/AllreduceTopK. Chen et al., arXiv:2510.26709.
     "arc_top_k": Variant(
         of_model("ef21", lambda: ARCTopKAggregation(None), weight_decay=1e-4), lr_factor=2.5
     ),
@@ -255,7 +255,7 @@ VARIANTS = {
         lr_factor=0.05, scales=False,
     ),
     # DiLoCo's period and rate instead of a period of 50, because few steps reach the goal; the
-    # rest as in the authors' code. Kolehmainen et al., arXiv:2506.10911.
+    # rest as in the authors' configuration files. Kolehmainen et al., arXiv:2506.10911.
     "no_loco": Variant(of_model("no_loco", period=20), lr_factor=0.05, scales=False),
     # Adam's rate, and the share of the code of ExoGym. A weight is averaged every 200 steps, which
     # is more than the digits take; not tuned.
