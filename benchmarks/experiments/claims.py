@@ -3,7 +3,7 @@
 Four workers, on three problems:
 
 * **digits**: a perceptron with a hidden layer classifies handwritten digits. The figure is the
-  number of steps until the loss on the test images is at most 0.2, at a constant rate.
+  number of steps until the loss on the test images is at most 0.1, at a constant rate.
 * **gpt**: the model of task 5a's preset ``tiny`` predicts the bytes of WikiText-2. The figure is
   the validation loss in bits per byte after 150 steps, at the end of the decay. A step has 1,024
   bytes of all workers.
@@ -91,7 +91,7 @@ class Digits:
 
     tuning_seeds, result_seeds = 3, 10
     steps, validate_every, warm_up = 400, 5, 10
-    goal, batch_size, corrupt_from = 0.2, 16, 0
+    goal, batch_size, corrupt_from = 0.1, 16, 0
     decays = False  # its figure would otherwise be read in the middle of the decay
 
     def __init__(self, seed: int, rank: int, data: Path | None) -> None:
@@ -308,9 +308,9 @@ PROBLEMS: Mapping[str, tuple[Any, Mapping[str, Method]]] = {
     "digits": (
         Digits,
         {
-            **common_methods(nesterov, base_lr=0.05, adam_lr=0.002, muon_lr=0.01),
-            "ef21": Method(named("ef21", weight_decay=1e-4), 0.25),
-            "sgp": Method(named("sgp", momentum=0.9, nesterov=True, weight_decay=1e-4), 0.05),
+            **common_methods(nesterov, base_lr=0.3, adam_lr=0.008, muon_lr=0.02),
+            "ef21": Method(named("ef21", weight_decay=1e-4), 1.5),
+            "sgp": Method(named("sgp", momentum=0.9, nesterov=True, weight_decay=1e-4), 0.3),
         },
     ),
     "gpt": (
