@@ -178,7 +178,9 @@ def recommend(
 
 def _scaled(row: Mapping[str, Any], name: str, factor: float, digits: int) -> str:
     value = row[name]
-    return number(None if value is None else value * factor, digits)
+    if value is not None:
+        value *= factor
+    return number(value, digits)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
