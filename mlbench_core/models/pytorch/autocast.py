@@ -97,9 +97,10 @@ class AutocastLSTM(nn.LSTM):
     def _needs_float32(self, input: Tensor | PackedSequence) -> bool:
         if not torch.is_autocast_enabled("cpu"):
             return False
-        data = input
         if isinstance(input, PackedSequence):
             data = input.data
+        else:
+            data = input
         # torch computes LSTMs with weights of another dtype without oneDNN.
         if data.device.type != "cpu" or self.weight_ih_l0.dtype != torch.float32:
             return False

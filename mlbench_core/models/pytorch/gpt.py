@@ -264,7 +264,8 @@ def _norm(x: Tensor) -> Tensor:
 def _rotary(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angle of each place and pair: (context, features / 2)."""
     features = config.width // config.heads
-    # In float64, because the digits of a large angle before the point are lost to its cosine.
+    # In float64: a cosine depends on the digits of an angle within one turn, of which float32 has
+    # few left for a large angle.
     rates = ROTARY_BASE ** (-torch.arange(0, features, 2, dtype=torch.float64) / features)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates)
     return angles.cos().float(), angles.sin().float()

@@ -292,7 +292,9 @@ def _finish(
     finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions
 ) -> None:
     """Add the hypotheses that end among the best candidates to the finished ones."""
-    log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
+    log_probs = candidates.log_probs[:, : options.beam_size]
+    parents = candidates.parents[:, : options.beam_size]
+    tokens = candidates.tokens[:, : options.beam_size]
     ends = (tokens == options.eos) & (log_probs > -torch.inf)
     # The first of the two values that the host waits for.
     if not ends.any():
