@@ -197,6 +197,7 @@ def _find(folder: Path, scratch: Path, board: Board) -> Iterator[tuple[Path, _So
     """Yield each result folder, and where it came from."""
     for found in find_folders(folder):
         yield found, _Source(found.relative_to(folder).as_posix())
+    # Unpacked into numbered folders, because all archives have the same name.
     for number, archive in enumerate(sorted(folder.rglob(ARCHIVE))):
         source = archive.relative_to(folder).as_posix()
         target = scratch / str(number)
@@ -316,6 +317,7 @@ def _verdicts(groups: Sequence[Group]) -> list[str]:
     """Return for each group what its test against the first one says."""
     first = groups[0].records
     tests = [compare_times(group.records, first) for group in groups[1:]]
+    # The correction takes the tests that exist, and the loop takes their p-values in this order.
     adjusted = iter(holm([test.p for test in tests if test is not None]))
     verdicts = [""]
     for test in tests:
@@ -351,6 +353,7 @@ def _links(row: Mapping[str, Any], folder: Path, page: Path) -> Iterator[tuple[s
             members.setdefault(f"{path}/{RESULT}", []).append(record.name)
     for path, names in members.items():
         target = Path(os.path.relpath((folder / path).resolve(), page.resolve())).as_posix()
+        # A space or a bracket would end a link of Markdown.
         yield ", ".join(names), quote(target)
 
 
