@@ -137,10 +137,11 @@ def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateF
     except _embedded.SilentMasterError as error:
         remark(f"{clean(str(error))}; reading its files instead")
         record = error.record
-        # Records of earlier versions have no folder, and there was only this one.
-        folder = user_folder("master")
         if record.folder:
             folder = Path(record.folder)
+        else:
+            # A record of an earlier version.
+            folder = user_folder("master")
         yield StateFiles(folder, record.engine, str(error))
         return
     with client:

@@ -80,10 +80,11 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """
     masked = {}
     for name, value in variables.items():
-        # Other variables may have a secret in their value, such as a URL with a password.
-        masked[name] = _mask(str(value))
         if _SECRET_VARIABLE.search(name):
             masked[name] = _MASK
+        else:
+            # Its value may have a secret, too, such as a URL with a password.
+            masked[name] = _mask(str(value))
     return masked
 
 

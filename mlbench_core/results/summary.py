@@ -243,7 +243,7 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
     phases: dict[str, Any] = {}
     for phase, tracked in TRACKER_PHASES.items():
         phases[f"{phase}_s"] = totals.get(f"{tracked}_s", 0.0)
-    # Clocks are read apart from each other, so the phases may sum up to a little more.
+    # Rounding alone could make it a little negative.
     other_s: float | None = max(0.0, train_s - sum(phases.values()))
     communication = dict.fromkeys(
         ("communication_total_s", "communication_exposed_s", "communication_hidden_s")

@@ -101,12 +101,13 @@ def metrics_of(
     def metric(
         number: int | str, name: str, date: str, value: object, **metadata: Any
     ) -> dict[str, Any]:
-        text = repr(value)
         if value is None:
             # A value that is not finite is null in the raw lines.
             text = "nan"
         elif isinstance(value, str):
             text = value
+        else:
+            text = repr(value)
         return {
             "run_id": run_id,
             "id": f"{prefix}-{number}",

@@ -299,8 +299,8 @@ def _point(
         second, second_s = others[0], others[0].median_s
         is_close = second_s is not None and second_s < CLOSE * first.median_s
         # A method with a miss has no test, which must not make it look as fast as the first.
-        is_alike = second_s is not None and second.complete and not differ(first, second, row)
-        if is_close or is_alike:
+        has_test = second_s is not None and second.complete
+        if is_close or (has_test and not differ(first, second, row)):
             close = second.algorithm
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)

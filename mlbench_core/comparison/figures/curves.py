@@ -155,9 +155,9 @@ def _draw(
         uneven = uneven or bool(averaged.tails)
         largest = max(largest, averaged.ends[-1])
     workers = sorted(bands_of)
-    # With room for the panel below that counts the runs.
     panel_in = 1.6
     if uneven:
+        # With the panel below that counts the runs.
         panel_in = 1.9
     figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)

@@ -211,9 +211,10 @@ def load_part(
     if vocabulary is not None:
         subwords, folder = SubtokenVocabulary.load(vocabulary), vocabulary.parent
     files = find(name)
-    cache = user_folder("cache", "text")
     if cache_dir:
         cache = Path(cache_dir)
+    else:
+        cache = user_folder("cache", "text")
     if subwords is None:
         subwords, folder = _find_subwords(find, recipe, root, cache)
     # Drop the merges, because divided text must not be divided again.
