@@ -328,14 +328,23 @@ def _row(
 ) -> dict[str, Any]:
     """Return the row of a method and a number of workers; it is predicted if they did not run."""
     row = _row_of_times(runs, outcome, algorithm, on, workers, pricing)
-    samples = []
+    same: list[float | None] = []
+    similar: list[float | None] = []
+    has_same = False
     for place in runs.places:
-        if place.algorithm == algorithm and (place.workers > 1) == (workers > 1):
-            samples.append((place.workers == workers, runs.records.get(place.name)))
+        if place.algorithm != algorithm or (place.workers > 1) != (workers > 1):
+            continue
+        has_same = has_same or place.workers == workers
+        if place.name in runs.records:
+            samples = samples_of_step(runs.records[place.name])
+            similar.append(samples)
+            if place.workers == workers:
+                same.append(samples)
     # As for the prediction of a step, a worker has as many samples with any number of workers.
-    if any(is_equal for is_equal, _ in samples):
-        samples = [(True, record) for is_equal, record in samples if is_equal]
-    each = known_median(samples_of_step(record) for _, record in samples if record is not None)
+    each = known_median(similar)
+    # Runs of this number of workers that all failed have none, whatever others had.
+    if has_same:
+        each = known_median(same)
     if each is not None and row["step_s"]:
         row["samples_per_s"] = workers * each / row["step_s"]
     if not runs.has_goal:
@@ -530,8 +539,14 @@ def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pric
     """Return the sentences on the least time and the least price on a network."""
     known = [cell for cell in outcome.cells if cell.median_s is not None]
     known.sort(key=order)
-    alone = next((cell for cell in known if cell.workers == 1), None)
-    several = [cell for cell in known if cell.workers > 1]
+    alone: Cell | None = None
+    several = []
+    for cell in known:
+        if cell.workers > 1:
+            several.append(cell)
+        elif alone is None:
+            # The cells are sorted, so this is the best method of one machine.
+            alone = cell
     if not several and (alone is None or 1 not in counts):
         text = _no_advice(outcome, network, counts)
         if alone is not None:
