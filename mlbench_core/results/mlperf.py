@@ -169,9 +169,9 @@ class _Log:
 
     def _benchmark(self) -> str | None:
         key, program = self._configuration.get("task"), self._configuration.get("program")
-        if key is None and not program:
-            return None
         if key is None:
+            if not program:
+                return None
             return f"mlbench_{PurePath(program).stem}"
         name, dataset = f"mlbench_task{key}", self._configuration.get("dataset")
         # A stand-in for the task's data set or another goal does not count as a result of the task.
