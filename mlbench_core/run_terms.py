@@ -266,8 +266,8 @@ def _number(value: Any) -> float | None:
     # In Python a bool is an int, but True is not a threshold.
     if isinstance(value, bool):
         return None
-    # A goal of the user may have any attribute, and torch raises a RuntimeError for a tensor of
-    # several elements.
+    # A goal of the user may have an attribute of any type with this name, and its conversion may
+    # raise any of these errors.
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
