@@ -106,9 +106,14 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
         return records
     with connect(dashboard_url) as client:
         runs = client.runs()
+        # By id, because several names and patterns may match one run.
         chosen: dict[Any, dict[str, Any]] = {}
         for name in names:
-            matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)]
+            matching = []
+            for run in runs:
+                # Not fnmatch(), which follows the system's rules for names of files.
+                if fnmatch.fnmatchcase(str(run["name"]), name):
+                    matching.append(run)
             # Without a match, find() raises an error that lists the latest runs.
             for run in matching or [client.find(name)]:
                 chosen[run["id"]] = run
@@ -125,6 +130,7 @@ def from_master(client: MasterClient, runs: Sequence[dict[str, Any]]) -> list[Ru
     records = []
     for run in runs:
         if run.get("state") in FINAL_STATES:
+            # Of each metric, the record needs the latest value only.
             records.append(RunRecord.from_metrics(client.metrics(run["id"], last_n=1), run))
         else:
             remark(f"{clean(run['name'])} has not ended: left out")
@@ -228,7 +234,9 @@ def print_records(records: Sequence[RunRecord]) -> None:
         phases.remove("other")
     rows = []
     for record in records:
-        workers = "-" if record.workers is None else record.workers
+        workers = "-"
+        if record.workers is not None:
+            workers = str(record.workers)
         times = [number(record.phases_s.get(phase)) for phase in phases]
         row = (record.name, workers, _outcome(record), number(record.total_s), *times)
         rows.append((*row, number(record.samples_per_s, 0)))

@@ -46,8 +46,10 @@ def script_options(command: Command) -> Command:
         **options: Any,
     ) -> Any:
         given = [("--method", method), ("--optimizer", optimizer)]
-        given += [("--metric", metric) for metric in metrics]
+        for metric in metrics:
+            given.append(("--metric", metric))
         given.append(("--goal", goal))
+        # As words, because the observer in each worker reads them from its command line.
         words = []
         for option, value in given:
             if value is not None:
@@ -104,6 +106,7 @@ def find_script(words: Sequence[str], command: click.Command) -> int | None:
     position = 0
     while position < len(words):
         word = words[position]
+        # The value of an option may end with .py, too, and is not the script.
         if word in with_value:
             position += 1
         elif word == "-m" or (word.endswith(".py") and not word.startswith("-")):
@@ -229,5 +232,7 @@ class Script:
     @property
     def goal(self) -> _wait.Goal:
         """Return the goal for the display of the progress."""
-        goal = parse_options([*self.options, *self.words]).goal
-        return _wait.Goal(GoalAim() if goal is None else goal, has_epochs=False)
+        aim = parse_options([*self.options, *self.words]).goal
+        if aim is None:
+            aim = GoalAim()
+        return _wait.Goal(aim, has_epochs=False)

@@ -52,6 +52,7 @@ class StateFiles:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs, as they were when the master answered last."""
+        # Read-only, because the database is still that of the master.
         address = f"{self._database.as_uri()}?mode=ro"
         query = f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id"
         try:
@@ -77,7 +78,9 @@ class StateFiles:
         if run["state"] == "started" and run["job_id"]:
             status = self._engine.poll(run["job_id"])
             if status.state not in ("waiting", "running"):
-                run["state"] = "finished" if status.state == "finished" else "failed"
+                run["state"] = "failed"
+                if status.state == "finished":
+                    run["state"] = "finished"
                 run["job_metadata"] = {"reason": status.reason}
         return run
 
@@ -134,7 +137,11 @@ def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateF
     except _embedded.SilentMasterError as error:
         remark(f"{clean(str(error))}; reading its files instead")
         record = error.record
-        folder = Path(record.folder) if record.folder else user_folder("master")
+        if record.folder:
+            folder = Path(record.folder)
+        else:
+            # A record of an earlier version.
+            folder = user_folder("master")
         yield StateFiles(folder, record.engine, str(error))
         return
     with client:

@@ -104,8 +104,11 @@ class Comparison:
         Seconds and megabytes are in columns that end with ``_s`` and ``_mb``. An unknown value is
         None.
         """
-        columns = csv_columns(self._all_rows)
-        return [{column.key: row[column.key] for column in columns} for row in self._all_rows]
+        keys = [column.key for column in csv_columns(self._all_rows)]
+        rows = []
+        for row in self._all_rows:
+            rows.append({key: row[key] for key in keys})
+        return rows
 
     @property
     def table(self) -> Any:
@@ -159,22 +162,29 @@ class Comparison:
         return target
 
     def __repr__(self) -> str:
-        columns = known_columns(self._all_rows)
-        lines = [[column.header for column in columns]] if columns else []
-        lines += [[cell(column, row) for column in columns] for row in self._all_rows]
-        widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+        # Column by column, because the widest cell of a column decides the width of all of them.
+        padded = []
+        for column in known_columns(self._all_rows):
+            texts = [column.header]
+            for row in self._all_rows:
+                texts.append(cell(column, row))
+            width = max(map(len, texts))
+            padded.append([text.ljust(width) for text in texts])
         text = ""
-        for line in lines:
-            words = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
-            text += "  ".join(words).rstrip() + "\n"
-        text += "".join(f"{sentence}\n" for sentence in notes(self._outcome))
+        for line in zip(*padded, strict=True):
+            text += "  ".join(line).rstrip() + "\n"
+        for sentence in notes(self._outcome):
+            text += f"{sentence}\n"
         return f"{text}results: {self.folder}"
 
     def _repr_html_(self) -> str:
         rows = self._all_rows
-        table = grid(known_columns(rows), rows) if rows else ""
+        table = ""
         # Without a run, there is nothing to conclude.
-        words = summary(self._outcome) if rows else notes(self._outcome)
+        words = notes(self._outcome)
+        if rows:
+            table = grid(known_columns(rows), rows)
+            words = summary(self._outcome)
         return (
             f"<p><b>{escape(self._sweep.title)}</b></p>{table}"
             f"{bullets(words)}<p>Results: {escape(str(self.folder))}</p>"
@@ -242,7 +252,11 @@ def compare(
             modules[path] = source
         names.append(name)
     content: dict[str, Any] = {"title": folder.name, "script": script, "task": task}
-    content["algorithms" if script is None else "methods"] = names
+    # The key of a file, because the file of a task has algorithms.
+    if script is None:
+        content["algorithms"] = names
+    else:
+        content["methods"] = names
     content.update(workers=workers, networks=networks, seeds=seeds, **settings)
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / COPY
@@ -266,7 +280,11 @@ def _in_words_of_call(text: str) -> str:
 def _toml(key: str, value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, Mapping):
-        pairs = [f"{json.dumps(name)} = {_toml(key, item)}" for name, item in value.items()]
+        # An inline table, because a call may have tables in tables. JSON's text of a name is also
+        # a quoted key of TOML.
+        pairs = []
+        for name, item in value.items():
+            pairs.append(f"{json.dumps(name)} = {_toml(key, item)}")
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple | range):
         return f"[{', '.join(_toml(key, item) for item in value)}]"
@@ -340,7 +358,10 @@ class _Progress:
             self._width = len(line)
         else:
             self.end()
-            stream = sys.stdout if self._is_notebook else sys.stderr
+            stream = sys.stderr
+            # A notebook marks standard error as an error.
+            if self._is_notebook:
+                stream = sys.stdout
             stream.write(f"{line}\n")
             stream.flush()
 

@@ -107,12 +107,15 @@ class GoalAim:
         # A goal watches the validation on the data of all workers unless its metric says otherwise.
         name = (self.metric or "").removeprefix("val_global_")
         if self.budget_s is not None:
+            # Without a metric, only the time is left: "60 s of training".
             return f"{name} after {self.budget_s:g} s of training".removeprefix(" after ")
         if not name:
             return "a goal of the script"
         if self.threshold is None:
             return name
-        sign = "<=" if self.minimize else ">="
+        sign = ">="
+        if self.minimize:
+            sign = "<="
         return f"{name} {sign} {self.threshold:g}"
 
     def reached_by(self, value: float | None) -> bool:
@@ -132,6 +135,7 @@ class GoalAim:
             >>> GoalAim("loss", 70.0, minimize=True).fraction(140.0)
             0.5
         """
+        # Neither a threshold nor a value of 0 has a ratio.
         if value is None or not self.threshold or value <= 0:
             return 0.0
         ratio = value / self.threshold
@@ -247,18 +251,27 @@ def length_text(epochs: int | None, steps: int | None, unit: str) -> str:
         >>> length_text(3, 1200, "epochs"), length_text(1, 1200, "steps")
         ('3 epochs', '1,200 steps')
     """
-    count = steps if unit == "steps" else epochs
+    count = epochs
+    if unit == "steps":
+        count = steps
     if count is None:
         return ""
-    return f"{count:,} {unit if count != 1 else unit.removesuffix('s')}"
+    if count == 1:
+        return f"1 {unit.removesuffix('s')}"
+    return f"{count:,} {unit}"
 
 
 def _number(value: Any) -> float | None:
     """Return a finite number, or None for anything else; a text may hold a number."""
+    # In Python a bool is an int, but True is not a threshold.
     if isinstance(value, bool):
         return None
+    # A goal of the user may have an attribute of any type with this name, and its conversion may
+    # raise any of these errors.
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number

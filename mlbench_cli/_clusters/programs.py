@@ -65,7 +65,10 @@ def check_programs(names: Sequence[str]) -> None:
     Raises:
         ConfigurationError: At least one program is missing.
     """
-    missing = [f"{name} ({SOURCES[name]})" for name in names if shutil.which(name) is None]
+    missing = []
+    for name in names:
+        if shutil.which(name) is None:
+            missing.append(f"{name} ({SOURCES[name]})")
     if missing:
         raise ConfigurationError(
             f"install these programs, which were not found: {'; '.join(missing)}"
@@ -91,13 +94,17 @@ def perform(step: Step) -> None:
         ProgramFailed: It could not be started, or it failed.
     """
     remark(f"{step.title}: {shlex.join(step.command)}")
+    stdin: int | None = None
+    # run() makes a pipe for an input itself, and refuses both.
+    if not step.stdin:
+        stdin = subprocess.DEVNULL
     try:
         # Standard output of the command holds only its result, so the output of programs goes to
         # standard error.
         done = subprocess.run(
             step.command,
             input=step.stdin,
-            stdin=None if step.stdin else subprocess.DEVNULL,
+            stdin=stdin,
             stdout=_STDERR,
             text=True,
         )
@@ -121,6 +128,7 @@ def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
     try:
         done = subprocess.run(
             command,
+            # Its output is not shown, so nobody could answer a question.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -142,4 +150,6 @@ def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
 def last_line(text: str) -> str:
     """Return the last line of the output of a program, which usually has the reason of its end."""
     lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+    if not lines:
+        return ""
+    return lines[-1]

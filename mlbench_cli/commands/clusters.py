@@ -271,7 +271,9 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
 def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     """Return the record of an earlier call, or a new one with a port that nothing uses."""
     full_name = f"{name}-{num_workers}"
-    longest = _LONGEST_KIND_NAME if provider == "kind" else _LONGEST_NAME
+    longest = _LONGEST_NAME
+    if provider == "kind":
+        longest = _LONGEST_KIND_NAME
     if not is_run_name(full_name) or not name[0].isalpha() or len(full_name) > longest:
         raise click.BadParameter(
             f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, and "
@@ -426,13 +428,18 @@ def list_clusters(as_json: bool) -> None:
         state, is_current = states[cluster.name], cluster == current
         row = {**cluster.public(), "state": state, "current": is_current}
         rows.append(row)
-        mark = " *" if is_current else ""
+        mark = ""
+        if is_current:
+            mark = " *"
         cells.append((f"{cluster.name}{mark}", cluster.provider, state, cluster.url))
     if as_json:
         print_json(rows)
         return
     print_table(("CLUSTER", "PROVIDER", "STATE", "MASTER"), cells)
-    remark("* is the cluster in use" if current else "in use: the master of this machine")
+    if current:
+        remark("* is the cluster in use")
+    else:
+        remark("in use: the master of this machine")
 
 
 def _states(clusters: Sequence[Cluster]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from mlbench_core.network.named import NETWORKS
 if TYPE_CHECKING:
     from mlbench_core.network.description import Link, Network
     from mlbench_core.network.measure import PathReport
+    from mlbench_core.network.named import NamedNetwork
 
 __all__ = ["network"]
 
@@ -43,9 +44,16 @@ def list_(as_json: bool) -> None:
 @json_option
 def show(described: Network, as_json: bool) -> None:
     """Show a network: a name, a TOML file, or a text such as '100mbit,20ms'."""
-    named = next((each for each in NETWORKS.values() if each.network == described), None)
+    # A text may describe a network that has a name, and then title and source are known, too.
+    named: NamedNetwork | None = None
+    for each in NETWORKS.values():
+        if each.network == described:
+            named = each
+            break
     if as_json:
-        source = None if named is None else named.source
+        source: str | None = None
+        if named is not None:
+            source = named.source
         fields = dataclasses.asdict(described)
         print_json({"text": str(described), **fields, "source": source})
         return

@@ -91,7 +91,8 @@ def predict(
         raise ConfigurationError("no run in PATH has ended and recorded its times: give others")
     rows = _rows(kept, networks, workers, critical_workers)
     errors = dict.fromkeys(row["error"] for row in rows)
-    # With one prediction or more, the reasons of the other rows are below the table.
+    # A row without an error has the key None. With one prediction or more, the reasons of the
+    # other rows are below the table.
     if all(errors):
         raise ConfigurationError("; ".join(errors))
     for row in rows:
@@ -120,8 +121,14 @@ def _name(network: Network, typed: Sequence[TypedNetwork]) -> str:
     """Return the text that the user typed for a network, else its name, else its text."""
     from mlbench_core.network.named import NETWORKS
 
-    named = [*typed, *(TypedNetwork(name, entry.network) for name, entry in NETWORKS.items())]
-    return next((text for text, other in named if other == network), str(network))
+    # A network may be in both, and the user knows the text that was typed.
+    for text, other in typed:
+        if other == network:
+            return text
+    for name, entry in NETWORKS.items():
+        if entry.network == network:
+            return name
+    return str(network)
 
 
 def _checks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -139,7 +146,9 @@ def _check_cells(check: Mapping[str, Any]) -> list[str]:
     low_s, high_s = check["model_range_s"]
     model = f"{number(1e3 * check['model_s'], 2)} ({number(1e3 * low_s, 2)} to "
     model += f"{number(1e3 * high_s, 2)})"
-    verdict = "passed" if check["holds"] else "failed"
+    verdict = "failed"
+    if check["holds"]:
+        verdict = "passed"
     where = [clean(check["run"]), check["network"] or "-", str(check["workers"])]
     return [*where, number(1e3 * check["measured_s"], 2), model, verdict]
 
@@ -187,18 +196,28 @@ def _rows_text(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, An
         values[name] = list(dict.fromkeys(row[name] for row in some))
 
     def are_some(names: Sequence[str]) -> bool:
-        alike = [row for row in rows if all(row[name] in values[name] for name in names)]
-        return len(alike) == len(some)
+        alike = 0
+        for row in rows:
+            if all(row[name] in values[name] for name in names):
+                alike += 1
+        # Some rows are always among those that are alike, so equal numbers mean equal rows.
+        return alike == len(some)
 
     names = list(_NAMES)
     if not are_some(names):
-        places = [_place_text([row["run"]], [row["network"]], [row["workers"]]) for row in some]
+        # The values of all columns together also fit other rows, so each row is named alone.
+        places = []
+        for row in some:
+            places.append(_place_text([row["run"]], [row["network"]], [row["workers"]]))
         return "; ".join(places)
     for name in reversed(_NAMES):
         others = [other for other in names if other != name]
         if are_some(others):
             names = others
-    return _place_text(*(values[name] if name in names else [] for name in _NAMES)) or everything
+    for name in _NAMES:
+        if name not in names:
+            values[name] = []
+    return _place_text(values["run"], values["network"], values["workers"]) or everything
 
 
 def _place_text(runs: Sequence[str], networks: Sequence[str], workers: Sequence[int]) -> str:
@@ -207,7 +226,10 @@ def _place_text(runs: Sequence[str], networks: Sequence[str], workers: Sequence[
         texts.append(f"on {' and '.join(networks)}")
     if workers:
         counts = " and ".join(map(str, workers))
-        texts.append(f"with {counts} {'worker' if counts == '1' else 'workers'}")
+        noun = "workers"
+        if counts == "1":
+            noun = "worker"
+        texts.append(f"with {counts} {noun}")
     return " ".join(filter(None, texts))
 
 
@@ -238,7 +260,11 @@ def _rows(
             row = _row(alike, typed, count, critical_workers)
             for check in row["checks"]:
                 there = check["network"]
-                check["network"] = None if there == ONE_MACHINE else _name(there, networks)
+                if there == ONE_MACHINE:
+                    # Runs without an emulated network, whose table cell is empty.
+                    check["network"] = None
+                else:
+                    check["network"] = _name(there, networks)
             rows.append(row)
     return rows
 
@@ -303,7 +329,9 @@ def _predicted(
             low_s, high_s = map(statistics.median, zip(*ranges, strict=True))
             ends = low_s, high_s
         seconds = figures[f"{name}_s"]
-        figures[f"{name}_range_s"] = None if seconds is None else widened(seconds, ends, checks)
+        figures[f"{name}_range_s"] = None
+        if seconds is not None:
+            figures[f"{name}_range_s"] = widened(seconds, ends, checks)
     failed = any(not check.holds for check in checks)
     caveats = []
     for caveat in itertools.chain.from_iterable(each.caveats for each in predictions):
@@ -325,10 +353,15 @@ def _check_entry(check: Check) -> dict[str, Any]:
 
 def _figures(record: RunRecord) -> dict[str, float | None]:
     """Return the figures of a measured run."""
-    to_goal = record.steps_to_goal if record.reached else None
+    to_goal: int | None = None
+    if record.reached:
+        to_goal = record.steps_to_goal
+    # The times of a record go to its goal if it was reached, so they belong to these steps.
     steps = to_goal or record.batches or 1
-    # One worker waits for nobody.
-    waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
+    waiting_s = record.communication_exposed_s
+    if record.workers == 1:
+        # One worker waits for nobody.
+        waiting_s = 0.0
     step_s: float | None = None
     if record.total_s is not None:
         step_s = record.total_s / steps
@@ -353,14 +386,19 @@ def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     medians: dict[str, float | None] = {}
     for name in _NUMBERS:
         values = [each[name] for each in figures]
-        medians[name] = None if None in values else statistics.median(values)
+        medians[name] = None
+        # A median of the others would hide that one repeat missed its goal.
+        if None not in values:
+            medians[name] = statistics.median(values)
     return medians
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     def scaled(name: str, factor: float, digits: int) -> str:
         value = row[name]
-        return number(None if value is None else value * factor, digits)
+        if value is not None:
+            value *= factor
+        return number(value, digits)
 
     def ranged(name: str, ends: str, factor: float, digits: int) -> str:
         text = scaled(name, factor, digits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,15 @@ class _Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         start = find_script(args, self)
         # ctx.obj carries the words to recommend(), because click does not parse them.
-        ctx.obj = [] if start is None else args[start:]
+        ctx.obj = []
+        if start is not None:
+            ctx.obj = args[start:]
         try:
             return super().parse_args(ctx, args[:start])
         except click.MissingParameter as error:
             if not ctx.obj:
                 raise
+            # The user may have given the option, but after the script, which takes it then.
             text = f"{error.format_message()} Options of this command come before the script."
             raise click.UsageError(text, error.ctx) from error
 
@@ -50,8 +53,10 @@ class _Command(click.Command):
 
 
 def _budget_s(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else parse_time("--budget", text)
+        return parse_time("--budget", text)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -157,15 +162,7 @@ def recommend(
             {"tuned": runs.is_tuned, "rows": advice.rows, "sentences": advice.sentences},
         )
         return
-    if runs.has_goal:
-        headers = [*_HEADERS, *_OF_GOAL]
-        if pricing.machine is not None:
-            headers.append(f"PRICE ({pricing.machine.currency})")
-        cells = [[*_cells(row), *_cells_of_goal(row)][: len(headers)] for row in advice.rows]
-    else:
-        headers = [*_HEADERS, "SAMPLES/S"]
-        cells = [[*_cells(row), number(row["samples_per_s"])] for row in advice.rows]
-    print_table(headers, cells, right=(2, 4, 5, 6, 7, 8))
+    _print_rows(advice.rows, runs.has_goal, pricing)
     click.echo()
     for sentence in advice.sentences:
         click.echo(clean(sentence))
@@ -176,9 +173,27 @@ def recommend(
         remark(clean(note))
 
 
+def _print_rows(rows: Iterable[Mapping[str, Any]], has_goal: bool, pricing: Pricing) -> None:
+    headers = [*_HEADERS, "SAMPLES/S"]
+    if has_goal:
+        headers = [*_HEADERS, *_OF_GOAL]
+        if pricing.machine is not None:
+            headers.append(f"PRICE ({pricing.machine.currency})")
+    cells = []
+    for row in rows:
+        further = [number(row["samples_per_s"])]
+        if has_goal:
+            further = _cells_of_goal(row)
+        # The last cell of a goal is the price, which has no header without a machine.
+        cells.append([*_cells(row), *further][: len(headers)])
+    print_table(headers, cells, right=(2, 4, 5, 6, 7, 8))
+
+
 def _scaled(row: Mapping[str, Any], name: str, factor: float, digits: int) -> str:
     value = row[name]
-    return number(None if value is None else value * factor, digits)
+    if value is not None:
+        value *= factor
+    return number(value, digits)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -53,6 +53,7 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
         for name, of_folder in problems.items():
             for problem in of_folder or [_without_problems(Path(name))]:
                 click.echo(f"{clean(name)}: {clean(problem)}")
+    # Last, so that the lines of all folders are shown before the command fails.
     wrong = len(list(filter(None, problems.values())))
     if wrong:
         raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
@@ -76,6 +77,7 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigurationError: None exists at or below one of them.
     """
+    # Each folder must have a run, because a mistyped one would otherwise be left out in silence.
     inside: list[Path] = []
     for folder in folders:
         of_folder: list[Path] = []

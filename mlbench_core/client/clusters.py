@@ -99,7 +99,9 @@ def find_cluster(name: str, provider: str | None = None) -> Cluster:
     cluster = clusters.get(name)
     if cluster is not None and provider in (None, cluster.provider):
         return cluster
-    wanted = f"{provider} {name}" if provider else name
+    wanted = name
+    if provider:
+        wanted = f"{provider} {name}"
     names = ", ".join(f"{other.provider} {other.name}" for other in clusters.values())
     raise ConfigurationError(f"cluster {wanted!r} does not exist; clusters: {names or 'none yet'}")
 

@@ -24,11 +24,11 @@ from mlbench_core.caller import OBSERVER
 from mlbench_core.comparison.collection import machine_text
 from mlbench_core.comparison.html import bullets, document, elements, grid
 from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, load
-from mlbench_core.comparison.pool import Group, pool, usable
+from mlbench_core.comparison.pool import Group, plural, pool, usable
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.significance import holm
-from mlbench_core.comparison.table import Column, compare_groups, escape, markdown_lines
+from mlbench_core.comparison.table import Column, Price, compare_groups, escape, markdown_lines
 from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import RESULT, find_folders, read_environment, verify_folder
@@ -114,7 +114,9 @@ class _Source:
     member: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.member}" if self.member else self.path
+        if not self.member:
+            return self.path
+        return f"{self.path}: {self.member}"
 
 
 def read_board(
@@ -137,16 +139,21 @@ def read_board(
     Raises:
         ConfigurationError: The folder has no results.
     """
-    board = Board(remarks=list(pricing.remarks if pricing else ()))
+    pricing = pricing or Pricing()
+    board = Board(remarks=list(pricing.remarks))
     records: list[RunRecord] = []
     with tempfile.TemporaryDirectory(prefix="mlbench-board-") as scratch:
         for found, source in _find(folder, Path(scratch), board):
             if is_trial(Path(source.member or source.path)):
                 continue
             stopped = not (found / RESULT).exists() and is_stopped(found)
-            problems = [] if stopped else verify_folder(found)
-            # Raw lines of a stopped run may be damaged.
-            of_run = [] if problems else load([found], unreadable=problems.append)
+            problems: list[str] = []
+            if not stopped:
+                problems = verify_folder(found)
+            of_run: list[RunRecord] = []
+            if not problems:
+                # Raw lines of a stopped run, which nothing has verified, may be damaged.
+                of_run = load([found], unreadable=problems.append)
             if problems:
                 board.refused[str(source)] = problems
                 continue
@@ -165,7 +172,7 @@ def read_board(
     for record in records:
         headings.setdefault(_title(record), []).append(record)
     for title in sorted(headings):
-        heading = _ranked(title, headings[title], pricing or Pricing())
+        heading = _ranked(title, headings[title], pricing)
         if heading.rows:
             board.headings.append(heading)
         else:
@@ -190,6 +197,7 @@ def _find(folder: Path, scratch: Path, board: Board) -> Iterator[tuple[Path, _So
     """Yield each result folder, and where it came from."""
     for found in find_folders(folder):
         yield found, _Source(found.relative_to(folder).as_posix())
+    # Unpacked into numbered folders, because all archives have the same name.
     for number, archive in enumerate(sorted(folder.rglob(ARCHIVE))):
         source = archive.relative_to(folder).as_posix()
         target = scratch / str(number)
@@ -261,11 +269,17 @@ def _title(record: RunRecord) -> str:
     """Return the task, the goal and the network: only times of equal ones are ranked."""
     configuration = record.configuration
     task, program = configuration.get("task"), configuration.get("program")
-    name = f"Task {task}" if task else str(program or configuration.get("series"))
+    # A run whose command is not known has only its series.
+    name = str(program or configuration.get("series"))
+    if task:
+        name = f"Task {task}"
+    # Times on a stand-in data set are not those of the task's own one.
     if configuration.get("dataset"):
         name += f" on {configuration['dataset']}"
     network = configuration.get("network")
-    place = f"network {network}" if network else "no emulated network"
+    place = "no emulated network"
+    if network:
+        place = f"network {network}"
     return f"{name}, {record.goal_text}, {place}"
 
 
@@ -274,13 +288,18 @@ def _ranked(title: str, records: Iterable[RunRecord], pricing: Pricing) -> Headi
     if not kept:
         return Heading(title, (), remarks)
     groups = pool(kept)
-    price = pricing.price if pricing.machine else None
+    price: Price | None = None
+    # Without the price of a machine, the board has no column of prices.
+    if pricing.machine:
+        price = pricing.price
     comparison = compare_groups(groups, price=price)
     pairs = sorted(zip(comparison.rows, groups, strict=True), key=_order)
     rows = []
     verdicts = _verdicts([group for _, group in pairs])
     for number, ((row, group), verdict) in enumerate(zip(pairs, verdicts, strict=True), 1):
-        rank = "-" if row["median_s"] is None else str(number)
+        rank = str(number)
+        if row["median_s"] is None:
+            rank = "-"
         shown = {**row, "rank": rank, "against": verdict, "machine": machine_text(group)}
         # A configuration without other ones has no difference to name.
         shown["label"] = row["label"] or str(group.configuration.get("algorithm") or "-")
@@ -298,6 +317,7 @@ def _verdicts(groups: Sequence[Group]) -> list[str]:
     """Return for each group what its test against the first one says."""
     first = groups[0].records
     tests = [compare_times(group.records, first) for group in groups[1:]]
+    # The correction takes the tests that exist, and the loop takes their p-values in this order.
     adjusted = iter(holm([test.p for test in tests if test is not None]))
     verdicts = [""]
     for test in tests:
@@ -305,8 +325,11 @@ def _verdicts(groups: Sequence[Group]) -> list[str]:
             verdicts.append("not tested")
         elif next(adjusted) >= 0.05:
             verdicts.append(f"{test.ratio:.2f} times, no difference shown")
+        elif test.ratio > 1:
+            verdicts.append(f"{test.ratio:.2f} times, slower")
         else:
-            verdicts.append(f"{test.ratio:.2f} times, {'slower' if test.ratio > 1 else 'faster'}")
+            # The first has the least median, but the test compares geometric means.
+            verdicts.append(f"{test.ratio:.2f} times, faster")
     return verdicts
 
 
@@ -330,6 +353,7 @@ def _links(row: Mapping[str, Any], folder: Path, page: Path) -> Iterator[tuple[s
             members.setdefault(f"{path}/{RESULT}", []).append(record.name)
     for path, names in members.items():
         target = Path(os.path.relpath((folder / path).resolve(), page.resolve())).as_posix()
+        # A space or a bracket would end a link of Markdown.
         yield ", ".join(names), quote(target)
 
 
@@ -367,7 +391,7 @@ def board_markdown(title: str, board: Board, folder: Path, page: Path) -> str:
 
 
 def _name(row: Mapping[str, Any], quoted: Callable[[str], str]) -> str:
-    text = f"{row['label']}, {row['workers']} worker{'' if row['workers'] == 1 else 's'}"
+    text = f"{row['label']}, {plural(row['workers'], 'worker')}"
     if row["machine"]:
         text += f", {row['machine']}"
     return quoted(text)

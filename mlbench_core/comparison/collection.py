@@ -119,8 +119,11 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
     for group in groups:
         for record in group.records:
             reached = {True: "yes", False: "no", None: "-"}[record.reached]
-            total = "-" if record.total_s is None else f"{record.total_s:.2f}"
-            seed = "-" if record.seed is None else record.seed
+            total, seed = "-", "-"
+            if record.total_s is not None:
+                total = f"{record.total_s:.2f}"
+            if record.seed is not None:
+                seed = str(record.seed)
             link = escape(record.name)
             if record.folder is not None:
                 target = Path(os.path.relpath(record.folder.resolve(), folder.resolve())).as_posix()
@@ -151,6 +154,7 @@ def machine_text(group: Group) -> str:
 def software_text(group: Group) -> str:
     """Return the versions of the software of a group in one line."""
     software = dict(group.software)
+    # Shortened below: all of their digits would hide the versions.
     commit, difference = software.pop("commit", None), software.pop("difference_sha256", None)
     parts = []
     for name, value in software.items():
@@ -186,6 +190,7 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
 def runs_csv(records: Sequence[RunRecord]) -> str:
     """Return a CSV text with one row per run; unknown values are empty."""
     text = io.StringIO()
+    # The default of the module is the line end of Windows, on every system.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_RUN_COLUMNS)
     values_of = operator.attrgetter(*_RUN_COLUMNS)

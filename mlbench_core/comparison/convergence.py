@@ -200,7 +200,9 @@ class Reference:
         error, difference = self.standard_error(runs), mean - self.mean
         if error == 0:
             # Without any deviation, the sign of the difference decides alone.
-            return 0.5 if difference == 0 else float(difference > 0)
+            if difference == 0:
+                return 0.5
+            return float(difference > 0)
         return student_cdf(difference / error, self._df(runs))
 
     def _df(self, runs: int) -> int:
@@ -236,6 +238,7 @@ class Reference:
             version = content.pop("schema_version", None)
             if version != _SCHEMA_VERSION:
                 raise ValueError(f"its schema_version is {version!r}, not {_SCHEMA_VERSION}")
+            # The keys of an object in JSON are texts.
             content["values"] = {int(seed): value for seed, value in content["values"].items()}
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -112,7 +112,9 @@ class Pricing:
         if self.machine is None:
             return []
         name = self.machine.name
-        kind, field = ("spot", "spot_per_hour") if self.spot else ("regular", "price_per_hour")
+        kind, field = "regular", "price_per_hour"
+        if self.spot:
+            kind, field = "spot", "spot_per_hour"
         if self.per_hour is None:
             remark = (
                 f"Price: the {kind} price of {name} is not known: give {field} with currency, date "
@@ -186,7 +188,9 @@ def price_of(train_s: float, workers: int, machine: Machine, spot: bool = False)
     """
     check_finite_at_least_0("train_s", train_s)
     check_int("workers", workers)
-    per_hour = machine.spot_per_hour if spot else machine.price_per_hour
+    per_hour = machine.price_per_hour
+    if spot:
+        per_hour = machine.spot_per_hour
     if per_hour is None:
         return None
     return train_s / _SECONDS_PER_HOUR * workers * per_hour

@@ -74,9 +74,11 @@ def state_of_run(run: Mapping[str, Any]) -> str:
     if run.get("stopped") is True:
         return "stopped"
     state, metadata = run.get("state"), run.get("job_metadata")
-    reason = metadata.get("reason") if isinstance(metadata, Mapping) else None
-    if state == "failed" and str(reason).startswith("stopped by a user"):
-        return "stopped"
+    # The file of a saved run may hold anything.
+    if state == "failed" and isinstance(metadata, Mapping):
+        reason = str(metadata.get("reason"))
+        if reason.startswith("stopped by a user"):
+            return "stopped"
     return str(state or UNKNOWN)
 
 
@@ -126,7 +128,9 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     gpu = options.pop("gpu", run.get("gpu_enabled"))
     light = options.pop("light", run.get("light_target"))
     if gpu is not None:
-        configuration["device"] = "cuda" if gpu else "cpu"
+        configuration["device"] = "cpu"
+        if gpu:
+            configuration["device"] = "cuda"
     if light is not None:
         configuration["light"] = bool(light)
     configuration["seed"] = _integer(options.pop("seed", None))
@@ -227,11 +231,16 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     times = _times(summary)
     steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
     text = _latest(metrics, "TaskResult @ 0")
-    result = "" if text is None else str(text).strip()
+    result = ""
+    if text is not None:
+        result = str(text).strip()
     reached = _is_reached(goal, summary, result)
     # The parts of the goal that count only if it was reached.
-    reached_goal = goal if reached else {}
-    time_to_goal_s = _time_to_goal([goal, summary], result, metrics) if reached else None
+    reached_goal: dict[str, Any] = {}
+    time_to_goal_s: float | None = None
+    if reached:
+        reached_goal = goal
+        time_to_goal_s = _time_to_goal([goal, summary], result, metrics)
     workers = _workers(run, summary, metrics)
     sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
     exposed_s = number(times.get("exposed_communication"))
@@ -243,9 +252,14 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         phases_s.pop("communication", None)
     all_reduces = _first_of(metrics, _ALL_REDUCE_TIMES)
     configuration = _configuration(run, workers, goal, result, metrics)
-    in_steps = goal.get("unit") == "steps"
-    if in_steps:
+    epochs: int | None = None
+    epochs_to_goal: int | None = None
+    if goal.get("unit") == "steps":
+        # The epochs of such a run are intervals of steps, which cannot be compared.
         configuration["unit"] = "steps"
+    else:
+        epochs = _integer(summary.get("epochs"))
+        epochs_to_goal = _integer(reached_goal.get("epochs"))
     remarks = []
     if isinstance(all_reduces, list):
         sizes = _first_of(metrics, _ALL_REDUCE_SIZES)
@@ -264,8 +278,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "phases_s": phases_s,
         "communication_exposed_s": exposed_s,
         "steps_s": steps,
-        "epochs": None if in_steps else _integer(summary.get("epochs")),
-        "epochs_to_goal": None if in_steps else _integer(reached_goal.get("epochs")),
+        "epochs": epochs,
+        "epochs_to_goal": epochs_to_goal,
         "steps_to_goal": _integer(reached_goal.get("steps")),
         "samples_per_s": number(summary.get("samples_per_s")),
         "tokens_per_s": number(summary.get("tokens_per_s")),
@@ -282,7 +296,10 @@ def _is_reached(goal: Mapping[str, Any], summary: Mapping[str, Any], result: str
     for flag in (goal.get("reached"), summary.get("goal_reached")):
         if isinstance(flag, bool):
             return flag
-    return True if result else None
+    # Version 3.0 sent this text when the goal was reached, and sent nothing if it was missed.
+    if result:
+        return True
+    return None
 
 
 def _of_all_workers(value: float | None, workers: int | None) -> float | None:
@@ -304,7 +321,9 @@ def _configuration(
     configuration = describe_run(run, workers)
     if "metric" in goal:
         aim = GoalAim.from_dict(goal)
-        configuration["goal"] = aim.to_dict() if aim.metric else None
+        configuration["goal"] = None
+        if aim.metric:
+            configuration["goal"] = aim.to_dict()
     elif "goal" not in configuration:
         goal_in_text = _goal_in_text(result)
         if goal_in_text:
@@ -347,7 +366,10 @@ def _task_of(
     if sent & set(_ALL_REDUCE_TIMES):
         return "0"
     goal = configuration.get("goal") or {}
-    metrics_of_goal = {goal["metric"]} if goal else sent
+    # Without a goal, every metric that the run sent may be that of its task.
+    metrics_of_goal = sent
+    if goal:
+        metrics_of_goal = {goal["metric"]}
     fitting = []
     for task in TASKS.values():
         same_metric = f"val_global_{task.metric}" in metrics_of_goal
@@ -369,7 +391,9 @@ def _task_of(
             has_f1 = has_f1 or name.endswith("F1-Score")
         if has_fifth == has_f1:
             return None
-        return "1a" if has_fifth else "2a"
+        if has_fifth:
+            return "1a"
+        return "2a"
     if len(fitting) != 1:
         return None
     return fitting[0].key
@@ -400,7 +424,10 @@ def _first_of(metrics: Metrics, names: Sequence[str]) -> Any:
 
 
 def _value(entry: Any) -> Any:
-    return entry.get("value") if isinstance(entry, Mapping) else None
+    # The file of a saved run may hold anything.
+    if not isinstance(entry, Mapping):
+        return None
+    return entry.get("value")
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
@@ -441,9 +468,10 @@ def _phases(
     The sources are the goal, the summary, the steps and the text of the goal, best first.
     """
     for source in (at_goal, times):
-        phases = _named_phases(source) if isinstance(source, Mapping) else {}
-        if phases:
-            return phases
+        if isinstance(source, Mapping):
+            phases = _named_phases(source)
+            if phases:
+                return phases
     if not steps:
         return _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower())))
     # Without total times, the times of the steps add up to those of the phases.

@@ -166,10 +166,14 @@ class RunRecord:
     @property
     def lacks_goal_metric(self) -> bool:
         """Return True if the script never printed the metric of its goal."""
+        if self.reached:
+            return False
         metric = (self.goal or {}).get("metric")
-        # The observer reads the loss of training itself, and calls it by another name.
-        names = ("train_loss: ", "loss: ") if metric == "train_loss" else (f"{metric}: ",)
-        return not self.reached and any(reason.startswith(names) for reason in self.not_measured)
+        names = [f"{metric}: "]
+        if metric == "train_loss":
+            # The observer reads the loss of training itself, and calls it by another name.
+            names.append("loss: ")
+        return any(reason.startswith(tuple(names)) for reason in self.not_measured)
 
     @property
     def unit(self) -> str:
@@ -201,7 +205,10 @@ class RunRecord:
             return self.exchanges
         lines = read_lines(self.folder).without_statistics()
         counted = _totals_by_step(lines, "exchanges")
-        return _at(step, counted[0]) if 0 in counted else self.exchanges
+        # A folder may lack its raw lines, and then only the result has the number.
+        if 0 not in counted:
+            return self.exchanges
+        return _at(step, counted[0])
 
     @property
     def has_fixed_time(self) -> bool:
@@ -310,7 +317,9 @@ class RunRecord:
         times = _slowest(result.get("times"))
         reached = goal.get("reached")
         # The parts of the goal that count only if it was reached.
-        reached_goal = goal if reached else {}
+        reached_goal: Mapping[str, Any] = {}
+        if reached:
+            reached_goal = goal
         to_goal = _slowest(reached_goal.get("times"))
         at = {**times, **to_goal}
         exposed_s = number(at.get("communication_exposed_s"))
@@ -420,15 +429,21 @@ class RunRecord:
             # The master knows the name under which the run was started, and if one of its workers
             # failed.
             name = str(run.get("name") or record.name)
-            state = state_of_run(run) if run.get("state") else record.state
+            state = record.state
+            if run.get("state"):
+                state = state_of_run(run)
             return dataclasses.replace(record, name=name, state=state)
         return cls(source=source, **read_fields(metrics, run))
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields and the derived ones as JSON-ready values."""
+        folder: str | None = None
+        if self.folder:
+            folder = str(self.folder)
         return {
             **dataclasses.asdict(self),
-            "folder": str(self.folder) if self.folder else None,
+            # Not the path object of the field, which JSON does not know.
+            "folder": folder,
             "workers": self.workers,
             "seed": self.seed,
             "goal_text": self.goal_text,

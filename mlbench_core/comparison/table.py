@@ -301,7 +301,9 @@ def compare_runs(
     check_comparable(kept)
     groups = pool(kept)
     pricing = pricing or Pricing()
-    price = pricing.price if pricing.machine else None
+    price: Price | None = None
+    if pricing.machine:
+        price = pricing.price
     return groups, compare_groups(
         groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out]
     )
@@ -360,8 +362,10 @@ def compare_groups(
 
 def _difference_text(name: str, values: Iterable[Any]) -> str:
     """Return a property in which rows differ and its values, for people."""
+    longest: int | None = None
     # The beginning of a hash is enough to distinguish two of them.
-    longest = 12 if name.endswith(("commit", "sha256")) else None
+    if name.endswith(("commit", "sha256")):
+        longest = 12
     texts = []
     for value in values:
         if value is None:

@@ -65,6 +65,7 @@ def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus
         return [_check_scikit_learn()]
     if record.origin == "by hand":
         return [_check_classes(folder / "train"), _check_classes(folder / "val")]
+    # Functions, so that the progress knows their number before the first one runs.
     checks: list[Callable[[], list[FileStatus]]] = []
     if record.origin == "generated":
         # Generated rows have stores, but no text.
@@ -93,6 +94,7 @@ def _check_file(file: DataFile, folder: Path) -> list[FileStatus]:
     try:
         value = measure(path)
     except DatasetError as error:
+        # The status has the path and this word already.
         problem = str(error).removeprefix(f"{path} ").removeprefix("is damaged: ")
         return [FileStatus(path, "damaged", problem)]
     if value != form.expected:
@@ -144,7 +146,11 @@ def _check_stores(record: DatasetRecord, part: str, folder: Path) -> list[FileSt
     if rows == expected:
         return statuses
     problem = f"has {rows} rows in all its stores, not {expected}: prepare it again"
-    return [FileStatus(status.path, "damaged", problem) for status in statuses]
+    damaged = []
+    # It is not known which of them lacks rows.
+    for status in statuses:
+        damaged.append(FileStatus(status.path, "damaged", problem))
+    return damaged
 
 
 def _check_scikit_learn() -> FileStatus:
@@ -187,6 +193,7 @@ def _shard_version(path: Path) -> int:
     require("torch", "torch")
     from mlbench_core.dataset.nlp.pytorch.token_shards import VERSION, read_shard
 
+    # It refuses other versions, so a shard that it reads has this one.
     read_shard(path)
     return VERSION
 

@@ -79,6 +79,7 @@ def check_repeats(records: Sequence[RunRecord], workers: int) -> list[Check]:
         # Like a prediction, the check leaves out a repeat that lacks another measurement.
         with contextlib.suppress(ConfigurationError):
             prediction = predict(record, network, count, alone)
+            # widened() divides by it.
             if prediction.step_s > 0:
                 by_case.setdefault((str(network), count), []).append((record, prediction))
     return [_check(pairs, alone) for pairs in by_case.values()]
@@ -115,16 +116,20 @@ def _obstacle(record: RunRecord) -> str:
         )
     if None in (record.compute_cpu_s, record.communication_cpu_s):
         return "they have no processor time"
-    return "" if record.total_s else "they have no training time"
+    if not record.total_s:
+        return "they have no training time"
+    return ""
 
 
 def _check(pairs: Sequence[tuple[RunRecord, Prediction]], alone: RunRecord | None) -> Check:
     repeats, predictions = map(list, zip(*pairs, strict=True))
+    # All of them have the same network and number of workers.
     first = repeats[0]
     measured_s = _of_step(repeats, "total_s")
     model_s = median(prediction.step_s for prediction in predictions)
     network, workers = network_of(first), first.workers or 0
     error = largest_error(network, workers)
+    # The error is a share of the measured time, as in predict().
     low_s, high_s = model_s / (1 + error), model_s / (1 - error)
     problem = ""
     if measured_s > high_s:
@@ -180,7 +185,9 @@ def _other_work(repeats: Sequence[RunRecord], alone: RunRecord | None, is_longer
     if alone is None or alone.compute_cpu_s is None:
         return ""
     own_s, alone_s = _of_step(repeats, "compute_cpu_s"), _of_step([alone], "compute_cpu_s")
-    less_s, more_s = (alone_s, own_s) if is_longer else (own_s, alone_s)
+    less_s, more_s = own_s, alone_s
+    if is_longer:
+        less_s, more_s = alone_s, own_s
     if more_s <= (1 + UNEXPLAINED_SHARE) * less_s:
         return ""
     return (

@@ -89,7 +89,10 @@ class Collective:
         """
         if self.op == "neighbors":
             is_complete = self.group == measured > 3
-            peers = workers - 1 if is_complete else min(workers, max(self.group, 3)) - 1
+            # Two workers have one neighbor, and every other ring has two.
+            peers = min(workers, max(self.group, 3)) - 1
+            if is_complete:
+                peers = workers - 1
             size_bytes = self.size_bytes / (self.group - 1) * peers
             return Collective(self.op, peers + 1, self.calls, size_bytes, self.overlapped)
         group = min(self.group, workers)
@@ -127,10 +130,15 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     # The distinct links of a ring in the order of the ranks.
     links = {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
     if op in ("neighbors", "pair", "broadcast"):
-        of_link = (_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
-        # A broadcast is a binomial tree.
-        rounds = math.ceil(math.log2(workers)) if op == "broadcast" else 1
-        return rounds * max(of_link)
+        # Messages travel at the same time, so the slowest link decides.
+        slowest_s = 0.0
+        for link in links:
+            slowest_s = max(slowest_s, _round_trip_s(link) + _sending_s(link, size_bytes, workers))
+        rounds = 1
+        if op == "broadcast":
+            # A binomial tree: the number of workers that have the data doubles in each round.
+            rounds = math.ceil(math.log2(workers))
+        return rounds * slowest_s
     if op == "all_gather":
         return _phase_s(links, workers, size_bytes, segments=2)
     part = size_bytes / workers
@@ -140,7 +148,9 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     # of the segments, and linearly less for more numbers. This rule was chosen from steps that
     # benchmarks/micro/prediction.py measured on 2026-11-23.
     filled = min(1.0, size_bytes / _NUMBER_BYTES / (2 * workers))
-    phases = 1 if op == "reduce_scatter" else 1 + max(0.0, (4 * filled - 1) / 3)
+    phases = 1 + max(0.0, (4 * filled - 1) / 3)
+    if op == "reduce_scatter":
+        phases = 1
     return phases * _phase_s(links, workers, part, segments)
 
 
@@ -168,7 +178,9 @@ def _sending_s(link: Link, size_bytes: float, workers: int) -> float:
     sending_s = 0.0
     if link.bandwidth is not None:
         sending_s = size_bytes * 8 / (link.bandwidth * _PAYLOAD)
-    unpaced_bytes = _UNPACED_BYTES if workers > 2 else _UNPACED_BYTES_OF_A_PAIR
+    unpaced_bytes = _UNPACED_BYTES
+    if workers == 2:
+        unpaced_bytes = _UNPACED_BYTES_OF_A_PAIR
     if size_bytes > unpaced_bytes:
         return max(sending_s, link.round_trip_s * _PACED_SHARE)
     return sending_s

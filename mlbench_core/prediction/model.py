@@ -236,8 +236,12 @@ def largest_error(network: Network, workers: int) -> float:
 def _error(table: Mapping[str, Mapping[int, float]], network: Network, workers: int) -> float:
     if workers > _MOST_WORKERS:
         return _LARGEST_ERROR
-    found = (errors for name, errors in table.items() if get_network(name) == network)
-    errors = next(found, _ERRORS_OF_OTHERS)
+    errors: Mapping[int, float] = _ERRORS_OF_OTHERS
+    for name, of_network in table.items():
+        # By its properties, because the user may have described a validated network by a text.
+        if get_network(name) == network:
+            errors = of_network
+            break
     # Between two measured numbers of workers, the error of the larger one counts.
     return errors[min(count for count in errors if count >= workers)]
 
@@ -263,7 +267,10 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
 
 def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measured:
     """Return the figures of a step of a measured run, to predict a number of workers."""
-    source = record if alone is None else alone
+    # A worker alone shares neither cores nor caches, so its computation is the better measure.
+    source = record
+    if alone is not None:
+        source = alone
     entries, workers, batches = record.collectives, record.workers, record.batches
     # With some methods, the collectives after the goal differ from those before it.
     if record.reached and record.steps_to_goal and record.collectives_to_goal is not None:
@@ -314,12 +321,19 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
 def network_of(record: RunRecord) -> Network:
     """Return the network of a measured run."""
     text = record.configuration.get("network")
-    return get_network(text) if text else ONE_MACHINE
+    if not text:
+        return ONE_MACHINE
+    return get_network(text)
 
 
 def slowest_cpu(network: Network, workers: int) -> float:
     """Return the least share of its processor time that one of the first hosts has."""
-    return min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
+    least = 1.0
+    for rank, host in network.hosts.items():
+        # The workers of a run are on the first hosts.
+        if rank < workers:
+            least = min(least, host.cpu)
+    return least
 
 
 def steps_of(record: RunRecord) -> int:
@@ -344,7 +358,9 @@ def _compute_s(record: RunRecord) -> tuple[float, float]:
         )
     if record.compute_cpu_s is not None:
         # Processor time has no part in which a thread waited for a core.
-        share = record.compute_cpu_s / seconds if seconds else 1.0
+        share = 1.0
+        if seconds:
+            share = record.compute_cpu_s / seconds
         return record.compute_cpu_s / steps_of(record), share
     # The measured time of a host that had a part of its processor time only contains that already.
     share = share_of_core(record) * slowest_cpu(network_of(record), record.workers or 1)
@@ -370,13 +386,16 @@ def _communication_s(
     blocking_s = overlapped_s = 0.0
     for entry in measured.collectives:
         scaled = entry.scaled(measured.workers, workers)
+        count = scaled.group
         # The peers of a worker are some of all workers, and each may have the slowest link.
-        count = workers if scaled.op in ("neighbors", "pair") else scaled.group
+        if scaled.op in ("neighbors", "pair"):
+            count = workers
         seconds = scaled.calls * collective_s(scaled.op, scaled.size_bytes, count, network)
         if scaled.overlapped:
             overlapped_s += seconds
         else:
             blocking_s += seconds
+    # Such a collective runs beside the backward pass, and nothing else hides it.
     hidden_s = min(overlapped_s, backward_s)
     return blocking_s + overlapped_s - hidden_s, hidden_s
 

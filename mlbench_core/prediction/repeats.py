@@ -61,6 +61,10 @@ def starting_runs(
         count = record.workers or 0
         if count > 1 and record.collectives is not None:
             by_distance.setdefault(abs(count - workers), []).append(record)
-    starts = by_distance[min(by_distance)] if by_distance else records[:1]
-    alone = next((record for record in records if record.workers == 1 and record.batches), None)
-    return starts, alone
+    starts = records[:1]
+    if by_distance:
+        starts = by_distance[min(by_distance)]
+    for record in records:
+        if record.workers == 1 and record.batches:
+            return starts, record
+    return starts, None

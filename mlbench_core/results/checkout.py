@@ -66,11 +66,16 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
     """
     try:
         path = path.resolve()
-        folder = path if path.is_dir() else path.parent
+        folder = path
+        # Git starts in a folder.
+        if not path.is_dir():
+            folder = path.parent
         output = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
         top, commit = map(os.fsdecode, output.splitlines())
         root = Path(top)
-        kinds = ("--cached", "--others", "--exclude-standard") if accept_new else ("--cached",)
+        kinds = ["--cached"]
+        if accept_new:
+            kinds += ["--others", "--exclude-standard"]
         # Fails if no such file is known to Git.
         _git(root, "ls-files", "--error-unmatch", *kinds, "--", str(path))
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -107,16 +112,22 @@ def _hash_files(root: Path, names: list[bytes]) -> str | None:
     left = _MOST_CHANGED_BYTES
     for name in names:
         path = root / os.fsdecode(name)
-        mode = os.lstat(path).st_mode if os.path.lexists(path) else 0
-        if stat.S_ISREG(mode):
+        if not os.path.lexists(path):
+            kind, content = "removed", ""
+        elif path.is_symlink():
+            # Git tracks where a link leads, and not the file there.
+            kind, content = "link", digest(os.fsencode(os.readlink(path)))
+        elif path.is_file():
             left -= path.stat().st_size
             if left < 0:
                 return None
-            kind, content = "executable" if mode & stat.S_IXUSR else "file", digest(path)
-        elif stat.S_ISLNK(mode):
-            kind, content = "link", digest(os.fsencode(os.readlink(path)))
+            kind, content = "file", digest(path)
+            # Of the mode, Git tracks only this.
+            if path.stat().st_mode & stat.S_IXUSR:
+                kind = "executable"
         else:
-            kind, content = "other" if mode else "removed", ""
+            # A folder of a submodule, or a pipe, which could be read without end.
+            kind, content = "other", ""
         # No name contains a zero byte, so two different lists of files never give the same bytes.
         hasher.update(b"\0".join([name, kind.encode(), content.encode(), b""]))
     return hasher.hexdigest()

@@ -60,7 +60,9 @@ class Configuration:
         The division is ``"closed"`` for a task with its own hyper-parameters, and ``"open"``
         otherwise. A script of the user is always in the open division.
         """
-        division = "closed" if self.task is not None and not self.changed else "open"
+        division = "open"
+        if self.task is not None and not self.changed:
+            division = "closed"
         fields = {
             **asdict(self),
             "options": dict(self.options),

@@ -35,7 +35,11 @@ def cores_limit(proc: Path, sys: Path) -> float | None:
                 ends = part.split("-")
                 count += int(ends[-1]) - int(ends[0]) + 1
             limits.append(count)
-    return min(limits) if min(limits) < limits[0] else None
+    # The first one is that of the machine, which is not a limit of a group.
+    least = min(limits)
+    if least == limits[0]:
+        return None
+    return least
 
 
 def memory_limit(proc: Path, sys: Path, total_bytes: int) -> int | None:

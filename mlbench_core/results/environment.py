@@ -111,8 +111,10 @@ def describe_environment(
         {'global': 42}
     """
     if program is None:
+        # An interactive Python has no file.
         file = getattr(sys.modules.get("__main__"), "__file__", None)
-        program = None if file is None else Path(file)
+        if file is not None:
+            program = Path(file)
     files, left_out = _describe_files(data_files)
     environment: dict[str, Any] = {
         "schema_version": _SCHEMA_VERSION,
@@ -235,7 +237,9 @@ def _describe_attention() -> str | None:
     extension = sys.modules.get("mlbench_core.ops.pytorch.extension")
     if extension is None:
         return None
-    return "kernels" if extension.why_not() is None else "torch"
+    if extension.why_not() is not None:
+        return "torch"
+    return "kernels"
 
 
 def describe_tensorflow() -> dict[str, Any] | None:
@@ -313,9 +317,11 @@ def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     system, gpus = environment.get("system") or {}, environment.get("gpus") or []
     cores = [system.get("cores"), system.get("cores_limit")]
     memory = [system.get("memory_bytes"), system.get("memory_limit_bytes")]
+    # Each model once: the number of GPUs is an entry of its own.
     models = sorted({str(gpu.get("name")) for gpu in gpus})
     return {
         "cpu": system.get("cpu"),
+        # A limit may be a fraction of a core, and the cores of a result are whole ones.
         "cores": min(map(math.ceil, filter(None, cores)), default=None),
         "memory_bytes": min(filter(None, memory), default=None),
         "gpu": ", ".join(models) or None,
@@ -342,6 +348,7 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     library = checkouts.get("mlbench_core") or {}
     program = checkouts.get("program") or library
     version = (environment.get("packages") or {}).get("mlbench-core")
+    # The commit below is that of the program, so another one of the library needs a place, too.
     if version and library and library != program:
         version = f"{version}+g{library['commit'][:12]}"
         if library["changed_files"] != 0:
@@ -430,6 +437,7 @@ def _cpu_name() -> str:
 
 
 def _sockets() -> int | None:
+    # Each core names its socket. The number is -1 if the system does not know it.
     files = _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")
     return len(set(map(read_file, files)) - {None, "-1"}) or None
 

@@ -134,6 +134,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
             was changed.
         ValueError: The folder has no raw lines.
     """
+    # First, because the checksum of the joined file is a part of the result.
     _join(folder)
     environment = read_environment(folder)
     lines = _used(read_lines(folder))
@@ -148,6 +149,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
         if name != RESULT and path.exists():
             result["files"][name] = {"sha256": digest(path), "bytes": path.stat().st_size}
     check_result(result)
+    # Last: a folder with a result is complete.
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
     return result
 
@@ -162,8 +164,10 @@ def _join(folder: Path) -> None:
         for path in sources:
             with path.open("rb") as part:
                 shutil.copyfileobj(part, joined)
+                # Half a line of a killed worker must not swallow the first line of the next one.
                 if not ends_line(part):
                     joined.write(b"\n")
+    # Only now that the joined file is in its place: no line may be lost if this process is killed.
     for path in sources:
         if path.name != LINES:
             path.unlink()
@@ -174,16 +178,21 @@ def _used(lines: RawLines) -> list[dict[str, Any]]:
 
     Only the statistics of rank 0 count, and those of all workers may need much memory.
     """
-    return [
-        line for line in lines if line["rank"] == 0 or line["kind"] != "stat" or "totals" in line
-    ]
+    used = []
+    for line in lines:
+        if line["rank"] == 0 or line["kind"] != "stat" or "totals" in line:
+            used.append(line)
+    return used
 
 
 def _texts(
     result: Mapping[str, Any], environment: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Return the content of the files that follow from the others."""
-    texts = {MLPERF: "".join(line + "\n" for line in mlperf_lines(result, environment, lines))}
+    log = ""
+    for line in mlperf_lines(result, environment, lines):
+        log += line + "\n"
+    texts = {MLPERF: log}
     goal = result["goal"]
     if goal is not None and goal["reached"] and goal["text"]:
         texts[OFFICIAL] = goal["text"] + "\n"
@@ -208,6 +217,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     environment = read_environment(folder)
     try:
         result = summarize(read_lines(folder), environment)
+        # All workers wrote their end, but rank 0 was killed before it wrote the result.
         if result["run"]["state"] == "finished":
             result["run"].update(state="unfinished", reason=f"no {RESULT} was written")
         return dict(check_result({**result, "files": {}}, f"the raw lines in {folder}"))
@@ -231,6 +241,7 @@ def find_folders(path: Path) -> Iterator[Path]:
         return
     for child in sorted(path.iterdir()):
         is_left_out = child.name.startswith((".", "earlier-"))
+        # A link may lead back to a folder above, and the search would never end.
         if child.is_dir() and not child.is_symlink() and not is_left_out:
             yield from find_folders(child)
 
@@ -283,12 +294,14 @@ def _recompute(
     again = summarize(lines, environment)
     written = dict(result)
     written.pop("files", None)
+    # Through JSON, as the written one: tuples become lists, and the keys of a dictionary texts.
     computed = json.loads(json.dumps(again))
     if lacking(result):
         computed = _as_before(computed)
     problems = _differences(written, computed)
     for name, text in _texts(again, environment, lines).items():
         path = folder / name
+        # That a file is missing has been reported by its checksum already.
         is_equal = not path.is_file() or _holds(path, text.encode())
         if name == OFFICIAL and not is_equal:
             # Earlier versions wrote the official result without a line break at its end.
@@ -338,7 +351,9 @@ def _differences(written: Any, computed: Any, field: str = "") -> list[str]:
     if isinstance(written, dict) and isinstance(computed, dict):
         differences = []
         for name in dict.fromkeys([*written, *computed]):
-            inner = f"{field}.{name}" if field else name
+            inner = name
+            if field:
+                inner = f"{field}.{name}"
             differences += _differences(written.get(name), computed.get(name), inner)
         return differences
     if written == computed:

@@ -158,6 +158,7 @@ class LinesSink:
         self._write([])
 
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        # Before the write, so that a full disk does not fill the memory, too; the loss is noted.
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
         # Not json.dumps: it takes ten times as long, and some of these writes happen inside
@@ -206,10 +207,14 @@ def _json_value(value: float | str) -> str:
     """Return a statistic as JSON; null if it is not finite."""
     if isinstance(value, str):
         return _quoted(value)
-    return repr(float(value)) if math.isfinite(value) else "null"
+    # JSON has no numbers for infinity and NaN.
+    if not math.isfinite(value):
+        return "null"
+    return repr(float(value))
 
 
 def _text(seconds: float) -> str:
+    # The text of a whole second is kept, because many records fall into each of them.
     whole = math.floor(seconds)
     return f"{_second(whole)}.{int((seconds - whole) * 1e6):06d}+00:00"
 
@@ -265,7 +270,10 @@ class RawLines:
                         continue
                     line = _parsed(text)
                     if line is None:
-                        kind = "damaged" if text.endswith(b"\n") else "half-written"
+                        kind = "damaged"
+                        # Its worker was killed while it wrote this line.
+                        if not text.endswith(b"\n"):
+                            kind = "half-written"
                         self.skipped.append(f"{path.name}:{number}: {kind} line")
                     else:
                         yield line

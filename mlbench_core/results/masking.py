@@ -57,7 +57,11 @@ def mask_command_line(arguments: Sequence[str]) -> list[str]:
     masked: list[str] = []
     is_value = False
     for argument in arguments:
-        masked.append(_MASK if is_value else _mask(argument))
+        if is_value:
+            masked.append(_MASK)
+        else:
+            masked.append(_mask(argument))
+        # A value that looks like an option, too, has no value after it.
         is_value = not is_value and _SECRET_OPTION.fullmatch(argument) is not None
     return masked
 
@@ -76,7 +80,11 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """
     masked = {}
     for name, value in variables.items():
-        masked[name] = _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value))
+        if _SECRET_VARIABLE.search(name):
+            masked[name] = _MASK
+        else:
+            # Its value may have a secret, too, such as a URL with a password.
+            masked[name] = _mask(str(value))
     return masked
 
 
@@ -84,7 +92,9 @@ def _mask(text: str) -> str:
     """Replace the secrets within one text."""
 
     def parameter(match: re.Match[str]) -> str:
-        return f"{match[1]}{_MASK}" if _SECRET_VARIABLE.search(match[1]) else match[0]
+        if not _SECRET_VARIABLE.search(match[1]):
+            return match[0]
+        return f"{match[1]}{_MASK}"
 
     text = _BEARER.sub(_MASK, _SECRET_SETTING.sub(rf"\1{_MASK}", as_utf8(text)))
     text = _SECRET_ENTRY.sub(rf"\1{_MASK}", text)

@@ -170,7 +170,9 @@ class _Log:
     def _benchmark(self) -> str | None:
         key, program = self._configuration.get("task"), self._configuration.get("program")
         if key is None:
-            return f"mlbench_{PurePath(program).stem}" if program else None
+            if not program:
+                return None
+            return f"mlbench_{PurePath(program).stem}"
         name, dataset = f"mlbench_task{key}", self._configuration.get("dataset")
         # A stand-in for the task's data set or another goal does not count as a result of the task.
         if dataset not in (None, get_task(key).dataset):
@@ -262,9 +264,15 @@ class _Log:
             # again.
             self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
             self._step = step
-            self._validation_s = None if step else 0.0
+            self._validation_s = 0.0
+            if step:
+                # The time of validation in the checkpoint is not known.
+                self._validation_s = None
         elif kind == "end":
-            status = "success" if line["state"] == "finished" and not self._goal else "aborted"
+            status = "aborted"
+            # With a goal, only the line of the goal is a success, and that has stopped the log.
+            if line["state"] == "finished" and not self._goal:
+                status = "success"
             self._stop(time_ms, status)
 
     def end_validation(self, line: Mapping[str, Any] | None = None) -> None:
@@ -304,7 +312,9 @@ class _Log:
         if self._goal.get("metric"):
             return str(self._goal["metric"])
         best = (self._result.get("best") or {}).get("metric")
-        return f"val_global_{best}" if best else None
+        if not best:
+            return None
+        return f"val_global_{best}"
 
     def _start_block(self, epoch: int, time_ms: int) -> None:
         if self._epoch is not None and self._epoch != epoch:

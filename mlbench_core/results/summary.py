@@ -38,6 +38,7 @@ class _Worker:
     def add(self, line: dict[str, Any]) -> None:
         kind = line["kind"]
         if kind == "start":
+            # The last start has the settings with which the run ended.
             self.start = line
             self.first_start = self.first_start or line
             self.resumed += bool(line.get("resumed"))
@@ -52,7 +53,9 @@ class _Worker:
             self.end = line
             self.epochs = max(self.epochs, int(line.get("epochs") or 0))
         elif kind == "epoch":
+            # Epochs count from 0. A run without a line "end" still has those that it finished.
             self.epochs = max(self.epochs, int(line.get("epoch") or 0) + 1)
+        # Those of a goal are the totals until then, and a run may go on after its goal.
         if "totals" in line and kind != "goal":
             self.totals = line["totals"]
 
@@ -101,9 +104,14 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         sent_bytes = _each(totals, "communication_size_bytes")
         wire_bytes = list(map(_wire_bytes, ranks))
         exchanges = first.totals.get("exchanges")
+    # A set, because all workers of a host write its name.
     hosts = {line.get("host") for line in starts}
     variables = environment.get("variables") or {}
-    energy_j = _known(ends, "energy_j")
+    energy_j: float | None = None
+    # None, not 0, if no worker could read a counter.
+    counted_j = _known(ends, "energy_j")
+    if counted_j:
+        energy_j = sum(counted_j)
     return {
         "schema_version": SCHEMA_VERSION,
         "run": {
@@ -136,7 +144,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         **_not_measured(ends[0]),
         "best": _best(ends[0], configuration),
         "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
-        "energy_j": sum(energy_j) if energy_j else None,
+        "energy_j": energy_j,
     }
 
 
@@ -146,12 +154,16 @@ def _each(totals: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _rate(count: float, seconds: float) -> float | None:
-    return count / seconds if count and seconds else None
+    # Nothing was counted, or the run ended before its first batch.
+    if not count or not seconds:
+        return None
+    return count / seconds
 
 
 def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
     """Return ``state`` and ``reason``: finished only if every worker has finished."""
     ends = [worker.end for worker in ranks if worker.end is not None]
+    # A failure counts before a missing end, which may be its consequence.
     for end in ends:
         if end.get("state") != "finished":
             return {"state": "failed", "reason": end.get("reason")}
@@ -197,8 +209,11 @@ def _wire_bytes(worker: _Worker) -> float | None:
 
 def _sums(values: Sequence[float | None]) -> dict[str, Any]:
     """Return the sum over all workers, None if one is unknown, and the first worker's value."""
+    total: float | None = None
     counted = [value for value in values if value is not None]
-    total = sum(counted) if len(counted) == len(values) else None
+    # The sum of some workers would look like that of all.
+    if len(counted) == len(values):
+        total = sum(counted)
     return {"all_workers": total, "rank_0": values[0]}
 
 
@@ -228,6 +243,7 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
     phases: dict[str, Any] = {}
     for phase, tracked in TRACKER_PHASES.items():
         phases[f"{phase}_s"] = totals.get(f"{tracked}_s", 0.0)
+    # Rounding alone could make it a little negative.
     other_s: float | None = max(0.0, train_s - sum(phases.values()))
     communication = dict.fromkeys(
         ("communication_total_s", "communication_exposed_s", "communication_hidden_s")
@@ -241,6 +257,7 @@ def _times(totals: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, 
         communication["communication_hidden_s"] = max(0.0, total_s - exposed_s)
     for phase in unmeasured:
         phases[f"{phase}_s"] = None
+    # Otherwise all of the training time would be in it.
     if "compute" in unmeasured:
         other_s = None
     # Lines of earlier versions lack them, and then so does the result that verification computes
@@ -318,7 +335,9 @@ def _goal(
 
 def _budget(goal: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry ``budget_s``, which only the goal of a fixed training time has."""
-    return {"budget_s": goal["budget_s"]} if "budget_s" in goal else {}
+    if "budget_s" not in goal:
+        return {}
+    return {"budget_s": goal["budget_s"]}
 
 
 def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -327,6 +346,7 @@ def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
     merged: dict[int, int] = {}
     zeros = 0
     for end in ends:
+        # The first bin has the batches without a measurable time, which have no logarithm.
         (_, none), *bins = end.get("batch_times") or [[0, 0]]
         zeros += none
         for index, count in bins:
@@ -363,8 +383,10 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
     if end.get("best_metric_value") is None:
         return None
     metric = end.get("metric") or (configuration.get("goal") or {}).get("metric")
-    # A run that counts steps has intervals of them, whose number tells a reader nothing.
-    epoch = None if configuration.get("unit") == "steps" else end.get("best_epoch")
+    epoch = end.get("best_epoch")
+    if configuration.get("unit") == "steps":
+        # A run that counts steps has intervals of them, whose number tells a reader nothing.
+        epoch = None
     return {"metric": metric, "value": end["best_metric_value"], "epoch": epoch}
 
 
@@ -385,9 +407,11 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     def times_of(worker: str) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
-        named_s = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
-        # The master takes numbers only.
-        phases_s = {phase: value for phase, value in named_s.items() if value is not None}
+        phases_s = {}
+        for phase in TRACKER_PHASES:
+            # The master takes numbers only.
+            if times[f"{phase}_s"] is not None:
+                phases_s[phase] = times[f"{phase}_s"]
         reached_s = goal["time_to_goal_s"]
         if reached_s is not None:
             reached_s = reached_s[worker]

@@ -104,8 +104,10 @@ def metrics_of(
         if value is None:
             # A value that is not finite is null in the raw lines.
             text = "nan"
+        elif isinstance(value, str):
+            text = value
         else:
-            text = value if isinstance(value, str) else repr(value)
+            text = repr(value)
         return {
             "run_id": run_id,
             "id": f"{prefix}-{number}",

@@ -62,8 +62,10 @@ def estimate(
         for point in pending:
             seconds.append(_expected_s(point, ended, done) + OVERHEAD_S)
         expected_s = sum(seconds)
-    # The limit counts training only, so a run takes longer than this: it has validations, too.
-    longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
+    longest_s: float | None = None
+    if limit_s is not None:
+        # The limit counts training only, so a run takes longer than this: it has validations, too.
+        longest_s = len(pending) * (limit_s + OVERHEAD_S)
     return Estimate(len(pending), expected_s, longest_s)
 
 

@@ -253,7 +253,10 @@ class Sweep:
         tuned: Sequence[str] | None,
         trial: Trial | None = None,
     ) -> Point:
-        tried = "" if trial is None else f"{trial.parameter} {trial.value!r}"
+        # A trial has no network, and the value that it tries takes the place of one in its name.
+        tried = ""
+        if trial is not None:
+            tried = f"{trial.parameter} {trial.value!r}"
         parts = [_slug(variant.name), str(workers), _slug(network or tried), f"s{seed}"]
         name = "-".join(filter(None, parts))
         if len(name) > LONGEST_NAME:
@@ -266,6 +269,7 @@ class Sweep:
             "exclusive": True,
         }
         if network is not None:
+            # As a text, which the master understands without the file that describes the network.
             request["network"] = str(self.networks[network])
         words = [*self.arguments, *variant.arguments, *(tuned or ())]
         if self.task is not None:
@@ -286,6 +290,8 @@ class Sweep:
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
         request = {**series.requests()[0], "name": name}
+        # The name is known before the tuned arguments, so that the run can be counted and looked
+        # for.
         if tuned is None:
             request = {}
         return Point(name, variant.name, workers, network, seed, request, trial)
@@ -301,6 +307,7 @@ def load_sweep(path: Path, folder: Path | None = None) -> Sweep:
     Raises:
         ConfigurationError: The file cannot be read, or a key is unknown or has a wrong value.
     """
+    # Python 3.10 has no tomllib.
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -372,6 +379,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     is_modelled = _is_modelled(content)
     limit_s = _seconds(content, "limit")
     repeat_stopped = _switch(content, "repeat_stopped", default=True)
+    # Without a limit, no run is stopped, so there is nothing to leave out.
     if limit_s is None and not repeat_stopped:
         raise ValueError(
             'limit must be given with repeat_stopped = false: write for example limit = "2min"'
@@ -425,6 +433,7 @@ def _tuning(content: Mapping[str, Any], variants: Sequence[Variant]) -> Tuning |
             "goal must be given with tuning, which compares steps to the goal: "
             "write for example goal = 'val_loss<=1.5'"
         )
+    # All places, besides the tuning, in which the file may have a value of a tuned option.
     given = [*content.get("arguments", []), *shlex.split(content.get("script", ""))]
     given += shlex.split(content.get("command", ""))
     for variant in variants:
@@ -484,6 +493,7 @@ def _pricing(content: Mapping[str, Any], folder: Path, files: dict[str, Path]) -
 def _command(text: str, folder: Path) -> str:
     """Return a command with the full path of its script, because workers run in other folders."""
     words = shlex.split(text)
+    # The first two words: a script, or a Python and its script. Later ones are arguments.
     for position, word in enumerate(words[:2]):
         if word.endswith(".py") and (folder / word).is_file():
             words[position] = str((folder / word).absolute())
@@ -524,6 +534,7 @@ def _observer(content: Mapping[str, Any]) -> tuple[str, ...]:
             f"metrics must be a table, not {metrics!r}: write for example "
             "metrics = {val_loss = 'val loss ([0-9.]+)'}"
         )
+    # Checked here, before the first run, although the observer in each worker reads them again.
     words, parsed = [], []
     with in_words_of_file():
         for name in metrics:
@@ -649,7 +660,10 @@ def _networks(
 
 
 def _workers(value: Any) -> tuple[int, ...]:
-    numbers = value if isinstance(value, list) else [value]
+    numbers = value
+    # A single number may be written without brackets.
+    if not isinstance(value, list):
+        numbers = [value]
     if not numbers or not all(map(_is_count, numbers)) or max(numbers) > MAX_HOSTS:
         raise ValueError(
             f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]"
@@ -704,7 +718,9 @@ def parse_time(name: str, value: Any) -> float:
         >>> parse_time("limit", "1.5min")
         90.0
     """
-    match = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    match: re.Match[str] | None = None
+    if isinstance(value, str):
+        match = _TIME.fullmatch(value.strip())
     if match:
         seconds = float(match[1]) * _UNITS[match[2]]
         if seconds:

@@ -135,7 +135,10 @@ class SweepFolder:
 
     def run_folder(self, point: Point) -> Path:
         """Return the result folder of a run, which may not exist yet."""
-        return self.path / (RUNS if point.trial is None else TUNING) / point.name
+        # Apart, so that a trial is never counted among the results.
+        if point.trial is not None:
+            return self.path / TUNING / point.name
+        return self.path / RUNS / point.name
 
     def record(self, point: Point) -> RunRecord | None:
         """Return the result of a run; None if it has not ended.
@@ -191,7 +194,9 @@ class SweepFolder:
             if record is None:
                 # A failure counts when it is not tried again, so that the choice stays.
                 failure = self.failures([point]).get(point.name)
-                return None if self.may_try(failure) else Score()
+                if self.may_try(failure):
+                    return None
+                return Score()
             self._scores[point.name] = score(record)
         return self._scores[point.name]
 

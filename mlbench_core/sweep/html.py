@@ -81,7 +81,9 @@ def inline_svg(drawing: Drawing, label: str) -> str:
 
 def _color(match: re.Match[str]) -> str:
     name = _COLORS.get(match[0])
-    return match[0] if name is None else f"var(--{name})"
+    if name is None:
+        return match[0]
+    return f"var(--{name})"
 
 
 def html_page(

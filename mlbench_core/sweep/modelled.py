@@ -149,8 +149,11 @@ def on_networks(
             if place.name not in records:
                 continue
             record = at_full_speed(records[place.name], alone.get(place.algorithm, ()))
+            described: Network | None = None
+            if network is not None:
+                described = networks[network]
+            # Other runs of the page can be modelled although this one lacks a number.
             try:
-                described = None if network is None else networks[network]
                 found.records[name] = model_run(record, described, needs_cpu_time=needs_cpu_time)
             except (ConfigurationError, ValueError) as error:
                 found.reasons[name] = str(error)
@@ -172,6 +175,7 @@ def at_full_speed(record: RunRecord, alone: Iterable[RunRecord]) -> RunRecord:
         The run; the same object if there is nothing to compare it with.
     """
     own_s, samples = _compute_cpu_s(record), samples_of_step(record)
+    # A run of one worker is the one to which others are scaled.
     if record.workers == 1 or not own_s or samples is None:
         return record
     found = []
@@ -187,14 +191,18 @@ def at_full_speed(record: RunRecord, alone: Iterable[RunRecord]) -> RunRecord:
     changes: dict[str, Any] = {}
     for name in ("compute_cpu_s", "communication_cpu_s"):
         seconds = getattr(record, name)
-        changes[name] = None if seconds is None else factor * seconds
+        changes[name] = None
+        if seconds is not None:
+            changes[name] = factor * seconds
     return dataclasses.replace(record, **changes)
 
 
 def _compute_cpu_s(record: RunRecord) -> float | None:
     """Return the processor time of computing in a step; None if it was not measured."""
     steps = _steps_of_times(record)
-    return record.compute_cpu_s / steps if steps and record.compute_cpu_s is not None else None
+    if not steps or record.compute_cpu_s is None:
+        return None
+    return record.compute_cpu_s / steps
 
 
 def samples_of_step(record: RunRecord) -> float | None:
@@ -206,7 +214,9 @@ def samples_of_step(record: RunRecord) -> float | None:
 
 def _steps_of_times(record: RunRecord) -> int | None:
     """Return the steps of a record's times: until the goal if it was reached, else all."""
-    return record.steps_to_goal if record.reached else record.batches
+    if record.reached:
+        return record.steps_to_goal
+    return record.batches
 
 
 def model_run(
@@ -229,14 +239,19 @@ def model_run(
     configuration = dict(record.configuration)
     if network is not None:
         configuration["network"] = str(network)
+    time_to_goal_s: float | None = None
+    if record.reached:
+        time_to_goal_s = steps * prediction.step_s
     # A shallow copy, unlike dataclasses.asdict.
     fields: dict[str, Any] = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     fields.update(
         configuration=configuration,
-        time_to_goal_s=steps * prediction.step_s if record.reached else None,
+        time_to_goal_s=time_to_goal_s,
+        # A run may have gone on after its goal, so this has other steps.
         train_s=batches * prediction.step_s,
         communication_exposed_s=steps * prediction.exposed_s,
         communication_hidden_s=steps * prediction.hidden_s,
+        # The measured values are those of workers that shared a machine.
         validation_s=None,
         wall_s=None,
         samples_per_s=None,
@@ -276,7 +291,9 @@ def measured_run(record: RunRecord) -> RunRecord:
     Args:
         record: A measured or a modelled run.
     """
-    return record.run if isinstance(record, ModelledRecord) else record
+    if isinstance(record, ModelledRecord):
+        return record.run
+    return record
 
 
 def _check(record: RunRecord, needs_cpu_time: bool) -> None:
@@ -326,7 +343,9 @@ def step_numbers(record: RunRecord) -> dict[str, float | None]:
         "hidden_s": record.communication_hidden_s,
     }
     for name, seconds in numbers.items():
-        numbers[name] = seconds / steps if steps and seconds is not None else None
+        numbers[name] = None
+        if steps and seconds is not None:
+            numbers[name] = seconds / steps
     share: float | None = None
     if compute_s is not None and record.total_s:
         share = compute_s / record.total_s

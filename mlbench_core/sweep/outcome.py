@@ -277,7 +277,10 @@ def duration(seconds: float) -> str:
 def order(cell: Cell) -> tuple[float, int]:
     """Return the key by which cells are sorted: the median time, then the number of misses."""
     median = cell.median_s
-    return (math.inf if median is None else median, cell.missed + cell.failed)
+    # A median of misses is longer than every time, and None cannot be compared.
+    if median is None:
+        median = math.inf
+    return median, cell.missed + cell.failed
 
 
 def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
@@ -306,7 +309,9 @@ def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
             p_values[id(cell)] = test.p
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     p_value = adjusted.get(id(b))
-    return None if p_value is None else p_value < 0.05
+    if p_value is None:
+        return None
+    return p_value < 0.05
 
 
 def _test(a: Cell, b: Cell) -> TimesTest | None:
@@ -331,9 +336,12 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
     """
     if slower.median_s is None or faster.median_s is None:
         return None
+    low: float | None = None
+    high: float | None = None
     test = _test(slower, faster)
-    # The ratio is that of the medians, and its interval that of the geometric means.
-    low, high = (None, None) if test is None else test.interval
+    if test is not None:
+        # The ratio is that of the medians, and its interval that of the geometric means.
+        low, high = test.interval
     return Estimate(slower.median_s / faster.median_s, low, high, min(slower.runs, faster.runs))
 
 
@@ -358,7 +366,9 @@ def sent_per_worker(record: RunRecord) -> float | None:
             if point.step >= step:
                 sent = point.bytes
                 break
-    return None if sent is None else sent / record.workers
+    if sent is None:
+        return None
+    return sent / record.workers
 
 
 def gather(
@@ -462,7 +472,10 @@ def gather(
 
 def _setting(network: str | None, workers: int) -> tuple[str | None, int]:
     """Return the network and the number of workers of a run; one worker has no network."""
-    return (network if workers > 1 else None, workers)
+    if workers == 1:
+        # Runs of a sweep on several networks share those of one worker.
+        network = None
+    return network, workers
 
 
 def _least_stopped_s(
@@ -493,8 +506,10 @@ def _at_its_end(record: RunRecord) -> RunRecord:
 def _is_late(record: RunRecord, limit_s: float | None) -> bool:
     """Return True if a run did not reach its goal, or only after a training time."""
     # A run that reached its goal without a recorded time counts as late: its time is not known.
-    time_s = record.time_to_goal_s if record.reached else None
-    return not time_s or (limit_s is not None and time_s > limit_s)
+    time_s = record.time_to_goal_s
+    if not record.reached or not time_s:
+        return True
+    return limit_s is not None and time_s > limit_s
 
 
 def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:

@@ -42,6 +42,7 @@ from mlbench_core.sweep.words import per_network, summary, tuning_rule
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
+    from mlbench_core.sweep.figures.lines import Curve
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -170,8 +171,13 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
 
 def _no_map(outcome: Outcome, workers: int) -> str:
     """Return why no algorithm has a prediction."""
-    cells = [cell for cell in outcome.cells if cell.workers == workers and cell.runs]
-    missed = [cell for cell in cells if cell.median_s is None]
+    cells = []
+    missed = []
+    for cell in outcome.cells:
+        if cell.workers == workers and cell.runs:
+            cells.append(cell)
+            if cell.median_s is None:
+                missed.append(cell)
     # A method with a median has no prediction for another reason.
     if not missed or len(missed) < len(cells):
         return "no algorithm has a prediction"
@@ -206,7 +212,11 @@ def _figures(
                     continue
                 written += save(drawing, folder)
                 captions[drawing.name] = drawing.caption
-                inline = [] if single else [drawing]
+                # With networks of their own, the page shows a figure for each, and the whole one
+                # is a file only.
+                inline = []
+                if not single:
+                    inline.append(drawing)
                 for make in single:
                     try:
                         inline.append(make())
@@ -241,8 +251,10 @@ def _makers(
     def makers(draw: Callable[..., Drawing], *arguments: Any) -> list[Callable[[], Drawing]]:
         return [partial(draw, outcome, *arguments, name) for name in networks]
 
+    several: list[Curve] = []
     # A line over a single number of workers would be a point.
-    several = list(curves(outcome, pricing)) if len(outcome.workers) > 1 else []
+    if len(outcome.workers) > 1:
+        several += curves(outcome, pricing)
     for curve in several[:1]:
         yield Section(curve.name, curve.title), makers(draw_curve, curve)
     yield Section(time.name, time.title), makers(draw_rows, time)
@@ -256,9 +268,11 @@ def _makers(
         single = [partial(draw_utilization, outcome, [one]) for one in shares]
         yield section, [partial(draw_utilization, outcome, shares), *single]
     for curve in several[1:]:
-        # The number of steps does not depend on the network.
         drawn = makers(draw_curve, curve)
-        yield Section(curve.name, curve.title), drawn if curve.has_networks else drawn[:1]
+        # The number of steps does not depend on the network.
+        if not curve.has_networks:
+            drawn = drawn[:1]
+        yield Section(curve.name, curve.title), drawn
     bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
     yield bytes_section, makers(draw_bytes)
     for quantity in others:
@@ -278,10 +292,15 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
             goals.append(record.goal_text)
         if record.started_at:
             dates.append(str(record.started_at)[:10])
-    # Dates in ISO 8601 are in the order of their texts.
-    ends = [min(dates), max(dates)] if dates else []
+    ends: list[str] = []
+    if dates:
+        # Dates in ISO 8601 are in the order of their texts.
+        ends = [min(dates), max(dates)]
     networks = [f"{name} ({network})" for name, network in outcome.networks.items()]
+    time_text = ""
     total_s = sum(_seconds(folder / RUNS / name) for name in names)
+    if total_s:
+        time_text = _long_time(total_s)
     facts = {
         "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(goals))
@@ -290,7 +309,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": " to ".join(dict.fromkeys(ends)),
-        "Time of all runs": _long_time(total_s) if total_s else "",
+        "Time of all runs": time_text,
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
@@ -301,7 +320,11 @@ def _runs_text(outcome: Outcome, left_out: int) -> str:
     unmeasured: set[str] = set()
     for cell in outcome.cells:
         for record in not_among(cell.group.records, cell.reached):
-            (unmeasured if record.lacks_goal_metric else missed).add(record.name)
+            # By name, because a modelled run is in the cells of all networks.
+            if record.lacks_goal_metric:
+                unmeasured.add(record.name)
+            else:
+                missed.add(record.name)
     text = (
         f"{outcome.ended} of {outcome.planned} planned; "
         f"{plural(len(missed), 'run')} missed the goal"
@@ -369,7 +392,8 @@ def _trials_text(searches: Iterable[Search], folder: Path) -> str:
     total_s = 0.0
     for search in searches:
         for point, score in zip(search.points, search.scores, strict=True):
-            trials += score is not None
+            if score is not None:
+                trials += 1
             total_s += _seconds(folder / TUNING / point.name)
     return f"{plural(trials, 'trial')}, {_long_time(total_s)}"
 

@@ -163,6 +163,7 @@ def _read_results(folder: Path) -> Runs:
     places = []
     for record in ended:
         configuration = record.configuration
+        # A user's script may have no algorithm, and then its program tells the methods apart.
         name = str(configuration.get("algorithm") or configuration.get("program") or record.name)
         names.setdefault(name, []).append(record)
         network: str | None = None
@@ -174,6 +175,7 @@ def _read_results(folder: Path) -> Runs:
         others = []
         for key in differences(pool(records)):
             section = key.partition(".")[0]
+            # Network and workers are what the advice chooses from, not another configuration.
             is_place = key in ("network", "workers") or section in ("machine", "software")
             if not is_place or key == "machine.cpu":
                 others.append(key)
@@ -182,6 +184,7 @@ def _read_results(folder: Path) -> Runs:
                 f"FOLDER must have one configuration of {name}, not several that differ in "
                 f"{listed(others)}: give a folder with one of them"
             )
+    # Runs of several series may have the same name, but each has a path of its own.
     by_source = {record.source: record for record in ended}
     return Runs(places, by_source, networks, remarks=tuple(remarks))
 
@@ -205,16 +208,22 @@ def recommend(
     for count in counts:
         check_int("workers", count)
     rows: list[dict[str, Any]] = []
-    sentences = [NOT_TUNED] if runs.has_goal and not runs.is_tuned else []
+    sentences: list[str] = []
+    # Samples per second do not depend on how well the settings suit the goal.
+    if runs.has_goal and not runs.is_tuned:
+        sentences.append(NOT_TUNED)
     names = {place.name for place in runs.places}
     sentences += unfinished(len(names & {*runs.records, *runs.failed}), len(names))
     for network in networks:
         name = _name(network, runs)
         # Runs of different goals, or of none and one, are refused here.
         outcome = _outcome(runs, name, network)
-        chosen = replace(
-            outcome, cells=tuple(c for c in outcome.cells if c.workers in {1, *counts})
-        )
+        cells = []
+        for cell in outcome.cells:
+            # One machine is the alternative to every number of workers that the user asks for.
+            if cell.workers == 1 or cell.workers in counts:
+                cells.append(cell)
+        chosen = replace(outcome, cells=tuple(cells))
         found = []
         for count in counts:
             for algorithm in chosen.algorithms:
@@ -224,12 +233,17 @@ def recommend(
             sentences += _advice(chosen, name, counts, pricing)
             continue
         rows += sorted(found, key=_samples_per_s, reverse=True)
+        # One worker need not be among the counts, and then it has no row of the table.
         alone = []
         for cell in chosen.cells:
             if cell.workers == 1:
                 alone.append(_row(runs, chosen, cell.algorithm, (name, network), 1, pricing))
         sentences.append(_advice_on_samples(name, rows[-len(found) :], alone))
-    sentences += _not_run(runs, counts) if runs.has_goal else [*_not_run(runs, ()), _NO_GOAL]
+    if runs.has_goal:
+        sentences += _not_run(runs, counts)
+    else:
+        # Samples per second need no steps to a goal, so no number of workers is missing.
+        sentences += [*_not_run(runs, ()), _NO_GOAL]
     return Advice(tuple(rows), (*sentences, *_limits(rows)))
 
 
@@ -245,15 +259,27 @@ def _name(network: Network, runs: Runs) -> str:
 def _outcome(runs: Runs, name: str, network: Network) -> Outcome:
     """Gather the runs that count for a network: measured if they had it, else modelled."""
     is_measured = not runs.is_modelled and network in runs.networks.values()
-    places = _places(runs, network if is_measured else None)
-    names = {place.name for place in places}
+    # A limit on measured seconds says nothing about modelled ones.
+    source: Network | None = None
+    limit_s: float | None = None
+    if is_measured:
+        source, limit_s = network, runs.limit_s
+    names = set()
+    places = []
+    for place in _places(runs, source):
+        names.add(place.name)
+        if place.workers > 1:
+            # The runs had another network, or the folder calls it by another name.
+            place = replace(place, network=name)
+        else:
+            place = replace(place, network=None)
+        places.append(place)
     return gather(
-        [replace(place, network=name if place.workers > 1 else None) for place in places],
+        places,
         {key: record for key, record in runs.records.items() if key in names},
         {name: network},
         failed=names.intersection(runs.failed),
-        # A limit on measured seconds says nothing about modelled ones.
-        limit_s=runs.limit_s if is_measured else None,
+        limit_s=limit_s,
         is_modelled=not is_measured,
         is_tuned=runs.is_tuned,
         # The seconds of workers that shared a machine in a modelled sweep say nothing.
@@ -275,14 +301,20 @@ def _places(runs: Runs, network: Network | None) -> list[Place]:
             case.setdefault(place.network, []).append(own)
 
     def bandwidth(name: str | None) -> float:
+        # None is the network of one worker, and a link without a limit has no bandwidth.
         path = name and runs.networks[name].path(0, 1)
         return (path and path.bandwidth) or math.inf
 
     chosen = []
     for (_, workers), case in cases.items():
-        for name in sorted(case, key=bandwidth)[-1:] if network is None else case:
-            if network is None or workers == 1 or (name and runs.networks[name] == network):
-                chosen += case[name]
+        if network is None:
+            # Of equal bandwidths, the network whose runs were planned last.
+            chosen += case[max(reversed(case), key=bandwidth)]
+            continue
+        for name, places in case.items():
+            # One worker has no network, so its runs count for all of them.
+            if workers == 1 or (name and runs.networks[name] == network):
+                chosen += places
     return chosen
 
 
@@ -296,14 +328,23 @@ def _row(
 ) -> dict[str, Any]:
     """Return the row of a method and a number of workers; it is predicted if they did not run."""
     row = _row_of_times(runs, outcome, algorithm, on, workers, pricing)
-    samples = []
+    same: list[float | None] = []
+    similar: list[float | None] = []
+    has_same = False
     for place in runs.places:
-        if place.algorithm == algorithm and (place.workers > 1) == (workers > 1):
-            samples.append((place.workers == workers, runs.records.get(place.name)))
+        if place.algorithm != algorithm or (place.workers > 1) != (workers > 1):
+            continue
+        has_same = has_same or place.workers == workers
+        if place.name in runs.records:
+            samples = samples_of_step(runs.records[place.name])
+            similar.append(samples)
+            if place.workers == workers:
+                same.append(samples)
     # As for the prediction of a step, a worker has as many samples with any number of workers.
-    if any(is_equal for is_equal, _ in samples):
-        samples = [(True, record) for is_equal, record in samples if is_equal]
-    each = known_median(samples_of_step(record) for _, record in samples if record is not None)
+    each = known_median(similar)
+    # Runs of this number of workers that all failed have none, whatever others had.
+    if has_same:
+        each = known_median(same)
     if each is not None and row["step_s"]:
         row["samples_per_s"] = workers * each / row["step_s"]
     if not runs.has_goal:
@@ -345,6 +386,7 @@ def _row_of_times(
         predictions = predict_repeats(records, on[1], workers)
     except ConfigurationError as error:
         return {**row, "error": str(error)}
+    # Communication that runs at the same time as computation takes no share of the step.
     shares = [1 - each.exposed_s / each.step_s for each in predictions]
     caveats: list[str] = []
     for prediction in predictions:
@@ -377,24 +419,31 @@ def _known(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     caveats: list[str] = []
     ranges = []
     for record in records:
+        # A modelled time counts processor time, which a shared core does not make longer.
         if outcome.modelled is None and share_of_core(record) < 1:
             caveats.append(_CROWDED)
         if isinstance(record, ModelledRecord):
             caveats += record.caveats
             ranges.append(record.step_range_s)
     row = cell_row(outcome, cell, pricing)
-    sent_mb = row["sent_mb"]
+    sent_bytes: float | None = None
+    if row["sent_mb"] is not None:
+        sent_bytes = row["sent_mb"] * 1e6
+    origin = "modelled"
+    if outcome.modelled is None:
+        origin = "measured"
     return {
-        "seconds": "measured" if outcome.modelled is None else "modelled",
+        "seconds": origin,
         "step_s": known_median(numbers["step_s"] for numbers in steps),
         "step_range_s": _range(ranges),
         "compute_share": known_median(numbers["compute_share"] for numbers in steps),
         "time_to_goal_s": cell.median_s,
         "interval_s": cell.interval_s,
         "model_range_s": cell.model_range_s,
+        # A run that ended with an error counts as a miss, as in the median.
         "runs": cell.runs + cell.failed,
         "missed": cell.missed + cell.failed,
-        "bytes_to_goal_of_worker": None if sent_mb is None else sent_mb * 1e6,
+        "bytes_to_goal_of_worker": sent_bytes,
         "price": row["price"],
         "caveats": list(dict.fromkeys(caveats)),
     }
@@ -412,12 +461,13 @@ def _range(ranges: Iterable[tuple[float, float] | None]) -> tuple[float, float] 
 def _rank(row: Mapping[str, Any]) -> tuple[float, bool, int, float]:
     """Return the key by which rows are sorted: the time, then misses, and unknown times last."""
     time_s, step_s = row["time_to_goal_s"], row["step_s"]
-    return (
-        math.inf if time_s is None else time_s,
-        row["missed"] is None,
-        row["missed"] or 0,
-        math.inf if step_s is None else step_s,
-    )
+    # None cannot be compared with a number.
+    if time_s is None:
+        time_s = math.inf
+    if step_s is None:
+        step_s = math.inf
+    # A predicted row has no misses: it was not tried, so it comes after those that were.
+    return time_s, row["missed"] is None, row["missed"] or 0, step_s
 
 
 def _samples_per_s(row: Mapping[str, Any]) -> float:
@@ -463,18 +513,24 @@ def _trainer(row: Mapping[str, Any]) -> str:
 
 def _rate(row: Mapping[str, Any]) -> str:
     rate = _samples_per_s(row)
-    return f"{rate:,.0f} a second" if rate >= 100 else f"{rate:.3g} a second"
+    # With three digits, 12345 would be written as 1.23e+04.
+    if rate >= 100:
+        return f"{rate:,.0f} a second"
+    return f"{rate:.3g} a second"
 
 
 def _within(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return a remark if the ranges by the error of the model overlap."""
-
-    def end(row: Mapping[str, Any], longest: bool) -> float:
-        ends = row["step_range_s"] or (row["step_s"], row["step_s"])
-        return _samples_per_s(row) * row["step_s"] / ends[longest]
-
-    is_measured = first["step_range_s"] is None and other["step_range_s"] is None
-    if is_measured or end(first, True) > end(other, False):
+    if first["step_range_s"] is None and other["step_range_s"] is None:
+        # Both are measured.
+        return ""
+    # A step that takes longer than predicted gives fewer samples, so the end of each range at
+    # which the two come closest is the longest step of the first and the shortest of the other.
+    _, longest_s = first["step_range_s"] or (first["step_s"], first["step_s"])
+    shortest_s, _ = other["step_range_s"] or (other["step_s"], other["step_s"])
+    least = _samples_per_s(first) * first["step_s"] / longest_s
+    most = _samples_per_s(other) * other["step_s"] / shortest_s
+    if least > most:
         return ""
     return "; this is within the error of the model"
 
@@ -483,8 +539,14 @@ def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pric
     """Return the sentences on the least time and the least price on a network."""
     known = [cell for cell in outcome.cells if cell.median_s is not None]
     known.sort(key=order)
-    alone = next((cell for cell in known if cell.workers == 1), None)
-    several = [cell for cell in known if cell.workers > 1]
+    alone: Cell | None = None
+    several = []
+    for cell in known:
+        if cell.workers > 1:
+            several.append(cell)
+        elif alone is None:
+            # The cells are sorted, so this is the best method of one machine.
+            alone = cell
     if not several and (alone is None or 1 not in counts):
         text = _no_advice(outcome, network, counts)
         if alone is not None:
@@ -496,6 +558,7 @@ def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pric
         if several:
             text = _not_worth_it(network, alone, several[0], known)
         return [text, *_cheapest(outcome, network, known, alone, pricing)]
+    # Cells of several workers, sorted by their median, so the second is the next best advice.
     first, *others = several
     text = f"On {network}: {_named(first)} {leads(outcome, first)}, {_median_text(first)}."
     if others:
@@ -512,7 +575,10 @@ def _advice(outcome: Outcome, network: str, counts: Sequence[int], pricing: Pric
 
 def _not_worth_it(network: str, alone: Cell, first: Cell, known: Sequence[Cell]) -> str:
     verdict = _verdict(alone, first, known)
-    verb = "is faster" if verdict == TESTS[True] else "has the least median"
+    verb = "has the least median"
+    # "Faster" is a claim on all seeds, which only the test can make.
+    if verdict == TESTS[True]:
+        verb = "is faster"
     return (
         f"On {network}, more workers are not worth it: one machine {verb}, {_median_text(alone)} "
         f"with {alone.algorithm}. The next, {_named(first)}, takes {_ratio_text(alone, first)}; "
@@ -572,14 +638,19 @@ def _cheapest(
         return []
     price, cheapest = min(prices, key=lambda pair: pair[0])
     text = f"Cheapest on {network}: {_named(cheapest)}, {price:.3g} {pricing.machine.currency}"
-    return [f"{text}, which also has the least time." if cheapest is first else f"{text}."]
+    if cheapest is first:
+        text += ", which also has the least time"
+    return [f"{text}."]
 
 
 def _not_run(runs: Runs, counts: Sequence[int]) -> list[str]:
     """Return sentences on the numbers of workers that the folder has no run of."""
     run = runs.workers
     sentences = []
-    missing = [str(count) for count in counts if count not in run]
+    missing = []
+    for count in counts:
+        if count not in run:
+            missing.append(str(count))
     if missing:
         sentences.append(
             f"The folder has runs of {listed(map(str, run))} workers. The time to the goal with "
@@ -596,6 +667,7 @@ def _limits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the reasons why numbers are less certain or missing."""
     less_certain: dict[str, list[Place]] = {}
     missing: dict[str, list[Place]] = {}
+    # The rows are in the order of their times, but a text lists its workers ascending.
     for row in sorted(rows, key=itemgetter("workers")):
         place = Place("", row["algorithm"], row["network"], row["workers"])
         for caveat in row["caveats"]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from mlbench_core.comparison.load import save
 from mlbench_core.errors import ConfigurationError, MasterError, MasterRequestError
@@ -255,8 +255,13 @@ class Runner:
                 # The workers of a run that was taken over started before this process.
                 if not is_new:
                     started -= _seconds_since(item)
-            elapsed = 0.0 if started is None else now - started
-            reason = "" if item["state"] == "started" else _reason(item)
+            elapsed = 0.0
+            if started is not None:
+                elapsed = now - started
+            reason = ""
+            if item["state"] != "started":
+                # For example, that it waits for free workers.
+                reason = _reason(item)
             self._observer.watch(point, item["state"], elapsed, reason)
             if guard_s is not None and elapsed > guard_s and not is_stopped:
                 self._call(lambda master: master.stop(run_id))
@@ -319,9 +324,11 @@ class Runner:
         if (folder / RESULT).exists():
             result = read_result(folder)
             if result["run"]["state"] == "finished":
-                missed = _missed_at(folder, self._sweep.limit_s)
+                outcome: Literal["finished", "limit"] = "finished"
+                if _missed_at(folder, self._sweep.limit_s):
+                    outcome = "limit"
                 reasons = tuple(map(str, result.get("not_measured") or ()))
-                return Done("limit" if missed else "finished", ended.seconds, reasons)
+                return Done(outcome, ended.seconds, reasons)
         if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
@@ -356,8 +363,11 @@ class Runner:
                     self._master = self._connect()
                 return request(self._master)
             except MasterError as error:
-                status = error.status if isinstance(error, MasterRequestError) else None
-                # A refusal stays.
+                status: int | None = None
+                if isinstance(error, MasterRequestError):
+                    status = error.status
+                # A refusal stays. A master without an answer, or with an error of its own, may
+                # recover.
                 if status is not None and status < 500:
                     raise
                 # A master that cannot be started was not there before.
@@ -422,5 +432,7 @@ def _duration(item: Mapping[str, Any]) -> float:
 def _seconds_since(item: Mapping[str, Any]) -> float:
     """Return the seconds since the workers of a run started."""
     started = _date(item.get("started_at"))
+    if started is None:
+        return 0.0
     # The clocks of the master and of this machine may differ.
-    return 0.0 if started is None else max(0.0, time.time() - started.timestamp())
+    return max(0.0, time.time() - started.timestamp())

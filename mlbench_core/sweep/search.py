@@ -53,9 +53,11 @@ class Score:
         """Return the key by which trials are sorted, best first."""
         if self.steps_to_goal is not None:
             return 0, self.steps_to_goal
-        if self.best is not None:
-            return 1, self.best if self.minimize else -self.best
-        return 2, 0.0
+        if self.best is None:
+            return 2, 0.0
+        if self.minimize:
+            return 1, self.best
+        return 1, -self.best
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,11 @@ def _search(
             # Six digits are enough for a grid, and a short text is the same on every machine.
             trials.append(Trial(parameter, factor, float(f"{default * factor:.6g}")))
             points.append(sweep.trial(variant, workers, trials[-1], words))
-            scores.append(None if words is None else judge(points[-1]))
+            # A trial whose arguments are not known yet has not run, whatever its folder says.
+            judged: Score | None = None
+            if words is not None:
+                judged = judge(points[-1])
+            scores.append(judged)
         search = Search(variant.name, workers, parameter, tuple(points), tuple(scores))
         if None in scores:
             return search
@@ -149,6 +155,7 @@ def _search(
         search = replace(search, chosen=best)
         if not search.is_at_edge or growths == MOST_GROWTHS:
             break
+        # In the ratio of the two values at this end, so that the grid stays a geometric one.
         if best is trials[0]:
             factors.insert(0, factors[0] * factors[0] / factors[1])
         else:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.comparison.significance import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
@@ -141,12 +142,18 @@ def cell_row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
             if baseline is not cell:
                 ratio_low, ratio_high = estimate.low, estimate.high
     # Over the runs that reached the goal alone, a method would look better for its misses.
-    whole = cell.group.records if cell.complete else ()
+    whole: Sequence[RunRecord] = ()
+    if cell.complete:
+        whole = cell.group.records
     cost_s = cell.cost_per_success_s
     price: float | None = None
     if cost_s is not None:
         price = pricing.price(cost_s, cell.workers)
+    sent_mb: float | None = None
     sent = known_median(map(sent_per_worker, whole))
+    if sent is not None:
+        sent_mb = sent / _MEGA
+    # Runs that count epochs have their length in the column of the epochs.
     in_steps = [record for record in whole if record.unit == "steps"]
     return {
         "network": cell.network,
@@ -167,7 +174,7 @@ def cell_row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "times_as_fast": ratio,
         "times_low": ratio_low,
         "times_high": ratio_high,
-        "sent_mb": None if sent is None else sent / _MEGA,
+        "sent_mb": sent_mb,
         "exchanges": known_median(map(attrgetter("exchanges_to_goal"), whole)),
         "epochs_to_goal": known_median(map(attrgetter("epochs_to_goal"), whole)),
         "steps_to_goal": known_median(map(attrgetter("steps_to_goal"), in_steps)),
@@ -183,11 +190,18 @@ def _best(cell: Cell) -> float | None:
     A run without a value counts as worse than all others.
     """
     values = known_values(map(attrgetter("best"), cell.group.records))
-    is_loss = any((record.goal or {}).get("minimize") for record in cell.group.records)
+    if not values:
+        return None
+    worst = -math.inf
+    for record in cell.group.records:
+        # Of a loss, the largest value is the worst.
+        if (record.goal or {}).get("minimize"):
+            worst = math.inf
     lost = cell.runs + cell.failed - len(values)
-    values += [math.inf if is_loss else -math.inf] * lost
-    median = statistics.median(values) if values else math.inf
-    return median if math.isfinite(median) else None
+    median = statistics.median([*values, *[worst] * lost])
+    if math.isinf(median):
+        return None
+    return median
 
 
 def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
@@ -207,7 +221,9 @@ def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
                 outcome = {"steps_to_goal": score.steps_to_goal, "best": score.best}
                 value, factor = point.trial.value, point.trial.factor
                 tried.append({"run": point.name, "value": value, "factor": factor, **outcome})
-        place = "at the edge" if search.is_at_edge else "inside"
+        place = "inside"
+        if search.is_at_edge:
+            place = "at the edge"
         rows.append(
             {
                 "algorithm": search.algorithm,
@@ -246,7 +262,9 @@ def utilization_rows(found: Iterable[Utilization]) -> list[dict[str, Any]]:
 def known_median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are known; None if none is."""
     numbers = known_values(values)
-    return statistics.median(numbers) if numbers else None
+    if not numbers:
+        return None
+    return statistics.median(numbers)
 
 
 def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -256,8 +274,10 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """
     columns = []
     for column in COLUMNS:
-        # The number of failed runs is always known.
-        absent = 0 if column.key == "failed" else None
+        absent: int | None = None
+        if column.key == "failed":
+            # The number of failed runs is always known.
+            absent = 0
         values = [row[column.key] for row in rows]
         if values.count(absent) < len(values) and column.key not in _ONLY_CSV:
             columns.append(column)

@@ -110,7 +110,10 @@ def parse_tuning(table: Any, algorithms: Sequence[str]) -> Tuning:
 
 
 def _parameters(value: Any) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value
+    words = value
+    # One parameter may be written without brackets.
+    if isinstance(value, str):
+        words = [value]
     if not isinstance(words, list) or not words:
         raise ValueError(
             f'parameter of tuning must be an option, not {value!r}: write parameter = "--lr"'
@@ -133,7 +136,10 @@ def _parameters(value: Any) -> tuple[str, ...]:
 
 def _by_algorithm(value: Any, parameter: str, algorithms: Sequence[str]) -> dict[str, float]:
     """Return the default of a parameter for each algorithm."""
-    values = value if isinstance(value, Mapping) else dict.fromkeys(algorithms, value)
+    values = value
+    # One number is the default of all algorithms.
+    if not isinstance(value, Mapping):
+        values = dict.fromkeys(algorithms, value)
     for name in values:
         if name not in algorithms:
             hint = hint_for(name, algorithms, "they are")
@@ -161,6 +167,7 @@ def _factors(value: Any) -> tuple[float, ...]:
         )
     for factor in value:
         _check_positive("a factor of tuning", factor)
+    # Equal ones would be the same run twice, and a grid that grows by the factor 1.
     if len(set(value)) < len(value):
         raise ValueError(f"factors of tuning must differ, not {value!r}: remove one")
     return tuple(sorted(map(float, value)))

@@ -91,7 +91,10 @@ def bandwidth_needed(share_at: Callable[[float | None], float], target: float) -
         return low
     if share_at(high) < target:
         # The round trip and the compression remain without a limit.
-        return math.inf if share_at(None) >= target else None
+        if share_at(None) >= target:
+            return math.inf
+        return None
+    # The geometric mean halves a range of decades; a text has two digits of the result.
     while high / low > 1.001:
         middle = math.sqrt(low * high)
         if share_at(middle) >= target:
@@ -135,7 +138,10 @@ def predict_utilization(outcome: Outcome, workers: int) -> Utilization | None:
 
 def _share_at(record: RunRecord, workers: int) -> Callable[[float | None], float]:
     def share_at(bandwidth: float | None) -> float:
-        rate = None if bandwidth is None else round(bandwidth)
+        rate: int | None = None
+        if bandwidth is not None:
+            # A link has whole bits per second.
+            rate = round(bandwidth)
         return utilization(record, Network(Link(rate, ROUND_TRIP_S)), workers)
 
     return share_at
@@ -145,9 +151,12 @@ def _median_run(cell: Cell) -> RunRecord:
     """Return the run with the median time to the goal; misses are longer than all others."""
 
     def time_s(record: RunRecord) -> float:
-        return (record.time_to_goal_s if record.reached else None) or math.inf
+        if not record.reached:
+            return math.inf
+        return record.time_to_goal_s or math.inf
 
     ordered = sorted(cell.group.records, key=time_s)
+    # Of an even number, the lower one of the two in the middle: a mean of two is not a run.
     return measured_run(ordered[(len(ordered) - 1) // 2])
 
 

@@ -267,9 +267,12 @@ def widest_cell(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
     for cell in outcome.cells:
         if (cell.algorithm, cell.workers) == (algorithm, workers):
             cells[cell.network] = cell
+    # In the order of the sweep: of equal bandwidths, the first network counts.
     names = filter(cells.__contains__, outcome.networks)
     widest = max(names, key=bandwidth, default=None)
-    return None if widest is None else cells[widest]
+    if widest is None:
+        return None
+    return cells[widest]
 
 
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
@@ -287,14 +290,17 @@ def _point(
     if not row:
         return None
     network = outcome.networks[name]
-    first = row[0]
-    second = row[1] if len(row) > 1 else None
-    measured = None if first.median_s is None else first.algorithm
+    first, *others = row
+    measured: str | None = None
+    if first.median_s is not None:
+        measured = first.algorithm
     close: str | None = None
-    if first.median_s and second is not None and second.median_s is not None:
-        is_close = second.median_s < CLOSE * first.median_s
+    if others and first.median_s:
+        second, second_s = others[0], others[0].median_s
+        is_close = second_s is not None and second_s < CLOSE * first.median_s
         # A method with a miss has no test, which must not make it look as fast as the first.
-        if is_close or (second.complete and not differ(first, second, row)):
+        has_test = second_s is not None and second.complete
+        if is_close or (has_test and not differ(first, second, row)):
             close = second.algorithm
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)

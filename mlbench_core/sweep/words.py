@@ -205,7 +205,10 @@ def leads(outcome: Outcome, first: Cell) -> str:
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "had the least median"
     if first.complete:
-        verb = "was fastest" if outcome.is_tuned else "had the least time"
+        verb = "had the least time"
+        # Without tuning, another one may only have settings that suit the task less.
+        if outcome.is_tuned:
+            verb = "was fastest"
     if outcome.modelled is None:
         return verb
     return {
@@ -227,7 +230,10 @@ def _second_machine(outcome: Outcome, network: str) -> list[str]:
     if ratio is None or two.median_s is None:
         return [f"{text}, and no algorithm with 2 workers has a median."]
     # The faster one was selected from its row, and is compared with all of the other.
-    test = differ(two, one, [two, *alone]) if ratio.value >= 1 else differ(one, two, [one, *pair])
+    if ratio.value >= 1:
+        test = differ(two, one, [two, *alone])
+    else:
+        test = differ(one, two, [one, *pair])
     return [
         f"{text}, 2 workers {seconds(two.median_s)} ({two.algorithm}): "
         f"{ratio.value:.2f} times as fast; {TESTS[test]}."
@@ -236,9 +242,10 @@ def _second_machine(outcome: Outcome, network: str) -> list[str]:
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
     # By the rule for misses, a baseline with a miss has no ratio.
-    ratio = speed_ratio(baseline, first) if baseline.complete else None
-    if ratio is not None:
-        return f"{_times(ratio)} as fast as {baseline.algorithm}"
+    if baseline.complete:
+        ratio = speed_ratio(baseline, first)
+        if ratio is not None:
+            return f"{_times(ratio)} as fast as {baseline.algorithm}"
     if not baseline.missed:
         return f"while {baseline.failed} of {baseline.algorithm} ended with an error"
     missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
@@ -340,7 +347,10 @@ def _leaders(outcome: Outcome) -> list[str]:
                 " The difference from the second is significant in "
                 f"{results.count(True)} of {tested} cases"
             )
-            text += "." if tested == len(cells) else f" that were tested, of {len(cells)}."
+            # A case with a single run or a miss has no test, and must not look like a tie.
+            if tested < len(cells):
+                text += f" that were tested, of {len(cells)}"
+            text += "."
         elif results:
             reason = "one run each"
             if name in repeated:
@@ -360,7 +370,9 @@ def places_text(cells: Iterable[Cell | Place]) -> str:
             numbers.append(str(cell.workers))
     texts = []
     for network, numbers in workers.items():
-        noun = "worker" if numbers == ["1"] else "workers"
+        noun = "workers"
+        if numbers == ["1"]:
+            noun = "worker"
         texts.append(f"{network or 'one machine'} ({listed(numbers)} {noun})")
     return listed(texts)
 
@@ -369,8 +381,10 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     """Compare the networks with the algorithm that has the least median on one worker."""
     # One worker has no network, so it is compared with all of them.
     alone = outcome.row(None, 1)
-    least = alone[0].median_s if alone else None
-    if least is None or not outcome.several:
+    if not alone or not outcome.several:
+        return []
+    least = alone[0].median_s
+    if least is None:
         return []
     gain: list[Cell] = []
     loss: list[Cell] = []
@@ -381,9 +395,12 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
                 gain.append(first)
             else:
                 loss.append(first)
+    # In the same words as the other sentences, see leads().
     rank = "the least median"
     if alone[0].complete:
-        rank = "the fastest" if outcome.is_tuned else "the least time"
+        rank = "the least time"
+        if outcome.is_tuned:
+            rank = "the fastest"
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
     if gain:
         text += f" More workers had a lower median on {places_text(gain)}."
@@ -406,7 +423,9 @@ def _not_reached(outcome: Outcome) -> list[str]:
                 late = outcome.missed_text(cell)
                 text = f"{_place(cell)} ({cell.missed} of {cell.runs})"
                 cases.setdefault(late, []).append(text)
-        parts = [f"{late} on {listed(places)}" for late, places in cases.items()]
+        parts = []
+        for late, places in cases.items():
+            parts.append(f"{late} on {listed(places)}")
         if parts:
             sentences.append(f"{name}: {'; '.join(parts)}.")
     errors = []
@@ -420,4 +439,6 @@ def _not_reached(outcome: Outcome) -> list[str]:
 
 def _place(cell: Cell) -> str:
     workers = plural(cell.workers, "worker")
-    return workers if cell.network is None else f"{cell.network} with {workers}"
+    if cell.network is None:
+        return workers
+    return f"{cell.network} with {workers}"

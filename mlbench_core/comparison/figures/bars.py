@@ -189,7 +189,9 @@ def _mark(group: Group) -> str:
     """Return the mark of a group with misses, which the caption explains."""
     if not group.missed:
         return ""
-    return "*" if group.reached else "**"
+    if group.reached:
+        return "*"
+    return "**"
 
 
 def _mark_notes(groups: Sequence[Group]) -> list[str]:
@@ -248,9 +250,14 @@ def _parts(group: Group, attribute: str, names: Iterable[str]) -> dict[str, floa
     parts = list(map(operator.attrgetter(attribute), group.records))
     means = {}
     for name in names:
-        values = [part[name] for part in parts if part.get(name) is not None]
+        values = []
+        for part in parts:
+            if part.get(name) is not None:
+                values.append(part[name])
+        runs = len(values)
         # A mean over all runs would be smaller for a miss that ended early.
-        runs = max(len(group.reached), 1) if group.missed else len(values)
+        if group.missed:
+            runs = max(len(group.reached), 1)
         if values:
             means[name] = math.fsum(values) / runs
     return means

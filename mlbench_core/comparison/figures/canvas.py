@@ -107,7 +107,10 @@ def load_matplotlib() -> None:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
+    backend: str | None = None
+    # An import reads the variable, and raises an error for an unknown backend.
+    if "matplotlib" not in sys.modules:
+        backend = os.environ.pop("MPLBACKEND", None)
     try:
         require("matplotlib", "charts")
     finally:
@@ -193,8 +196,10 @@ def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
     lines = wrap(subtitle(groups), width, size).split("\n")
     if len(lines) > 1:
         lines = wrap(subtitle(groups, short=True), width, size).split("\n")
+    line = lines[0]
     # The caption has the whole text.
-    line = f"{lines[0]} ..." if len(lines) > 1 else lines[0]
+    if len(lines) > 1:
+        line += " ..."
     look: Look = {"size": size, "color": GRAY, "va": "bottom"}
     axes.annotate(line, (0, 1), (0, 3), "axes fraction", "offset points", **look)
 
@@ -227,6 +232,7 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
     width, height = figure.get_size_inches()
     note = wrap(caption, width - 2 * _MARGIN_IN, _NOTE_PT)
     note_in = (note.count("\n") + 1) * _NOTE_PT * 1.25 / 72 + _MARGIN_IN
+    # As many columns as fit: matplotlib does not know the width of its texts before it draws them.
     legend, legend_in = None, 0.0
     for columns in range(min(4, len(labels)), 0, -1):
         texts = labels

@@ -41,7 +41,9 @@ def caption(groups: Sequence[Group]) -> str:
         if group.missed:
             # All repeats are reported, also those that missed the goal.
             lost.append(_with_misses(group))
-    noun = "run" if counts == {1} else "runs"
+    noun = "runs"
+    if counts == {1}:
+        noun = "run"
     runs = f"n = {_range(counts)} {noun}"
     if len(groups) > 1:
         runs += " of each configuration"
@@ -142,7 +144,9 @@ def _workload(groups: Sequence[Group]) -> str:
     tasks = [configuration.get("task") for configuration in configurations]
     if all(tasks):
         keys = sorted(set(map(str, tasks)))
-        noun = "Tasks" if len(keys) > 1 else "Task"
+        noun = "Task"
+        if len(keys) > 1:
+            noun = "Tasks"
         text = f"{noun} {', '.join(keys)}"
     elif len(programs) == 1:
         text = programs[0]
@@ -150,9 +154,12 @@ def _workload(groups: Sequence[Group]) -> str:
         text = f"{len(programs)} programs"
     extras = []
     for name in ("dataset", "light", "backend", "network"):
+        # Settings in which groups differ are in their labels.
         value = _shared(configurations, name)
-        if value:
-            extras.append("light goal" if name == "light" else str(value))
+        if value and name == "light":
+            extras.append("light goal")
+        elif value:
+            extras.append(str(value))
     if extras:
         text += f" ({', '.join(extras)})"
     return text
@@ -204,4 +211,6 @@ def _machine(groups: Sequence[Group]) -> str:
 
 def _range(numbers: Collection[int]) -> str:
     low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"

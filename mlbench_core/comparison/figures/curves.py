@@ -155,7 +155,10 @@ def _draw(
         uneven = uneven or bool(averaged.tails)
         largest = max(largest, averaged.ends[-1])
     workers = sorted(bands_of)
-    panel_in = 1.9 if uneven else 1.6
+    panel_in = 1.6
+    if uneven:
+        # With the panel below that counts the runs.
+        panel_in = 1.9
     figure = canvas.new_figure(canvas.COLUMN_IN, 0.5 + panel_in * len(workers))
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)
     # A series has the same look in every panel, and in the other figures of these groups.
@@ -200,12 +203,15 @@ def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
 
 def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list[Axes], list[Axes]]:
     """Return the axes for curves and those for counts of runs, from top to bottom."""
-    heights = [5.0, 1.0] * rows if uneven else [1.0] * rows
+    heights = [1.0] * rows
+    if uneven:
+        heights = [5.0, 1.0] * rows
     grid = figure.subplots(len(heights), 1, sharex=shared, squeeze=False, height_ratios=heights)
     curves: list[Axes] = list(grid[:, 0])
     counts: list[Axes] = []
     if uneven:
         curves, counts = curves[::2], curves[1::2]
+    # The same range of the metric in all panels, so that numbers of workers can be compared.
     for axes in curves[1:]:
         axes.sharey(curves[0])
     if not shared:
@@ -237,7 +243,9 @@ def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, can
         shift = (index - (len(bands) - 1) / 2) * 0.08 * most
         runs = len(averaged.ends)
         remaining = [runs - done + shift for done in range(runs)]
-        start = averaged.x[0] if averaged.x else 0.0
+        start = 0.0
+        if averaged.x:
+            start = averaged.x[0]
         x, y = [start, *averaged.ends], [*remaining, shift]
         axes.step(x, y, where="post", color=color, linewidth=0.8, linestyle=dash)
     axes.set_ylim(-0.25 * most, 1.3 * most)

@@ -84,7 +84,10 @@ def mean(values: Iterable[float | None]) -> Estimate | None:
     numbers = known_values(values)
     if not numbers:
         return None
-    interval = confidence_interval(numbers) if len(numbers) > 1 else None
+    interval: tuple[float, float] | None = None
+    # A single number has no spread.
+    if len(numbers) > 1:
+        interval = confidence_interval(numbers)
     low, high = interval or (None, None)
     return Estimate(statistics.fmean(numbers), low, high, len(numbers))
 
@@ -140,6 +143,7 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
     error_above = statistics.variance(above) / len(above) / mean_above**2
     error_below = statistics.variance(below) / len(below) / mean_below**2
     total = error_above + error_below
+    # All runs of a side have the same value, and the degrees of freedom would be 0 / 0.
     if total == 0:
         return Estimate(value, value, value, runs)
     squares = error_above**2 / (len(above) - 1) + error_below**2 / (len(below) - 1)
@@ -163,7 +167,9 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
     if not groups:
         return []
     reference = groups[0].values("total_s")
-    name = "without_communication_s" if without_communication else "total_s"
+    name = "total_s"
+    if without_communication:
+        name = "without_communication_s"
     estimates: list[Estimate | None] = []
     for index, group in enumerate(groups):
         times = group.values(name)
@@ -307,6 +313,7 @@ def _grid(
     for curve in curves:
         in_range = [x for x, _ in curve if start <= x <= end]
         inside.add(tuple(in_range))
+    # Runs of equal epochs have their points at the same places, and their values stay as recorded.
     if len(inside) == 1:
         return inside.pop()
     if start == end:
@@ -336,6 +343,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
         >>> pareto_front([(1, 9), (2, 5), (3, 6), (4, 1)])
         [(1, 9), (2, 5), (4, 1)]
     """
+    # Ascending in the first number, a point is on the front if its second one is a new minimum.
     front: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not front or point[1] < front[-1][1]:

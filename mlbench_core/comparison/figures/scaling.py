@@ -225,7 +225,9 @@ def speed_up_panels(
     cut = _limit(panels[0], all_rows, bottom, top)
     panels[0].set_xlabel("")
     panels[0].tick_params(labelbottom=False)
-    over = plural(starts[0], "worker") if len(starts) == 1 else "the fewest workers"
+    over = "the fewest workers"
+    if len(starts) == 1:
+        over = plural(starts[0], "worker")
     canvas.title(panels[0], f"Speed-up over {over}", groups)
     text = _scaling_caption(groups, every, all_rows, cut)
     return (

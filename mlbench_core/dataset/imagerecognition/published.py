@@ -72,8 +72,10 @@ def read_cifar10(
         DownloadError: The download failed.
     """
     folder = Path(root)
-    names = CIFAR10_BATCHES[:-1] if train else CIFAR10_BATCHES[-1:]
-    # Do not use the network if all files exist.
+    names = CIFAR10_BATCHES[-1:]
+    if train:
+        names = CIFAR10_BATCHES[:-1]
+    # Do not use the network if all files exist. A file of the first 1,000 records is not enough.
     if download and not all(_find_cifar_batch(folder, name, False) for name in names):
         archive = CIFAR10_URL.rsplit("/", 1)[1]
         maybe_download_and_extract_tar_gz(folder, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
@@ -124,7 +126,9 @@ def _read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     else:
         images, labels = readers.parse_cifar_python(path, content)
     # The number of records also detects truncation of a file without a published checksum.
-    expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
+    expected = _CIFAR10_RECORDS
+    if "first1000" in name:
+        expected = 1_000
     if len(images) != expected:
         raise DatasetError(f"{path} is damaged: it has {len(images)} images, not {expected}")
     return images, labels
@@ -148,7 +152,9 @@ def read_mnist(
         DatasetError: A file is damaged.
         DownloadError: The download failed.
     """
-    split = "train" if train else "t10k"
+    split = "t10k"
+    if train:
+        split = "train"
     images = _read_idx(Path(root), f"{split}-images-idx3-ubyte", 3, download)
     return images, _read_idx(Path(root), f"{split}-labels-idx1-ubyte", 1, download)
 

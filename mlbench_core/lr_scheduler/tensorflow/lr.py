@@ -49,8 +49,10 @@ def manual_stepping(
             f"rates must have {len(steps) + 1} numbers, one more than boundaries, not {len(rates)}"
         )
     step = tf.cast(global_step, tf.int64)
+    # By operations, because the step may be a tensor of a graph, whose value Python does not know.
     passed = tf.reduce_sum(tf.cast(step >= tf.constant(steps, tf.int64), tf.int32))
     rate = tf.gather(tf.constant(rates, tf.float32), passed)
+    # Without a boundary, there is no step at which the warm-up would end.
     if not (warmup and steps):
         return rate
     share = tf.cast(step, tf.float32) / steps[0]
@@ -125,12 +127,15 @@ class PlateauWithWarmup:
         self._batches = 0
         self._best = math.inf
         self._bad_epochs = 0
-        self.rate = warmup_init_lr if self.warmup_duration > 0 else scaled_lr
+        self.rate = scaled_lr
+        if self.warmup_duration > 0:
+            self.rate = warmup_init_lr
 
     def batch_step(self) -> None:
         """Advance the warm-up by one batch; do nothing after its end."""
         if self._batches < self.warmup_duration:
             self._batches += 1
+            # The duration may be a fraction of an epoch, and end within a batch.
             share = min(1.0, self._batches / self.warmup_duration)
             self.rate = self.warmup_init_lr + share * (self.scaled_lr - self.warmup_init_lr)
 
@@ -142,6 +147,7 @@ class PlateauWithWarmup:
         """
         if self._batches < self.warmup_duration:
             return
+        # The difference is absolute, as with threshold_mode="abs" in torch.
         if loss < self._best - self.threshold:
             self._best, self._bad_epochs = loss, 0
         else:

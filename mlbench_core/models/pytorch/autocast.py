@@ -91,12 +91,16 @@ class AutocastLSTM(nn.LSTM):
         if hx is not None:
             hx = (hx[0].float(), hx[1].float())
         with torch.autocast("cpu", enabled=False):
+            # A packed sequence has float(), too.
             return super().forward(input.float(), hx)
 
     def _needs_float32(self, input: Tensor | PackedSequence) -> bool:
         if not torch.is_autocast_enabled("cpu"):
             return False
-        data = input.data if isinstance(input, PackedSequence) else input
+        if isinstance(input, PackedSequence):
+            data = input.data
+        else:
+            data = input
         # torch computes LSTMs with weights of another dtype without oneDNN.
         if data.device.type != "cpu" or self.weight_ih_l0.dtype != torch.float32:
             return False

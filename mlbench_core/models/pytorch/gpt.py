@@ -96,7 +96,9 @@ class GPTConfig:
         References:
             Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B.
         """
-        length = self.context if context is None else context
+        length = context
+        if length is None:
+            length = self.context
         return 6 * self.parameters + 12 * self.layers * self.width * length
 
 
@@ -172,10 +174,14 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
+        # Two parts of each layer add to the residual stream, whose variance would grow with their
+        # number (Radford et al. 2019, section 2.3).
         residual_std = INITIAL_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
-            adds = name.endswith(("attention.out.weight", "shrink.weight"))
-            nn.init.normal_(parameter, std=residual_std if adds else INITIAL_STD)
+            std = INITIAL_STD
+            if name.endswith(("attention.out.weight", "shrink.weight")):
+                std = residual_std
+            nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the scores of the next token at each place.
@@ -258,6 +264,8 @@ def _norm(x: Tensor) -> Tensor:
 def _rotary(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angle of each place and pair: (context, features / 2)."""
     features = config.width // config.heads
+    # In float64: a cosine depends on the digits of an angle within one turn, of which float32 has
+    # few left for a large angle.
     rates = ROTARY_BASE ** (-torch.arange(0, features, 2, dtype=torch.float64) / features)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates)
     return angles.cos().float(), angles.sin().float()
@@ -265,6 +273,8 @@ def _rotary(config: GPTConfig) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of features, one of each half, by the angle of its place."""
+    # Within autocast, x has half precision. The product with float32 would be float32, and queries
+    # would then have another dtype than values, which the attention refuses.
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
@@ -281,6 +291,7 @@ def next_token_loss(scores: Tensor, targets: Tensor) -> Tensor:
         The loss, computed in float32 if the scores have fewer bits, without dimensions.
     """
     scores = scores.flatten(0, 1)
+    # A sum over a whole vocabulary has two or three digits in half precision.
     if scores.dtype in (torch.bfloat16, torch.float16):
         scores = scores.float()
     return F.cross_entropy(scores, targets.flatten())

@@ -170,6 +170,7 @@ class Standardization(nn.Module):
         Raises:
             ValueError: This worker has no batch.
         """
+        # Generators, so that only one batch at a time has a copy in float64.
         mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
         variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
         deviation = variance.sqrt()
@@ -215,9 +216,11 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     starts, columns, values = _rows(x)
     products = F.embedding_bag(
         columns,
+        # The weight of a column is its embedding, which has a width of 1.
         linear.weight.reshape(-1, 1),
         starts,
         mode="sum",
+        # embedding_bag takes values of the dtype of the embeddings only.
         per_sample_weights=values.to(linear.weight.dtype),
         include_last_offset=True,
     )
@@ -246,7 +249,10 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
     count = 0
     for part in parts:
         part_sum = part.sum(0)
-        total = part_sum if total is None else total + part_sum
+        if total is None:
+            total = part_sum
+        else:
+            total = total + part_sum
         count += len(part)
     if total is None:
         raise ValueError("batches must have at least one batch, not none")

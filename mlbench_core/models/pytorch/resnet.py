@@ -78,7 +78,10 @@ class PaddedIdentity(nn.Module):
 
 def _width_out(width: int, bottleneck: bool) -> int:
     """Return the output channels of a block: the last convolution of a bottleneck is wider."""
-    return 4 * width if bottleneck else width
+    # He et al. 2015, figure 5: the narrow part makes the 3x3 convolution cheap.
+    if bottleneck:
+        return 4 * width
+    return width
 
 
 def _shortcut(
@@ -175,7 +178,9 @@ class BlockV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
         active = self.activation(x)
-        shortcut = active if self.activate_both_paths else x
+        shortcut = x
+        if self.activate_both_paths:
+            shortcut = active
         if self.shortcut is not None:
             shortcut = self.shortcut(shortcut)
         return shortcut + self.residual(active)
@@ -188,6 +193,8 @@ BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2
 def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> list[nn.Conv2d]:
     """Create the convolutions of a block; the first 3x3 one has the stride."""
     if bottleneck:
+        # The paper has the stride in the first 1x1 convolution, which then skips three quarters of
+        # its input. As in torchvision, it is in the 3x3 one here.
         return [
             _convolution(width_in, width, 1),
             _convolution(width, width, 3, stride),
@@ -230,8 +237,11 @@ class _ResNet32(nn.Module):
             self.stem.extend([nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
         stages = []
         for index, stage_width in enumerate(widths):
-            # The first block of a stage has this stride, the others 1.
-            stride = 1 if index == 0 else 2
+            # The first block of a stage has this stride, the others 1. In the first stage, the
+            # images still have their whole size.
+            stride = 2
+            if index == 0:
+                stride = 1
             stage = nn.Sequential()
             for position in range(blocks):
                 if version == 1:
@@ -244,7 +254,9 @@ class _ResNet32(nn.Module):
             stages.append(stage)
         self.stages = nn.Sequential(*stages)
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
-        self.final_norm = nn.BatchNorm2d(width) if version == 2 else None
+        self.final_norm: nn.BatchNorm2d | None = None
+        if version == 2:
+            self.final_norm = nn.BatchNorm2d(width)
         self.classifier = nn.Linear(width, num_classes)
         initialize(self)
 
@@ -442,7 +454,10 @@ def get_resnet_model(
         )
     name = str(model).lower()
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
-    size = int(match.group(1)) if match else 0
+    # No network has the size 0, so another name is refused below.
+    size = 0
+    if match:
+        size = int(match.group(1))
     on_imagenet = size in _IMAGENET_SIZES and (size != 18 or name.endswith(_ON_IMAGENET))
     # The default 1000 is that of ImageNet. A caller's own 1000 is kept.
     if not on_imagenet and isinstance(num_classes, _NotGiven):
@@ -462,6 +477,7 @@ def get_resnet_model(
         network = ResNet18CIFAR10(num_classes)
     else:
         network = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
+    # Drawn in torch's default dtype, so that every dtype starts from the same weights.
     network = network.to(dtype=_DTYPES[dtype])
     if use_cuda:
         network = network.cuda()

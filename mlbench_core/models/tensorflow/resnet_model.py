@@ -134,6 +134,7 @@ class BatchNorm(tf.Module):
 
     def __call__(self, x: Any, training: Any) -> Any:
         """Normalize a batch: by its own statistics in training, by the running ones otherwise."""
+        # A tensor may get its value only when a graph runs.
         if not isinstance(training, bool):
             return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
         if training:
@@ -232,7 +233,9 @@ class Block(tf.Module):
 
     def _call_v2(self, x: Any, training: Any) -> Any:
         active = tf.nn.relu(self.norms[0](x, training))
-        shortcut = active if self.activates_both_paths else x
+        shortcut = x
+        if self.activates_both_paths:
+            shortcut = active
         if self.projection is not None:
             shortcut = self.projection(shortcut)
         y = self.convolutions[0](active)
@@ -313,8 +316,10 @@ class Model(tf.Module):
         self.data_format, self.dtype = data_format, tf.as_dtype(dtype)
         self.pool_size, self.pool_stride = first_pool_size, first_pool_stride
         self.stem = Convolution(3, num_filters, kernel_size, conv_stride, data_format)
+        self.stem_norm: BatchNorm | None = None
         # Version 2 activates inside its blocks, before each convolution.
-        self.stem_norm = BatchNorm(num_filters, data_format) if resnet_version == 1 else None
+        if resnet_version == 1:
+            self.stem_norm = BatchNorm(num_filters, data_format)
         width = num_filters
         self.blocks: list[Block] = []
         for stage, (blocks, strides) in enumerate(zip(block_sizes, block_strides, strict=True)):
@@ -328,8 +333,10 @@ class Model(tf.Module):
                 width = block.width
                 # Only the first block of a stage has its strides.
                 strides = 1
+        self.final_norm: BatchNorm | None = None
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
-        self.final_norm = BatchNorm(width, data_format) if resnet_version == 2 else None
+        if resnet_version == 2:
+            self.final_norm = BatchNorm(width, data_format)
         # Variance 1/(fan in), as in the networks for PyTorch.
         self.weights = tf.Variable(
             lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)),
@@ -363,7 +370,12 @@ class Model(tf.Module):
             x = block(x, training)
         if self.final_norm is not None:
             x = tf.nn.relu(self.final_norm(x, training))
-        features = tf.reduce_mean(x, axis=[1, 2] if self.data_format == "channels_last" else [2, 3])
+        image_axes = [2, 3]
+        if self.data_format == "channels_last":
+            image_axes = [1, 2]
+        features = tf.reduce_mean(x, axis=image_axes)
+        # The scores are in float32 also if the network computes in half precision, because a loss
+        # needs the digits.
         return tf.matmul(tf.cast(features, tf.float32), self.weights) + self.bias
 
 

@@ -108,8 +108,10 @@ def fused_attention(
         seed = None
     elif seed is None:
         seed = draw_seed(q.device)
-    # The kernels need masks with unit stride.
-    padding = None if key_padding is None else key_padding.contiguous()
+    padding: Tensor | None = None
+    if key_padding is not None:
+        # The kernels need masks with unit stride.
+        padding = key_padding.contiguous()
     # Once the kernels are loaded, they are the operator's only implementation for CUDA tensors.
     is_plain = q.is_cuda and why_not_kernel(*parts) is not None
     numbers = (is_plain, is_causal, q.shape[-1] ** -0.5, dropout_p, offset)
@@ -152,7 +154,10 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
 def _query_key_value(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of queries, keys and values, fused or not."""
     *separate, last = parts
-    q, k, v = parts if len(parts) == 3 else (*separate, *last.unbind(-3))
+    if len(parts) < 3:
+        # The last one is a fused projection: of all three, or of keys and values.
+        parts = (*separate, *last.unbind(-3))
+    q, k, v = parts
     return q, k, v
 
 
@@ -275,7 +280,9 @@ class _FusedAttention(torch.autograd.Function):
         ctx: Any, numbers: Any, padding: Tensor | None, seed: Tensor | None, *parts: Tensor
     ) -> Tensor:
         ctx.numbers = numbers
-        operator = _forward if numbers[0] else torch.ops.mlbench.short_attention.default
+        operator: Callable[..., tuple[Tensor, Tensor]] = torch.ops.mlbench.short_attention.default
+        if numbers[0]:
+            operator = _forward
         arguments = _operator_arguments(numbers, padding, seed, parts)
         output, logsumexp = operator(*_query_key_value(parts), *arguments)
         ctx.save_for_backward(logsumexp, padding, seed, *parts)
@@ -305,6 +312,8 @@ def _operator_arguments(
     """Return the arguments of both operators that ``_ARGUMENTS`` lists, in this order."""
     _, is_causal, scale, dropout_p, offset = numbers
     # In a single fused projection, queries and keys are the same positions.
-    query_padding = padding if len(parts) == 1 else None
+    query_padding: Tensor | None = None
+    if len(parts) == 1:
+        query_padding = padding
     lengths = (parts[0].shape[1], parts[-1].shape[1])
     return (None, None, *lengths, query_padding, padding, is_causal, scale, dropout_p, seed, offset)

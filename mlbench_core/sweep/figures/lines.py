@@ -81,7 +81,9 @@ def curves(outcome: Outcome, pricing: Pricing) -> Iterator[Curve]:
         outcome: The runs.
         pricing: Price of the machines.
     """
-    modelled = "" if outcome.modelled is None else "modelled "
+    modelled = ""
+    if outcome.modelled is not None:
+        modelled = "modelled "
     yield Curve(
         "time_by_workers",
         title="Time to goal and number of workers",
@@ -104,7 +106,9 @@ def curves(outcome: Outcome, pricing: Pricing) -> Iterator[Curve]:
 
     def price(cell: Cell) -> float | None:
         cost_s = cell.cost_per_success_s
-        return None if cost_s is None else pricing.price(cost_s, cell.workers)
+        if cost_s is None:
+            return None
+        return pricing.price(cost_s, cell.workers)
 
     remarks = " ".join(pricing.remarks)
     yield Curve(
@@ -123,7 +127,10 @@ def _median_steps(cell: Cell) -> float | None:
     if len(steps) < len(cell.reached):
         return None
     median = statistics.median([*steps, *[math.inf] * (cell.missed + cell.failed)])
-    return median if math.isfinite(median) else None
+    # The mean of the two middle values is infinite, too, if one of them is a miss.
+    if math.isinf(median):
+        return None
+    return median
 
 
 def draw_curve(outcome: Outcome, curve: Curve, network: str | None = None) -> canvas.Drawing:
@@ -140,13 +147,19 @@ def draw_curve(outcome: Outcome, curve: Curve, network: str | None = None) -> ca
     panels_of: list[str | None] = [None]
     if curve.has_networks:
         panels_of = list(networks_of(outcome, network))
-    cells = {name: _cells(outcome, name, curve) for name in panels_of}
+    cells = {}
+    drawn: list[Cell] = []
+    for name in panels_of:
+        cells[name] = _cells(outcome, name, curve)
+        drawn += cells[name].values()
     # All networks have the same range, so that they can be compared.
     shown = _cells_of_all(outcome, curve)
-    drawn = [cell for found in cells.values() for cell in found.values()]
     if not any(map(curve.value, drawn)):
         raise ConfigurationError(f"no run has a value of {curve.title.lower()}")
-    place = network if curve.has_networks else ""
+    # Without networks, the figure has one panel of the width of a column, and no network's name.
+    place: str | None = ""
+    if curve.has_networks:
+        place = network
     figure, panels = new_panels(place, len(panels_of), _PANEL_IN)
     for axes, (name, found) in zip(panels, cells.items(), strict=True):
         axes.set_xscale("log", base=2)
@@ -157,7 +170,10 @@ def draw_curve(outcome: Outcome, curve: Curve, network: str | None = None) -> ca
         _limits(axes, outcome, curve, shown)
         axes.set_xlabel("number of workers")
         axes.set_ylabel(curve.label)
-        axes.set_title(curve.title if name is None else panel_title(outcome, name))
+        title = curve.title
+        if name is not None:
+            title = panel_title(outcome, name)
+        axes.set_title(title)
     text = _curve_caption(outcome, curve, drawn)
     canvas.finish(figure, text, *legend(panels))
     header = ["network", "algorithm", "workers", "runs", "missed", curve.name]
@@ -172,13 +188,20 @@ def draw_curve(outcome: Outcome, curve: Curve, network: str | None = None) -> ca
 
 
 def _cells_of_all(outcome: Outcome, curve: Curve) -> list[Cell]:
-    places: list[str | None] = list(outcome.networks) if curve.has_networks else [None]
-    return [cell for name in places for cell in _cells(outcome, name, curve).values()]
+    places: list[str | None] = [None]
+    if curve.has_networks:
+        places = list(outcome.networks)
+    cells: list[Cell] = []
+    for name in places:
+        cells += _cells(outcome, name, curve).values()
+    return cells
 
 
 def _cells(outcome: Outcome, network: str | None, curve: Curve) -> dict[tuple[str, int], Cell]:
     """Return the cells of a panel, which always has those of one worker."""
-    networks = [network] if curve.has_networks else list(outcome.networks)
+    networks = [network]
+    if not curve.has_networks:
+        networks = list(outcome.networks)
     found = {}
     for algorithm in outcome.algorithms:
         for workers in outcome.workers:
@@ -204,18 +227,18 @@ def _lines(axes: Axes, outcome: Outcome, curve: Curve, cells: dict[tuple[str, in
         lows: list[float] = []
         highs: list[float] = []
         for workers in outcome.workers:
-            cell = cells.get((name, workers))
-            value = None if cell is None else curve.value(cell)
-            interval = None
-            if cell is not None and has_bands and cell.runs >= _LEAST_RUNS:
-                interval = cell.interval_s
             # A line has a gap at a number that is missing.
-            values.append(math.nan if value is None else value)
-            low, high = interval or (math.nan, math.nan)
-            lows.append(low)
-            highs.append(high)
+            values.append(math.nan)
+            lows.append(math.nan)
+            highs.append(math.nan)
+            cell = cells.get((name, workers))
             if cell is None:
                 continue
+            value, interval = curve.value(cell), cell.interval_s
+            if value is not None:
+                values[-1] = value
+            if has_bands and cell.runs >= _LEAST_RUNS and interval is not None:
+                lows[-1], highs[-1] = interval
             if _has_no_value(curve, cell):
                 late.setdefault(workers, []).append({"color": color, "marker": marker})
             elif value is not None and not cell.complete:
@@ -267,7 +290,9 @@ def _perfect(
 ) -> None:
     """Draw the steps of the first algorithm with one worker, divided by the number of workers."""
     cell = cells.get((outcome.baseline, 1))
-    alone = None if cell is None else curve.value(cell)
+    if cell is None:
+        return
+    alone = curve.value(cell)
     if alone is None:
         return
     ideal = [alone / workers for workers in outcome.workers]
@@ -288,14 +313,16 @@ def _limits(axes: Axes, outcome: Outcome, curve: Curve, shown: Sequence[Cell]) -
     values = list(filter(None, map(curve.value, shown)))
     low, high = min(values) / 1.2, max(values) * 1.2
     alone = outcome.cell(outcome.baseline, None, 1)
-    perfect = None if alone is None else curve.value(alone)
-    if curve.name == "steps_by_workers" and perfect is not None:
+    if curve.name == "steps_by_workers" and alone is not None:
+        perfect = curve.value(alone)
         # With many workers, the line of perfect scaling leaves the panel.
-        low = max(min(low, perfect / last / 1.2), low / 4)
+        if perfect is not None:
+            low = max(min(low, perfect / last / 1.2), low / 4)
     late: Counter[tuple[str | None, int]] = Counter()
     for cell in shown:
         late[cell.network, cell.workers] += _has_no_value(curve, cell)
     strip = _strip(max(late.values()))
+    # The axis is logarithmic, so the strip is a share of its decades.
     axes.set_ylim(low, high * (high / low) ** (strip / (1 - strip)))
     log_ticks(axes.yaxis)
     # A number beside the strip would look like the time of a miss.
@@ -339,7 +366,10 @@ def draw_utilization(outcome: Outcome, found: Sequence[Utilization]) -> canvas.D
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    single = f"{found[0].workers}" if len(found) == 1 else None
+    # A figure of one panel has the width of a column and a name of its own, like that of a network.
+    single: str | None = None
+    if len(found) == 1:
+        single = str(found[0].workers)
     figure, panels = new_panels(single, len(found), _PANEL_IN)
     rows: list[list[Any]] = [["workers", "algorithm", "bandwidth_bit_per_s", "compute_share"]]
     left_out: list[str] = []
@@ -367,7 +397,10 @@ def draw_utilization(outcome: Outcome, found: Sequence[Utilization]) -> canvas.D
         axes.set_title(f"{one.workers} workers: predicted")
         left_out += one.left_out
     numbers = {one.workers for one in found}
-    cells = [cell for cell in outcome.cells if cell.workers in numbers and cell.runs]
+    cells = []
+    for cell in outcome.cells:
+        if cell.workers in numbers and cell.runs:
+            cells.append(cell)
     sentences = [
         runs_caption(cells),
         "Share of computation in a step, predicted from the run with the median time on the "

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
@@ -48,7 +48,10 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     _draw_cells(axes, found, colors)
     _draw_points(axes, found, colors)
     _draw_axes(axes, found)
-    title = "Fastest method" if outcome.is_tuned else "Least time"
+    title = "Least time"
+    # Without tuning, no method is called the fastest, see Outcome.is_tuned.
+    if outcome.is_tuned:
+        title = "Fastest method"
     axes.set_title(f"{title} with {plural(found.workers, 'worker')}: predicted")
     handles, labels = _legend(colors, found)
     groups = [group for group in outcome.groups if group.workers == found.workers]
@@ -74,7 +77,9 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
 
 def _kind(found: Map) -> str:
     """Return the kind of the times of the points."""
-    return "modelled" if found.is_modelled else "measured"
+    if found.is_modelled:
+        return "modelled"
+    return "measured"
 
 
 def _looks(outcome: Outcome, prediction: Map) -> dict[str, canvas.Look]:
@@ -118,6 +123,7 @@ def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) 
         color, hatch = colors[first]["color"], colors[first]["hatch"]
         axes.add_patch(PathPatch(shape, facecolor=color, alpha=_SHADES[shade], **look))
         if hatch:
+            # The color of a hatch is read from the settings when the patch is made.
             with _hatches(color, shade):
                 axes.add_patch(PathPatch(shape, hatch=hatch, **hollow))
         if shade == "close":
@@ -130,7 +136,9 @@ def _hatches(color: str, shade: str) -> AbstractContextManager[None]:
 
     # A close black is a light gray, on which the dark hatches of all other areas can be seen.
     is_dark = color == "#000000" and shade != "close"
-    return matplotlib.rc_context({"hatch.color": "white"} if is_dark else {})
+    if not is_dark:
+        return nullcontext()
+    return matplotlib.rc_context({"hatch.color": "white"})
 
 
 def _borders(centers: tuple[float, ...]) -> list[float]:
@@ -158,7 +166,10 @@ def _draw_points(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look])
         axes.plot([x], [y], linestyle="none", zorder=5, clip_on=False, **look)
         side, up_pt = _free_side(point, taken)
         taken.append(_box(point, up_pt, point.network, side))
-        right_pt = 6 if side == "left" else -6
+        # A text that has its point at its left begins to the right of it.
+        right_pt = -6
+        if side == "left":
+            right_pt = 6
         text: canvas.Look = {"textcoords": "offset points", "size": 5.5, "va": "center"}
         text["bbox"] = {
             "boxstyle": "round,pad=0.15",

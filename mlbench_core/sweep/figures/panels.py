@@ -85,7 +85,9 @@ class Quantity:
 
 def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     """Return the quantities of rows: time to goal, best value of the goal's metric, and price."""
-    modelled = "" if outcome.modelled is None else "modelled "
+    modelled = ""
+    if outcome.modelled is not None:
+        modelled = "modelled "
     yield Quantity(
         "time_to_goal",
         title="Time to goal",
@@ -207,7 +209,9 @@ def new_panels(
         share: True if the panels have the same axes.
     """
     rows = math.ceil(count / 2)
-    width = canvas.PAGE_IN if network is None else canvas.COLUMN_IN
+    width = canvas.COLUMN_IN
+    if network is None:
+        width = canvas.PAGE_IN
     figure = canvas.new_figure(width, height * rows)
     grid = figure.subplots(rows, min(count, 2), squeeze=False, sharex=share, sharey=share)
     panels = list(grid.flatten())
@@ -249,12 +253,15 @@ def _panel(
         outcome.several, canvas.series_looks(len(outcome.several)), strict=True
     ):
         marks[workers] = look["marker"]
-    sign = -1 if quantity.largest_first else 1
 
     def rank(name: str) -> float:
         median = _best(outcome, quantity, name, network)
         # Without a median, an algorithm is the last in both directions.
-        return math.inf if median is None else sign * median
+        if median is None:
+            return math.inf
+        if quantity.largest_first:
+            return -median
+        return median
 
     ordered = sorted(names, key=rank)
     step = 0.8 / max(len(outcome.several), 1)
@@ -299,7 +306,9 @@ def panel_title(outcome: Outcome, network: str) -> str:
     """
     described = str(outcome.networks[network])
     # The file can name a network by its description.
-    return network if described == network else f"{network} ({described})"
+    if described == network:
+        return network
+    return f"{network} ({described})"
 
 
 def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> float | None:
@@ -311,7 +320,9 @@ def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> floa
             medians.append(median)
     if not medians:
         return None
-    return max(medians) if quantity.largest_first else min(medians)
+    if quantity.largest_first:
+        return max(medians)
+    return min(medians)
 
 
 def _median(quantity: Quantity, cell: Cell | None) -> float | None:
@@ -328,7 +339,9 @@ def _median(quantity: Quantity, cell: Cell | None) -> float | None:
     if quantity.to_goal:
         values += [math.inf] * (cell.missed + cell.failed)
     median = statistics.median(values or [math.inf])
-    return None if median == math.inf else median
+    if median == math.inf:
+        return None
+    return median
 
 
 def _row(
@@ -349,14 +362,17 @@ def _row(
     # Without the runs that missed the goal, an interval would be too narrow and too low.
     if cell.complete and len(hit) == cell.runs:
         # Times have their interval on the logarithms, as in all tables.
-        interval_of = log_interval if quantity.to_goal else confidence_interval
-        interval = interval_of(hit)
+        if quantity.to_goal:
+            interval = log_interval(hit)
+        else:
+            interval = confidence_interval(hit)
     if interval is not None:
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
     mark: canvas.Look = {"color": color, "marker": marker, "linestyle": "none"}
+    text = ""
     if middle is not None:
         axes.plot([middle], [y], zorder=4, **mark)
-    text = "" if middle is None else canvas.number(middle)
+        text = canvas.number(middle)
     if cell.missed:
         late_text = outcome.missed_text(cell)
         text = f"{text}  {late_text}: {cell.missed} of {cell.runs}".strip()

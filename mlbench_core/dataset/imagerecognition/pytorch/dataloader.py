@@ -45,7 +45,9 @@ def _augmentation(
     """Return the augmentation of a part; by default, only training images have one."""
     if augment is None:
         augment = train
-    return Augmentation(padding, flip) if augment else None
+    if not augment:
+        return None
+    return Augmentation(padding, flip)
 
 
 class CIFAR10V1(ImageDataset):
@@ -201,7 +203,9 @@ class Digits(ImageDataset):
         # Compute mean and deviation from the training images alone: validation images must not
         # influence the inputs.
         reference = images[training].double() / 255
-        chosen = training if train else validation
+        chosen = validation
+        if train:
+            chosen = training
         super().__init__(
             images[chosen].expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(labels.astype(np.int64))[chosen],
@@ -247,7 +251,9 @@ class Imagenet(Dataset):
 
         self.root = Path(root)
         self.train = train
-        folder = self.root / ("train" if train else "val")
+        folder = self.root / "val"
+        if train:
+            folder = self.root / "train"
         if not folder.is_dir():
             raise DatasetNotFoundError(
                 f"{folder} does not exist: get ImageNet (https://image-net.org/download) and put "
@@ -283,7 +289,9 @@ def _load_rgb(path: str) -> Any:
     pictures: Any = require("PIL.Image", "vision")
     try:
         with pictures.open(io.BytesIO(read_bytes(Path(path), MOST_BYTES))) as picture:
+            # Before the pixels are decoded: a small file may have a huge picture.
             check_pixels(path, picture.height, picture.width)
+            # It may be the picture itself, which is closed at the end of this block.
             return to_rgb(picture).copy()
     except DatasetError:
         raise

@@ -259,7 +259,8 @@ def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Image]:
                         f"{entry.path} has no JPEG images of the class {entry.name}: delete it "
                         "if it is empty"
                     )
-                images += [_Image(entry.name, f"{entry.name}/{name}") for name in names]
+                for name in names:
+                    images.append(_Image(entry.name, f"{entry.name}/{name}"))
             elif _is_image(entry.name):
                 stem = entry.name.rpartition(".")[0]
                 if stem not in solution:

@@ -117,8 +117,10 @@ class DatasetCifar:
             if repeat_count != -1:
                 rounds = range(repeat_count)
             for _ in rounds:
-                # Each pass is another epoch, also one of a dataset that is initialized again.
-                epoch = next(self._epochs) if is_train else 0
+                epoch = 0
+                if is_train:
+                    # Each pass is another epoch, also one of a dataset that is initialized again.
+                    epoch = next(self._epochs)
                 for images, labels in batches.epoch(epoch):
                     yield images, one_hot[labels]
 
@@ -130,6 +132,7 @@ class DatasetCifar:
         data = tf.data.Dataset.from_generator(generate, output_signature=signature)
         return data.map(lambda images, labels: (tf.cast(images, self.tf_dtype), labels))
 
+    # At the first use, because in eager mode there is no graph for its operations.
     @functools.cached_property
     def _graph(self) -> _GraphBatches:
         if tf.compat.v1.executing_eagerly_outside_functions():

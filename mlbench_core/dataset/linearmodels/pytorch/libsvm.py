@@ -553,12 +553,13 @@ def show_text_progress(name: str, texts: Sequence[Path]) -> Iterator[Advance]:
     Yields:
         The argument ``advance`` of :func:`convert`.
     """
-
-    def size_is_known(path: Path) -> bool:
+    total: int | None = 0
+    for path in texts:
         # The size of a decompressed text is not known before its end.
-        return path.is_file() and path.suffix not in COMPRESSIONS[1:]
-
-    total = sum(path.stat().st_size for path in texts) if all(map(size_is_known, texts)) else None
+        if total is None or not path.is_file() or path.suffix in COMPRESSIONS[1:]:
+            total = None
+        else:
+            total += path.stat().st_size
     with show_progress(name, total, of_bytes=True) as advance:
         yield advance
 

@@ -100,7 +100,9 @@ def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = Fals
     width = -(-max(map(len, sentences), default=0) // multiple) * multiple
     batch = torch.full((len(sentences), width), pad, dtype=torch.int64)
     for row, sentence in zip(batch, sentences, strict=True):
-        start = width - len(sentence) if left else 0
+        start = 0
+        if left:
+            start = width - len(sentence)
         row[start : start + len(sentence)].copy_(sentence)
     return batch
 
@@ -181,7 +183,10 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         return self._generate(self._begin())
 
     def _generate(self, first: int) -> Iterator[list[int]]:
-        batches = self._training_batches() if self.shuffle else self._validation_batches()
+        if self.shuffle:
+            batches = self._training_batches()
+        else:
+            batches = self._validation_batches()
         for number in range(first, len(batches)):
             self._mark_yielded(number)
             yield batches[number].tolist()
@@ -360,7 +365,9 @@ def _cut(
     bsz_mult: int,
 ) -> list[list[int]]:
     """Cut pairs, given as indices and their sizes in increasing order, into batches."""
-    most = len(order) if max_sentences is None else max_sentences
+    most = max_sentences
+    if most is None:
+        most = len(order)
     batches, start = [], 0
     while start < len(order):
         stop, limit = start, min(len(order), start + most)

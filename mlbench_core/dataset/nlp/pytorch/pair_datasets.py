@@ -195,6 +195,7 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         if isinstance(part.subwords, SubtokenVocabulary):
             pad, eos, *symbols = part.subwords.symbols
+            # The file has the special symbols itself, so its numbers stay as they are.
             self.dictionary = Dictionary(pad, eos, symbols=symbols)
             self._shift = 0
         else:
@@ -209,6 +210,7 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
                 f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line"
             )
         self.src_dict = self.trg_dict = self.dictionary
+        # The store has no end symbols, which each side gets when it is read.
         lengths = _lengths(part) + 1
         wanted: Lengths = np.arange(len(lengths))
         if indices is not None:
@@ -216,7 +218,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
             message = "%d of %d pairs %s: they have more than %s tokens"
-            effect = "are left out" if part.is_cleaned else "are cut"
+            effect = "are cut"
+            if part.is_cleaned:
+                effect = "are left out"
             limits = " and ".join(map(str, max_positions))
             _log.warning(message, too_long.sum(), len(wanted), effect, limits)
         if part.is_cleaned:

@@ -109,7 +109,10 @@ def choose_part(**parts: bool) -> str:
         >>> choose_part(train=False, validation=True)
         'validation'
     """
-    chosen = [part for part, wanted in parts.items() if wanted]
+    chosen = []
+    for part, wanted in parts.items():
+        if wanted:
+            chosen.append(part)
     if len(chosen) != 1:
         raise ValueError(
             f"exactly one of {', '.join(parts)} must be True, not "
@@ -208,7 +211,10 @@ def load_part(
     if vocabulary is not None:
         subwords, folder = SubtokenVocabulary.load(vocabulary), vocabulary.parent
     files = find(name)
-    cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
+    if cache_dir:
+        cache = Path(cache_dir)
+    else:
+        cache = user_folder("cache", "text")
     if subwords is None:
         subwords, folder = _find_subwords(find, recipe, root, cache)
     # Drop the merges, because divided text must not be divided again.
@@ -244,7 +250,10 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     # used.
     for lang in languages:
         path = unpacked / archive.text_path(lang)
-        lines = count_lines(path) if path.is_file() else 0
+        # A missing text has too few lines, like one that is cut off.
+        lines = 0
+        if path.is_file():
+            lines = count_lines(path)
         if lines != archive.lines:
             raise DownloadError(
                 f"{path} from {archive.url} has {lines} lines, not {archive.lines}: delete "

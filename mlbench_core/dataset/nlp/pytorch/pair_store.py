@@ -64,7 +64,9 @@ class PairHeader:
     def dtype(self) -> np.dtype[Any]:
         """Return the type of the numbers in the files, little-endian on every machine."""
         # 16 bits are enough for the usual vocabularies and take half of the space.
-        return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<i4")
+        if self.vocabulary_size <= 1 << 16:
+            return np.dtype("<u2")
+        return np.dtype("<i4")
 
 
 class Sentences:

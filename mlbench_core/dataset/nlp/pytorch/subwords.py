@@ -68,7 +68,9 @@ class Subwords:
         if not separator or any(map(str.isspace, separator)):
             raise ValueError(f"separator must be a text without white space, not {separator!r}")
         self.symbols = list(symbols)
-        self.merges = None if merges is None else list(merges)
+        self.merges: list[Pair] | None = None
+        if merges is not None:
+            self.merges = list(merges)
         self.separator = separator
         self._numbers: dict[str, int] = {}
         for number, symbol in enumerate(self.symbols, 1):
@@ -94,22 +96,26 @@ class Subwords:
         """
         # Whole words need neither an encoder nor the package tokenizers.
         if self.merges is None:
-            encoded = []
-            for line in lines:
-                numbers = [self._numbers.get(word, UNKNOWN) for word in line.split()]
-                encoded.append(np.array(numbers, dtype=np.int32))
-            return encoded
+            return list(map(self._encode_words, lines))
         if self._encoder is None:
             self._encoder, self._table = self._build_encoder(self.merges)
         assert self._table is not None
         return [self._table[encoding.ids] for encoding in self._encoder.encode_batch_fast(lines)]
+
+    def _encode_words(self, line: str) -> npt.NDArray[np.int32]:
+        numbers = []
+        for word in line.split():
+            numbers.append(self._numbers.get(word, UNKNOWN))
+        return np.array(numbers, dtype=np.int32)
 
     def _build_encoder(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
         """Build the fast encoder, and a table from its numbers of parts to this vocabulary's."""
         tokenizers: Any = require("tokenizers", "text")
         # No part contains white space, so a space can represent unknown text.
         unknown = " "
-        parts = [unknown, *(_part(symbol, self.separator) for symbol in self.symbols)]
+        parts = [unknown]
+        for symbol in self.symbols:
+            parts.append(_part(symbol, self.separator))
         # The encoder must number every part that a merge can create, even if it has no symbol in
         # this vocabulary.
         for left, right in merges:
@@ -120,6 +126,7 @@ class Subwords:
         )
         encoder = tokenizers.Tokenizer(model)
         encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        # A part without a symbol has the number of unknown text here.
         table = np.zeros(len(ids), dtype=np.int32)
         for part, number in ids.items():
             table[number] = self._numbers.get(_symbol(part, self.separator), UNKNOWN)
@@ -157,7 +164,9 @@ class Subwords:
         """
         # Write the vocabulary last: its existence means that the model is complete.
         if self.merges is not None:
-            lines = [_VERSION, *(f"{left} {right}" for left, right in self.merges)]
+            lines = [_VERSION]
+            for left, right in self.merges:
+                lines.append(f"{left} {right}")
             _write_lines(folder / f"bpe.{name}", lines)
         _write_lines(folder / f"vocab.bpe.{name}", self.symbols)
 
@@ -187,7 +196,10 @@ class Subwords:
             names = ", ".join(path.name for path in paths)
             raise DatasetError(f"{folder} has several vocabularies, {names}: remove all but one")
         left_out = set(skip)
-        symbols = [symbol for symbol in _read_symbols(paths[0]) if symbol not in left_out]
+        symbols = []
+        for symbol in _read_symbols(paths[0]):
+            if symbol not in left_out:
+                symbols.append(symbol)
         merges_file = folder / paths[0].name.removeprefix("vocab.")
         merges = None
         try:
@@ -202,7 +214,9 @@ class Subwords:
         return len(self.symbols)
 
     def __repr__(self) -> str:
-        merges = "whole words" if self.merges is None else f"{len(self.merges)} merges"
+        merges = "whole words"
+        if self.merges is not None:
+            merges = f"{len(self.merges)} merges"
         return f"{type(self).__name__}({len(self)} symbols, {merges})"
 
 
@@ -222,11 +236,13 @@ def join_parts(symbols: Iterable[str], separator: str = "@@") -> list[str]:
     """
     words, open_word = [], ""
     for symbol in symbols:
+        # A text may have the separator itself as a word.
         if symbol.endswith(separator) and symbol != separator:
             open_word += symbol.removesuffix(separator)
         else:
             words.append(open_word + symbol)
             open_word = ""
+    # A model may end a sentence within a word.
     if open_word:
         words.append(open_word)
     return words
@@ -336,7 +352,10 @@ def _common_words(lines: Iterable[str], separator: str, min_character_count: int
     for word, count in counts.items():
         for character in word:
             characters[character] += count
-    rare = {character for character, count in characters.items() if count < min_character_count}
+    rare = set()
+    for character, count in characters.items():
+        if count < min_character_count:
+            rare.add(character)
     words = {}
     # Sorted words make the result independent of the order of lines.
     for word in sorted(counts):

@@ -51,6 +51,7 @@ def write_shard(path: Path, tokens: Tokens) -> None:
         ValueError: A token does not fit into 16 bits.
         OSError: The file cannot be written.
     """
+    # An empty array has no smallest number.
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 16:
         raise ValueError(
             f"tokens must be from 0 to 65535, not {tokens.min()} to {tokens.max()}: a shard has "
@@ -176,7 +177,11 @@ class _Sequences:
         self.batch_size = check_int("batch_size", batch_size)
         self.context = check_int("context", context)
         self.rank, self.world_size = rank, world_size
-        arrays = [tokens] if isinstance(tokens, np.ndarray) else list(tokens)
+        arrays: list[Tokens] = []
+        if isinstance(tokens, np.ndarray):
+            arrays.append(tokens)
+        else:
+            arrays += tokens
         for array in arrays:
             if array.ndim != 1 or array.dtype not in (np.uint8, np.uint16):
                 raise ValueError(
@@ -185,8 +190,10 @@ class _Sequences:
                 )
         # A slice of a memory map takes several times as long as one of a plain view of it.
         self._arrays = list(map(np.asarray, arrays))
-        # The last token of an array is only a target.
-        counts = [max(0, len(array) - 1) // context for array in arrays]
+        counts = []
+        for array in arrays:
+            # The last token of an array is only a target.
+            counts.append(max(0, len(array) - 1) // context)
         self._ends = np.cumsum(counts)
         self.count = sum(counts)
         if not self.count:
@@ -197,12 +204,17 @@ class _Sequences:
 
     def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the sequences of these numbers, and the token after each of their tokens."""
+        # In int64, the type in which torch's embeddings and losses take ids on every device.
         batch = np.empty((len(numbers), self.context + 1), dtype=np.int64)
         for row, number in zip(batch, numbers, strict=True):
+            # An array without a sequence has the same end as the one before it, and is skipped.
             index = int(np.searchsorted(self._ends, number, side="right"))
-            before = int(self._ends[index - 1]) if index else 0
+            before = 0
+            if index:
+                before = int(self._ends[index - 1])
             start = (number - before) * self.context
             row[:] = self._arrays[index][start : start + self.context + 1]
+        # Two views of one copy.
         pieces = torch.from_numpy(batch)
         return pieces[:, :-1], pieces[:, 1:]
 
@@ -250,7 +262,9 @@ class TokenBatches:
         seed: int | None = None,
     ) -> None:
         self._sequences = _Sequences(tokens, batch_size, context, rank, world_size)
-        self._seed = seed if seed is None else check_int("seed", seed, 0)
+        self._seed = seed
+        if seed is not None:
+            self._seed = check_int("seed", seed, 0)
         self._next = 0  # the first sequence, counted over all passes, that no worker has taken
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -304,6 +318,7 @@ class TokenBatches:
                 raise ValueError(
                     f"the state was saved with {name} {state.get(name)}, but here it is {here}"
                 )
+        # In tokens, which do not depend on the number of workers and the size of their batches.
         position = check_int("position", state.get("position"), 0)
         self._next, rest = divmod(position, self._sequences.context)
         if rest:

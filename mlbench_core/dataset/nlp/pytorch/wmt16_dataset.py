@@ -108,7 +108,11 @@ class WMT16Dataset(RecurrentPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         folder, name = Path(root), choose_part(train=train, validation=validation)
-        recipe = Recipe(lang, tokenizer=None if preprocessed else "moses", merges=merges)
+        words: str | None = "moses"
+        # The words of such a text are divided already.
+        if preprocessed:
+            words = None
+        recipe = Recipe(lang, tokenizer=words, merges=merges)
         find = functools.partial(_files, folder, lang, download, preprocessed)
         part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=not lazy)
         tokenizer = WMT16Tokenizer(

@@ -108,6 +108,8 @@ class SequenceGenerator:
         Raises:
             ValueError: ``initial_input`` does not have ``batch_size`` elements.
         """
+        # By log-probability alone: no longer hypothesis has a higher one than the first that ends,
+        # so the search of a sentence stops there.
         return self._search(batch_size, initial_input, initial_context, 1, LengthPenaltyScore(0.0))
 
     def beam_search(
@@ -134,7 +136,7 @@ class SequenceGenerator:
             )
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
-        # The search does not count the start symbol.
+        # The search does not count the start symbol, and its results do not have it.
         state = _GeneratingState(self.model, initial_context)
         hypotheses = search(state, start, options, self.max_seq_len - 1)
         translation = torch.cat((start.unsqueeze(1), hypotheses.tokens[:, 0]), dim=1)
@@ -148,7 +150,9 @@ class _GeneratingState:
         self.model = model
         self.context = context
         # The other dimension is the single time step.
-        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1
+        self.rows_dim = 1
+        if getattr(model, "batch_first", False):
+            self.rows_dim = 0
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Return the model's proposals without forbidden tokens; forced ones have probability 1."""
@@ -203,9 +207,14 @@ def reorder_context(
             "parts: give the model a method reorder_context(context, rows)"
         )
     outputs, lengths, hidden = context
+    rows_of_outputs = 1
+    if batch_first:
+        rows_of_outputs = 0
     return [
-        _rows_of(outputs, rows, 0 if batch_first else 1),
+        _rows_of(outputs, rows, rows_of_outputs),
         _rows_of(lengths, rows, 0),
+        # The state of torch's recurrent layers begins with the number of layers, also with
+        # batch_first.
         _rows_of(hidden, rows, -2),
     ]
 

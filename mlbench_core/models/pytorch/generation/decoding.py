@@ -188,6 +188,7 @@ def search(
         raise ValueError(
             f"prefix must have shape ({len(start)}, length), not {tuple(prefix.shape)}"
         )
+    # An empty batch has no smallest and no largest limit.
     shortest = longest = 0
     if len(limits):
         shortest, longest = int(limits.min()), int(limits.max())
@@ -199,7 +200,9 @@ def search(
         finished.steps = step + 1
         constraints = _constraints(live, step, shortest, prefix, options)
         # One more than the beam, because the end symbol never becomes a live hypothesis.
-        count = 1 if options.independent else options.beam_size + 1
+        count = options.beam_size + 1
+        if options.independent:
+            count = 1
         proposal = proposer.propose(live.newest.flatten(), count, constraints)
         if proposal.attention is not None and options.score.uses_coverage:
             coverage = proposal.attention.float().unflatten(0, live.newest.shape)
@@ -209,6 +212,7 @@ def search(
         candidates = _select(live, proposal, options)
         _finish(finished, live, candidates, step, options)
         rows, live = _continue(live, candidates, step, options)
+        # The second of the two values that the host waits for is the length of this.
         kept = _open_sentences(finished, live, step, options).nonzero().squeeze(1)
         if len(kept) == 0:
             break
@@ -237,7 +241,9 @@ def _begin(
     proposer: Proposer, start: Tensor, limits: Tensor, longest: int, options: SearchOptions
 ) -> _Live:
     """Return one row for each sentence, or ``beam_size`` rows if they do not compete."""
-    width = options.beam_size if options.independent else 1
+    width = 1
+    if options.independent:
+        width = options.beam_size
     n = len(start)
     sentences = torch.arange(n, device=start.device)
     if width > 1:
@@ -286,7 +292,9 @@ def _finish(
     finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions
 ) -> None:
     """Add the hypotheses that end among the best candidates to the finished ones."""
-    log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
+    log_probs = candidates.log_probs[:, : options.beam_size]
+    parents = candidates.parents[:, : options.beam_size]
+    tokens = candidates.tokens[:, : options.beam_size]
     ends = (tokens == options.eos) & (log_probs > -torch.inf)
     # The first of the two values that the host waits for.
     if not ends.any():
@@ -325,6 +333,7 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
     done = finished.ended[live.sentences] >= options.beam_size
     if not options.stop_early:
         # A score is monotone in the length, so its maximum is at the next length or at the limit.
+        # A live hypothesis has step + 1 tokens now, and needs one more to end.
         soonest = torch.full((), step + 2, device=best_live.device)
         next_score = options.score(best_live, soonest)
         last_score = options.score(best_live, live.limits)

@@ -123,11 +123,14 @@ class NormalizedBahdanauAttention(nn.Module):
             The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`,
             float32 of shape (sentences, queries, source), exactly 0 at padding.
         """
-        score = attention_score if self.fusion else attention_score_reference
         queries = self.query_projection(queries)
         v = self.g * self.v / self.v.norm()
-        scores = score(queries, source.keys, self.bias, v)
+        if self.fusion:
+            scores = attention_score(queries, source.keys, self.bias, v)
+        else:
+            scores = attention_score_reference(queries, source.keys, self.bias, v)
         weights = masked_softmax(scores, source.padding.unsqueeze(1))
+        # The weights are float32, and bmm takes two tensors of one dtype only.
         return torch.bmm(weights.to(source.memory.dtype), source.memory), weights
 
 
@@ -255,6 +258,7 @@ class Decoder(nn.Module):
         new_hidden = [state]
         # Attend once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
+        # Not strict, because itertools.repeat has no end.
         layers = zip(self.layers, states, strict=False)
         for number, (layer, old_state) in enumerate(layers, start=1):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)

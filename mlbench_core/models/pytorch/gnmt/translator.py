@@ -159,7 +159,10 @@ class Translator:
         with_words = [number for number, words in enumerate(sources) if words]
         if with_words:
             index = torch.tensor(with_words)
-            inputs, lengths = (part.index_select(-1, index.to(part.device)) for part in src)
+            # The words may be on a GPU, but their lengths are mostly on the CPU.
+            ids, lengths = src
+            inputs = ids.index_select(1, index.to(ids.device))
+            lengths = lengths.index_select(0, index.to(lengths.device))
             hypotheses = self.generate(inputs, lengths).to_lists()
             for number, best in zip(with_words, hypotheses, strict=True):
                 # A model without finite scores finishes no hypothesis.
@@ -193,10 +196,11 @@ class Translator:
                 "sentences and lengths must have the shapes (words, batch) and (batch,), not "
                 f"{tuple(ids.shape)} and {tuple(lengths.shape)}"
             )
-        return [
-            self._words(row[:end])
-            for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)
-        ]
+        words = []
+        # Sentences are the columns of a time-first batch.
+        for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True):
+            words.append(self._words(row[:end]))
+        return words
 
     def _words(self, ids: list[int]) -> list[int]:
         """Return the symbols before the end symbol, without start symbols and padding."""

@@ -111,8 +111,10 @@ class LSTMLanguageModel(nn.Module):
         self.nlayers = nlayers
         self.dropoute = check_probability("dropoute", dropoute)
         self.tie_weights = tie_weights
-        # Tied weights fix the decoder's input to the width of the embeddings.
-        last = ninp if tie_weights else nhid
+        last = nhid
+        if tie_weights:
+            # The decoder's input has then the width of the embeddings.
+            last = ninp
         self.widths = [*[nhid] * (nlayers - 1), last]
         self.drop_input = LockedDropout(check_probability("dropouti", dropouti))
         self.drop_hidden = LockedDropout(check_probability("dropouth", dropouth))
@@ -197,7 +199,10 @@ class LSTMLanguageModel(nn.Module):
             The layers' outputs before and after dropout, each of shape (time, batch, width), and
             the state after the last word. :meth:`loss` takes the last output after dropout.
         """
-        dropoute = self.dropoute if self.training else 0.0
+        # A function has no evaluation mode, unlike the other kinds of dropout here.
+        dropoute = 0.0
+        if self.training:
+            dropoute = self.dropoute
         x = self.drop_input(embedded_dropout(self.encoder, input, dropoute))
         raw_outputs, outputs, new_hidden = [], [], []
         for number, (rnn, state) in enumerate(zip(self.rnns, hidden, strict=True), start=1):
@@ -243,6 +248,7 @@ class LSTMLanguageModel(nn.Module):
         # Within autocast, products are computed in another dtype.
         if not is_float32_on_cpu or torch.is_autocast_enabled("cpu"):
             return F.cross_entropy(self.decoder(x).float(), targets)
+        # A vocabulary may have more words than the scores that are computed at once.
         rows = max(1, SCORES_AT_ONCE // self.ntoken)
         weight, bias = self.decoder.weight, self.decoder.bias
         if torch.is_grad_enabled():
@@ -267,7 +273,7 @@ def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> 
 
 def _count(targets: Tensor) -> Tensor:
     """Return the number of targets that cross_entropy does not ignore."""
-    # In uint8, -100 would be 156, a valid word.
+    # Its ignore_index is -100 by default. In uint8, -100 would be 156, a valid word.
     return (targets.long() != -100).sum()
 
 
@@ -282,7 +288,9 @@ class _LossInPieces(torch.autograd.Function):
         losses, of_x = [], []
         of_parameters = [torch.zeros_like(weight), torch.zeros_like(bias)]
         for piece, its_targets in zip(x.split(rows), targets.split(rows), strict=True):
+            # The forward pass of a Function records no graph, from which the gradients come.
             with torch.enable_grad():
+                # Detached, so that this graph ends here and is freed with the piece.
                 inputs = [tensor.detach().requires_grad_() for tensor in (piece, weight, bias)]
                 loss = _sum_of_losses(inputs[0], its_targets, *inputs[1:]) / count
             of_piece, *further = torch.autograd.grad(loss, inputs)

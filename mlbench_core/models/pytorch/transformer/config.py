@@ -94,6 +94,7 @@ class TransformerConfig:
                 "decoder_embed_dim must be encoder_embed_dim "
                 f"({self.encoder_embed_dim}), not {self.decoder_embed_dim}"
             )
+        # Below 1, because kept values are divided by 1 - p.
         for name in ("dropout", "attention_dropout", "relu_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(

@@ -205,15 +205,22 @@ class SequenceGenerator:
         )
         translations: list[Any] = []
         for best in hypotheses.to_lists(nbest):
-            sentences = [torch.tensor(tokens, dtype=torch.int64) for tokens in best]
-            texts = [self._text(sentence, remove_bpe, ignore_case) for sentence in sentences]
+            texts = []
+            for tokens in best:
+                sentence = torch.tensor(tokens, dtype=torch.int64)
+                texts.append(self._text(sentence, remove_bpe, ignore_case))
             if nbest > 1:
                 translations.append(texts)
+            elif texts:
+                translations.append(texts[0])
             else:
-                translations.append(texts[0] if texts else "")
+                # A model without finite scores finishes no hypothesis.
+                translations.append("")
         references: list[str] = []
         if target is not None:
-            references = [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
+            # One copy from the device, instead of one for each row.
+            for row in target.cpu():
+                references.append(self._text(row, remove_bpe, ignore_case))
         return translations, references
 
     @torch.no_grad()

@@ -126,7 +126,10 @@ class TransformerEncoder(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
-        self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
+        # With norms before the blocks, nothing has normalized the output of the last one.
+        self.layer_norm: nn.Module = nn.Identity()
+        if config.encoder_normalize_before:
+            self.layer_norm = nn.LayerNorm(width)
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None
@@ -168,7 +171,10 @@ class TransformerDecoder(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
-        self.layer_norm = nn.LayerNorm(width) if config.decoder_normalize_before else nn.Identity()
+        # With norms before the blocks, nothing has normalized the output of the last one.
+        self.layer_norm: nn.Module = nn.Identity()
+        if config.decoder_normalize_before:
+            self.layer_norm = nn.LayerNorm(width)
         self.output_projection = nn.Linear(width, embed_tokens.num_embeddings, bias=False)
         if config.share_all_embeddings or config.share_decoder_input_output_embed:
             # One parameter: its gradient sums the gradients of all uses.
@@ -201,7 +207,8 @@ class TransformerDecoder(nn.Module):
             (rows, target, source), or None.
         """
         padding_mask = None
-        # Generated tokens have no padding.
+        # Padding on the right comes after all words, so no word sees it. Generated tokens have no
+        # padding.
         if self.left_pad and incremental_state is None:
             padding_mask = prev_output_tokens.eq(_padding_idx(self.embed_tokens))
         positions = self.embed_positions(prev_output_tokens, before)
@@ -226,8 +233,10 @@ def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
 
 def _positions(is_learned: bool, max_positions: int, embedding: nn.Embedding) -> nn.Module:
     """Create the position vectors that are added to an embedding."""
-    kind = LearnedPositions if is_learned else SinusoidalPositions
-    return kind(embedding.embedding_dim, max_positions, _padding_idx(embedding))
+    width, padding_idx = embedding.embedding_dim, _padding_idx(embedding)
+    if is_learned:
+        return LearnedPositions(width, max_positions, padding_idx)
+    return SinusoidalPositions(width, max_positions, padding_idx)
 
 
 def _padding_idx(embedding: nn.Embedding) -> int:

@@ -39,7 +39,7 @@ class QuantizedSGD(GenericCentralizedOptimizer):
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
             a number is out of range, or an argument contradicts the aggregation.
         TypeError: The aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.compression.quantized.QuantizedAllReduceAggregation`.
+            :class:`.QuantizedAllReduceAggregation`.
 
     Example:
         >>> import torch

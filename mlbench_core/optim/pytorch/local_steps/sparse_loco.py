@@ -49,7 +49,7 @@ class SparseLoCo(DiLoCo):
 
     Raises:
         TypeError: ``period`` is not an integer, ``lr`` is not a number, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.local_steps.sparse_loco.SparseLoCoAggregation`.
+            :class:`.SparseLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is
             not positive, or ``world_size`` is not that of the process group.
 

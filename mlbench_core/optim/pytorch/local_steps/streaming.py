@@ -53,7 +53,7 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
 
     Raises:
         TypeError: ``lr`` is not a number, or the aggregation is not a
-            :class:`~mlbench_core.aggregation.pytorch.local_steps.streaming.StreamingDiLoCoAggregation`.
+            :class:`.StreamingDiLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or
             ``world_size`` is not that of the process group.
 

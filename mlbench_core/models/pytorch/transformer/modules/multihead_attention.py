@@ -111,7 +111,9 @@ class MultiheadAttention(nn.Module):
             backend = "sdpa"
         self.backend = backend
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
-        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
+        self.in_proj_bias: nn.Parameter | None = None
+        if bias:
+            self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim))
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
 
@@ -174,7 +176,10 @@ class MultiheadAttention(nn.Module):
             )
         # A single new position may see all cached ones.
         is_causal = mask_future_timesteps and target > 1
-        p = self.dropout if self.training else 0.0
+        # The functional forms of attention know no evaluation mode.
+        p = 0.0
+        if self.training:
+            p = self.dropout
         if incremental_state is None:
             parts = self._projections(query, key, value)
             keys, batch = parts[-1].shape[:2]
@@ -220,6 +225,7 @@ class MultiheadAttention(nn.Module):
                 "key and value must be tensors, not None: only "
                 "static ones that are cached can be left out"
             )
+        # By identity: to compare values, the host would have to wait for the device.
         if key is query and value is query:
             return (self._linear(query, 0, 3),)
         if key is value:
@@ -244,8 +250,11 @@ class MultiheadAttention(nn.Module):
             return None
         views = []
         for part in parts:
-            fused = [] if part.shape[-1] == self.embed_dim else [-1]
-            view = part.unflatten(-1, (*fused, self.num_heads, self.head_dim))
+            sizes = [self.num_heads, self.head_dim]
+            if part.shape[-1] != self.embed_dim:
+                # Several projections of one product have a dimension of their own.
+                sizes.insert(0, -1)
+            view = part.unflatten(-1, sizes)
             views.append(view.transpose(0, 1))
         # Hypotheses that share the keys of a sentence need another path.
         if views[0].shape[0] != views[-1].shape[0]:
@@ -257,7 +266,9 @@ class MultiheadAttention(nn.Module):
             raise RuntimeError(
                 f"the attention backend 'kernel' cannot run, but 'auto' can: {reason}"
             )
-        return views if reason is None else None
+        if reason is not None:
+            return None
+        return views
 
     def _with_cache(
         self,
