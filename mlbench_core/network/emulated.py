@@ -147,7 +147,6 @@ class EmulatedNetwork:
         self._links = [self.network.link]
         if self.network.between is not None:
             self._links.append(self.network.between)
-        # A queue that is shorter than the way would drop packets before TCP can react.
         longest_s = max(link.round_trip_s for link in self._links)
         self._queue_ms = max(queue_ms, longest_s * 1e3)
         # The name holds the id and start time of this process, so that cleanup() can check if the
