@@ -115,7 +115,9 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     # An entry of the PATH may be relative, too.
     absolute = os.pathsep.join(os.path.join(cwd, entry) for entry in path.split(os.pathsep))
     if shutil.which(first, path=absolute) is None:
-        advice = f"./{first}" if file.is_file() else "bash -c '...' for a command of a shell"
+        advice = "bash -c '...' for a command of a shell"
+        if file.is_file():
+            advice = f"./{first}"
         raise ValueError(
             f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}"
         )

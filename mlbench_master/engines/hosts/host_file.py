@@ -152,7 +152,9 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
             # Editors on Windows begin a file with a mark.
             text = content.read(_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        why: str | None = "it is not text"
+        if isinstance(error, OSError):
+            why = error.strerror
         raise ValueError(
             f"engine_options: the master cannot read the host file {file}: {why}"
         ) from error
