@@ -165,6 +165,7 @@ class RandomOutages:
             kind: The kind of the outages: two kinds have different times.
             host: The host.
         """
+        # A text gives the same numbers in every process. The hash of a text in a tuple would not.
         numbers = random.Random(f"{kind.word} {self.seed} {host}")
         end_s = 0.0
         while True:
@@ -425,4 +426,5 @@ def _time_text(seconds: float) -> str:
 
 
 def _number_text(number: float) -> str:
+    # A description has times to a tenth of a microsecond.
     return f"{number:.7f}".rstrip("0").rstrip(".")

@@ -77,6 +77,7 @@ def parse_network(text: str) -> Network:
                 f"example '{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
+    # The slash of a unit such as MB/s. The error of the link names the unit that was meant.
     elif "/" in links and any(map(bandwidth_hint, links.split(","))):
         link = _parse_link(links)
     elif "/" in links or ":" in links:
@@ -254,6 +255,7 @@ def _share(text: object, subject: str) -> float:
         match = _PERCENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{subject} must be a percentage such as '0.1%', not {text!r}")
+    # Rounded, so that 0.1% is 0.001, which is written as 0.1% again.
     return round(float(match[1]) / 100, 8)
 
 

@@ -139,8 +139,10 @@ def worker_environment(
         threads: Threads of a worker, if the user did not choose them.
     """
     chosen = {**(caller_env or {}), **job_env}
+    inherited = ""
     # A call without PYTHONPATH must not get that of the master.
-    inherited = os.environ.get("PYTHONPATH", "") if caller_env is None else ""
+    if caller_env is None:
+        inherited = os.environ.get("PYTHONPATH", "")
     import_path = [_package_root(), chosen.get("PYTHONPATH", inherited)]
     return {
         "OMP_NUM_THREADS": str(threads),

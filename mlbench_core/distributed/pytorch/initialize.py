@@ -282,7 +282,7 @@ def _join(
                     files.append(path)
             options |= {"store": store, "rank": rank, "world_size": size}
         waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if backend != "mpi":  # whose workers have met already, and not at this address
+        if backend != "mpi":  # the workers of MPI have met already
             waiting = _waiting(place, timeout_s)
         with waiting:
             dist.init_process_group(backend, timeout=timeout, **options)

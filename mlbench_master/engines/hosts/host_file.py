@@ -298,6 +298,7 @@ def share_slots(
     for host in hosts:
         taken_here = taken.get(host.name, ())
         free = [slot for slot in range(host.slots) if slot not in taken_here]
+        # The first hosts are filled first, so that the ranks on a host follow each other.
         slots = tuple(free[: num_workers - rank])
         if slots:
             shares.append(Share(host, slots, rank))

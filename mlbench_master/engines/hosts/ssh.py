@@ -183,8 +183,7 @@ class Ssh:
         request, out, errors = files
         deadline = time.monotonic() + timeout_s
         try:
-            # Ctrl-C in the terminal of the master must not end a call, so it gets a session of its
-            # own.
+            # In a new session, so that Ctrl-C in the terminal of the master does not end a call.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
             )

@@ -226,9 +226,7 @@ class Supervisor:
         self._log.write(None, "system", reason or "finished")
         if self._log.dropped:
             lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
-            if reason:
-                lost = f"{reason}; {lost}"
-            reason = lost
+            reason = f"{reason}; {lost}" if reason else lost
         status = {
             "returncode": returncode,
             "reason": reason[:_LONGEST_REASON],

@@ -409,8 +409,7 @@ class ElasticAverage(Aggregation):
         limit = datetime.timedelta(seconds=self.membership.timeout_s)
         if worker in round_.behind:
             donor = round_.members.index(round_.donor)
-            # The length of a state is not known before. The donor sends it first, to all behind it
-            # in turn.
+            # The length of a state is not known before, so the donor sends it first.
             length = torch.zeros(1, dtype=torch.int64)
             group.recv([length], donor, 0).wait(limit)
             content = torch.empty(int(length), dtype=torch.uint8)

@@ -364,7 +364,6 @@ class OverlappedReduction:
         settings = self._aggregation
         self._buckets = plan_buckets(sent, settings.bucket_size_bytes, settings.comm_dtype)
         self._bucket_of = {}
-        # By identity, because a dictionary would compare equal tensors by their values.
         for i, bucket in enumerate(self._buckets):
             self._bucket_of.update(dict.fromkeys(map(id, bucket.parameters), i))
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
