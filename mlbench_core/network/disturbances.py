@@ -85,7 +85,9 @@ class Disturbances:
                 self._out[host, Kill] += 1
             if settings.cpu < 1:
                 self._add(self._slow_down, settings.cpu, host)
-        events = [stream for host in range(hosts) for stream in _events(network, host)]
+        events: list[Iterator[_Event]] = []
+        for host in range(hosts):
+            events += _events(network, host)
         if events:
             self._add(self._play, heapq.merge(*events, key=operator.itemgetter(0)))
 

@@ -111,7 +111,9 @@ class _Switch:
     """The junctions and the frames that they hold."""
 
     def __init__(self, configuration: list[dict[str, Any]]) -> None:
-        self._ports = [port for junction in configuration for port in _Junction(**junction).all]
+        self._ports: list[_Port] = []
+        for junction in configuration:
+            self._ports += _Junction(**junction).all
         # Due time, number of the frame so that frames are not compared, port, frame.
         self._held: list[tuple[float, int, _Port, bytes]] = []
         self._numbers = itertools.count()

@@ -528,7 +528,10 @@ def _decode(raw: bytes) -> LogLine:
     if isinstance(line, dict):
         fields = line
     rank = fields.get("rank")
-    words = [word for word in map(fields.get, ("stream", "text", "date")) if isinstance(word, str)]
+    words = []
+    for key in ("stream", "text", "date"):
+        if isinstance(fields.get(key), str):
+            words.append(fields[key])
     if len(words) < 3 or not isinstance(rank, int | None):
         return {"rank": None, "stream": "system", "text": _plain(text.rstrip()), "date": ""}
     stream, text, date = map(_plain, words)

@@ -508,9 +508,10 @@ def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
     try:
         return get_task(name.replace("-", "_").removeprefix("pytorch_")), ()
     except ValueError:
-        folders = ", ".join(task.folder for task in TASKS.values())
-        images = ", ".join(image.reference for task in TASKS.values() for image in task.images)
+        known = [task.folder for task in TASKS.values()]
+        for task in TASKS.values():
+            known += [image_of_task.reference for image_of_task in task.images]
         raise ValueError(
-            f"image_name: unknown image {image[:80]!r}; known: {folders}, {images}, or "
+            f"image_name: unknown image {image[:80]!r}; known: {', '.join(known)}, or "
             "custom_image with custom_image_name and custom_image_command"
         ) from None

@@ -245,10 +245,10 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        copy = {
-            _plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]")
-            for key, item in value.items()
-        }
+        copy = {}
+        for key, item in value.items():
+            # A key may be a subclass too, such as a member of an enumeration.
+            copy[_plain(key, f"{name} key {key!r}")] = _plain(item, f"{name}[{key!r}]")
         if isinstance(value, OrderedDict):
             return OrderedDict(copy)
         if isinstance(value, Counter):

@@ -401,11 +401,10 @@ def _parse(flag: str, text: str) -> MethodChoice:
     if name in _REFUSED:
         raise ConfigurationError(f"{flag} must not be {name}: {_REFUSED[name]}")
     if name not in METHODS:
-        names = [
-            known
-            for known, spec in METHODS.items()
-            if (spec.kind == "optimizer") == (flag == "--optimizer")
-        ]
+        names = []
+        for known, spec in METHODS.items():
+            if (spec.kind == "optimizer") == (flag == "--optimizer"):
+                names.append(known)
         if name.endswith(".py") and flag == "--method":
             raise ConfigurationError(
                 f"--method must name a class of its file, not {text!r}: write {name}:CLASS"

@@ -179,10 +179,10 @@ class PodLogs:
                 open_at_once(self._folder / _PLACES) as file,
             ):
                 content = json.loads(file.read(_PLACES_BYTES))
-                self._places = {
-                    int(rank): Place(int(time_ns), int(lines))
-                    for rank, (time_ns, lines) in content.items()
-                }
+                places = {}
+                for rank, (time_ns, lines) in content.items():
+                    places[int(rank)] = Place(int(time_ns), int(lines))
+                self._places = places
         return self._places
 
 

@@ -228,11 +228,11 @@ def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -
 
 def startup_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that have an effect only at the start of a program."""
-    return {
-        name: value
-        for name, value in env.items()
-        if name.startswith(_STARTUP_PREFIXES) and name not in _SET_IN_FORK
-    }
+    variables = {}
+    for name, value in env.items():
+        if name.startswith(_STARTUP_PREFIXES) and name not in _SET_IN_FORK:
+            variables[name] = value
+    return variables
 
 
 def replace_variables(env: Mapping[str, str]) -> None:

@@ -218,5 +218,8 @@ class _Exchange:
 
     def _start(self, transfer: Callable[..., Any], parts: Iterable[Tensor], tag: int) -> list[Any]:
         """Start to send or receive a part for each other worker; empty parts are not sent."""
-        pairs = zip(self._others, parts, strict=True)
-        return [transfer(part, None, self._group, tag, rank) for rank, part in pairs if len(part)]
+        works = []
+        for rank, part in zip(self._others, parts, strict=True):
+            if len(part):
+                works.append(transfer(part, None, self._group, tag, rank))
+        return works
