@@ -204,7 +204,7 @@ class RunFolder:
                 LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
-        run = {}
+        run: dict[str, Any] = {}
         if self.result is not None:
             run = self.result["run"]
         # The sink also records this state if it could not write all lines.

@@ -73,7 +73,7 @@ def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart
     listed = [item for item in latest if wanted.lower() in item[0].lower()]
     metrics = [(name, point.value[:_MOST_CHARACTERS], point) for name, point in listed[:_MOST_ROWS]]
     goal = run.goal_record
-    to_goal = {}
+    to_goal: dict[str, float] = {}
     if goal is not None:
         to_goal = goal.phases_s
     totals = total_phases(latest, result, to_goal)

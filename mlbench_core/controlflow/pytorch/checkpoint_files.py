@@ -336,9 +336,10 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
     for name in _names(folder):
         if match := names.EPOCH_NAME.fullmatch(name):
             epochs.setdefault(int(match[1]), {})[int(match[2])] = folder / name
-    numbers = [epoch]
     if epoch is None:
         numbers = sorted(epochs, reverse=True)
+    else:
+        numbers = [epoch]
     partial: list[Candidate] = []
     passed_over: list[str] = []
     for number in numbers:
