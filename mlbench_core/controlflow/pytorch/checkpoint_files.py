@@ -216,7 +216,7 @@ def read(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        saved_format = type(state).__name__
+        saved_format: Any = type(state).__name__
         if isinstance(state, dict):
             saved_format = state.get("format")
         raise CheckpointError(

@@ -335,7 +335,7 @@ class FP16Optimizer(OptimizerWrapper):
     ) -> AllReduceAggregation:
         """Return the aggregation if it fits the other arguments, or make the one they describe."""
         if aggregation is None:
-            make = AllReduceAggregation
+            make: type[AllReduceAggregation] = AllReduceAggregation
             # Horovod is imported only on request, because it is an optional package.
             if use_horovod:
                 make = AllReduceAggregationHVD
