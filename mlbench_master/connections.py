@@ -169,9 +169,10 @@ class Connection(H11Protocol):
             self._refuse("408 Request Timeout", f"the request did not arrive within {allowed:g} s")
 
     def _take_place_of(self, others: Iterable[Connection]) -> None:
-        waiting = [
-            other for other in others if other.is_waiting and not other.transport.is_closing()
-        ]
+        waiting = []
+        for other in others:
+            if other.is_waiting and not other.transport.is_closing():
+                waiting.append(other)
         if not waiting:
             message = "too many connections are open; try again later"
             self._refuse("503 Service Unavailable", message)

@@ -43,7 +43,9 @@ def task_environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, An
     seed = getattr(args, "seed", None)
     folder = Path(getattr(args, "data", None) or dataset_dir)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    seeds = {} if seed is None else {"seed": seed}
+    seeds = {}
+    if seed is not None:
+        seeds["seed"] = seed
     return describe_environment(seeds=seeds, data_files=files, program=Path(sys.argv[0]))
 
 
@@ -67,7 +69,12 @@ def task_configuration(
     if task is not None:
         key, dataset = task.key, dataset or task.dataset
     options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
-    aim = None if goal is None else GoalAim.of(goal).to_dict()
+    aim = None
+    if goal is not None:
+        aim = GoalAim.of(goal).to_dict()
+    device = "cpu"
+    if args.gpu:
+        device = "cuda"
     return Configuration(
         workers=workers,
         task=key,
@@ -78,7 +85,7 @@ def task_configuration(
         options=options,
         backend=backend,
         threads=threads,
-        device="cuda" if args.gpu else "cpu",
+        device=device,
         network=os.environ.get("MLBENCH_NETWORK") or None,
         light=args.light_target,
         changed=tuple(sorted(set(options) - FREE_OPTIONS)),

@@ -143,7 +143,9 @@ def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[
     options = {}
     for name, value in vars(args).items():
         if value != parser.get_default(name):
-            options[name] = str(value) if isinstance(value, Path) else value
+            if isinstance(value, Path):
+                value = str(value)
+            options[name] = value
     return options
 
 
@@ -315,7 +317,9 @@ def _rank_and_hosts(
         ValueError: Rank and hosts contradict each other.
         ConfigurationError: The launcher's variables contradict each other.
     """
-    launcher = detect_environment(hosts, -1 if rank is None else rank, environment)
+    if rank is None:
+        rank = -1
+    launcher = detect_environment(hosts, rank, environment)
     if not hosts or isinstance(launcher, TorchrunEnvironment):
         return launcher.read_rank(), None
     world = HostsEnvironment(hosts, launcher.read_rank(), environment)

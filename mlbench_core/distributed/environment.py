@@ -81,7 +81,9 @@ class ClusterEnvironment(ABC):
     name: ClassVar[str]
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = os.environ if environment is None else environment
+        if environment is None:
+            environment = os.environ
+        self.environment = environment
 
     def is_active(self) -> bool:
         """Return True if this process was started this way; always if the way leaves no trace."""
@@ -173,7 +175,9 @@ class HostsEnvironment(ClusterEnvironment):
         self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(environment)
-        entries = hosts.split(",") if isinstance(hosts, str) else hosts
+        entries = hosts
+        if isinstance(hosts, str):
+            entries = hosts.split(",")
         self.hosts = [str(host).strip() for host in entries]
         if not self.hosts or not all(self.hosts):
             raise ValueError(
@@ -340,7 +344,10 @@ class MPIWorldEnvironment(ClusterEnvironment):
         local_rank = hosts[: world.rank].count(hosts[world.rank])
         address = self.environment.get("MASTER_ADDR")
         if not address:
-            address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+            address = hosts[0]
+            # On one machine, no other interface has to be reachable.
+            if len(set(hosts)) == 1:
+                address = "127.0.0.1"
         return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
 
 
@@ -380,10 +387,17 @@ class SlurmEnvironment(ClusterEnvironment):
         return self._integer("SLURM_PROCID")
 
     def place(self) -> Place:
+        size_name = "SLURM_NTASKS"
         # A step may have fewer tasks than the job.
-        in_step = self._has("SLURM_STEP_NUM_TASKS")
-        size = self._integer("SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS")
-        nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
+        if self._has("SLURM_STEP_NUM_TASKS"):
+            size_name = "SLURM_STEP_NUM_TASKS"
+        size = self._integer(size_name)
+        nodes = ""
+        for name in self._node_lists:
+            # The list of the step comes first: rank 0 runs on the first node of the step.
+            if self._has(name):
+                nodes = self.environment[name]
+                break
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
             raise ConfigurationError(
@@ -435,10 +449,13 @@ def first_slurm_host(nodes: str) -> str:
 
 def _slurm_address(nodes: str) -> str:
     """Return the first node's name, or SLURM's address for it if the name does not resolve."""
-    # scontrol knows the short form completely; first_slurm_host() is for hosts
-    # without it, such as containers.
-    listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
-    name = listed[0] if listed else first_slurm_host(nodes)
+    name = first_slurm_host(nodes)
+    if "[" in nodes:
+        # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such
+        # as containers.
+        listed = _scontrol("show", "hostnames", nodes).split()
+        if listed:
+            name = listed[0]
     if not name or resolves(name):
         return name
     match = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))

@@ -78,7 +78,9 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
     deadline = time.monotonic() + timeout_s
     arrived = {0: _join(host, port)}
     # With a loopback address, all workers are on this machine, and need no other interface.
-    listen = host if is_loopback(host) else ""
+    listen = ""
+    if is_loopback(host):
+        listen = host
     with contextlib.ExitStack() as stack:
         server = socket.create_server((listen, place.master_port), family=_family(host))
         stack.enter_context(server)
@@ -108,7 +110,9 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
             # The connection shows the address at which a worker is reached; it may not know it
             # itself. On Debian, the name of a machine is 127.0.1.1 for its own programs.
             its_host = str(peer[0])
-            arrived[rank] = _join(host if is_loopback(its_host) else its_host, its_port)
+            if is_loopback(its_host):
+                its_host = host
+            arrived[rank] = _join(its_host, its_port)
             waiting.append(connection)
         addresses = [arrived[rank] for rank in range(place.world_size)]
         for connection in waiting:

@@ -165,6 +165,7 @@ class RandomOutages:
             kind: The kind of the outages: two kinds have different times.
             host: The host.
         """
+        # A text gives the same numbers in every process. The hash of a text in a tuple would not.
         numbers = random.Random(f"{kind.word} {self.seed} {host}")
         end_s = 0.0
         while True:
@@ -310,7 +311,9 @@ class Network:
 
     def rack_of(self, host: int) -> int:
         """Return the rack of a host."""
-        return 0 if self.hosts_per_rack is None else host // self.hosts_per_rack
+        if self.hosts_per_rack is None:
+            return 0
+        return host // self.hosts_per_rack
 
     def path(self, source: int, target: int) -> Link:
         """Return the properties of the way between two hosts.
@@ -409,14 +412,19 @@ def _bandwidth_text(rate: int | None) -> str:
     if rate is None:
         return UNLIMITED
     unit = next(unit for unit in reversed(_UNITS) if rate >= _UNITS[unit])
-    # A rate that needs more digits is written in bits.
     short = f"{_number_text(rate / _UNITS[unit])}{unit}"
-    return short if bits_per_second(short) == rate else f"{rate}bit"
+    # A rate that needs more digits is written in bits, so that the text gives the same network.
+    if bits_per_second(short) != rate:
+        return f"{rate}bit"
+    return short
 
 
 def _time_text(seconds: float) -> str:
-    return f"{_number_text(seconds)}s" if seconds >= 1 else f"{_number_text(seconds * 1e3)}ms"
+    if seconds >= 1:
+        return f"{_number_text(seconds)}s"
+    return f"{_number_text(seconds * 1e3)}ms"
 
 
 def _number_text(number: float) -> str:
+    # A description has times to a tenth of a microsecond.
     return f"{number:.7f}".rstrip("0").rstrip(".")

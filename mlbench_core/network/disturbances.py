@@ -85,7 +85,9 @@ class Disturbances:
                 self._out[host, Kill] += 1
             if settings.cpu < 1:
                 self._add(self._slow_down, settings.cpu, host)
-        events = [stream for host in range(hosts) for stream in _events(network, host)]
+        events: list[Iterator[_Event]] = []
+        for host in range(hosts):
+            events += _events(network, host)
         if events:
             self._add(self._play, heapq.merge(*events, key=operator.itemgetter(0)))
 
@@ -128,11 +130,15 @@ class Disturbances:
         for time_s, begins, kind, host, has_end in events:
             if self._ended.wait(max(0.0, start + time_s - time.monotonic())):
                 return
-            # Outages of one kind may overlap: one at a given time, and one at a random time.
-            self._out[host, kind] += 1 if begins else -1
+            # Outages of one kind may overlap: one at a given time, and one at a random time. Only
+            # the first beginning and the last end change the host.
+            change, border = -1, 0
+            if begins:
+                change, border = 1, 1
+            self._out[host, kind] += change
             if not has_end:
                 self._gone.add(host)
-            if self._out[host, kind] != (1 if begins else 0):
+            if self._out[host, kind] != border:
                 continue
             self._say(f"host {host} {_SAYINGS[kind, begins]}")
             try:

@@ -134,7 +134,9 @@ class EmulatedNetwork:
             raise ValueError(f"queue_ms must be positive, not {queue_ms!r}")
         if network is None:
             network = Network(Link(bits_per_second(bandwidth)))
-        self.network = parse_network(network) if isinstance(network, str) else network
+        elif isinstance(network, str):
+            network = parse_network(network)
+        self.network = network
         self.network.check_hosts(hosts)
         self.hosts = hosts
         self._rates = [self.network.link.bandwidth] * hosts
@@ -151,7 +153,9 @@ class EmulatedNetwork:
         # process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
-        self._extra_host = f"{self._name}-extra" if has_extra_host else None
+        self._extra_host: str | None = None
+        if has_extra_host:
+            self._extra_host = f"{self._name}-extra"
         self._namespaces = Namespaces()
         self._processes: dict[int, list[subprocess.Popen[Any]]] = defaultdict(list)
         self._switch_process: subprocess.Popen[bytes] | None = None
@@ -253,6 +257,7 @@ class EmulatedNetwork:
             process.wait()
         self._processes.clear()
         if self._switch_process is not None:
+            # This closes its standard input, with which it ends.
             self._switch_process.communicate()
             self._switch_process = None
 
@@ -322,6 +327,7 @@ class EmulatedNetwork:
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)
         if self._disturbances is not None:
+            # A process that starts during an outage of its host must not run.
             self._disturbances.apply(host)
         return process
 
@@ -382,6 +388,7 @@ class EmulatedNetwork:
 
     def _lose(self, host: int) -> None:
         """Kill all processes of a host, also those whose parent has ended."""
+        # Noted before the kill, so that was_lost() knows a process as soon as it has ended.
         self._lost.update(each.pid for each in self._processes[host] if each.returncode is None)
         with contextlib.suppress(ConfigurationError):
             self._namespaces.kill(self.namespace(host))
@@ -406,7 +413,10 @@ class EmulatedNetwork:
             host: The host; None for all.
         """
         rate = bits_per_second(bandwidth)
-        for each in range(self.hosts) if host is None else (host,):
+        hosts: Sequence[int] = range(self.hosts)
+        if host is not None:
+            hosts = (host,)
+        for each in hosts:
             self._up(each)
             self._rates[each] = rate
             self._shape(each)
@@ -506,9 +516,11 @@ class EmulatedNetwork:
         argv = [sys.executable, "-I", "-S", str(script), json.dumps(junctions)]
         self._switch_process = subprocess.Popen(
             self._namespaces.command(self._switch, argv),
+            # The switch ends with this pipe, even if this process is killed.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # Ctrl-C must not end it before this process has ended the workers.
             start_new_session=True,
         )
         assert self._switch_process.stdout is not None
@@ -526,6 +538,7 @@ class EmulatedNetwork:
     def _limit(self, namespace: str, device: str, rate: int | None) -> None:
         if rate is None:
             return
+        # A rate is in bits per second, and a burst in bytes.
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
         command = ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf")

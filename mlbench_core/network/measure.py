@@ -118,8 +118,10 @@ def measure_network(
     if hosts < 2:
         raise ValueError(f"hosts must be at least 2, not {hosts}: a link needs two ends")
     network.check_hosts(hosts)
+    # The links are measured, so the hosts have no outages and whole processors.
     links = {host: HostSettings(settings.bandwidth) for host, settings in network.hosts.items()}
     quiet = dataclasses.replace(network, hosts=links, kills=None, pauses=None)
+    # One host of each kind of way is measured: the ways to the others are alike.
     targets: dict[Link, int] = {}
     for host in range(1, hosts):
         targets.setdefault(network.path(0, host), host)
@@ -167,10 +169,14 @@ def _pair(
     server = _start(network, target, [str(_PROBE), first[0], address, *first[1:]])
     with server:
         try:
+            # The first line says that the server listens. A client before that would be refused.
             _read(server)
             with _start(network, 0, [str(_PROBE), second[0], address, *second[1:]]) as client:
                 try:
-                    return _read(client if answers_last else server)
+                    answering = server
+                    if answers_last:
+                        answering = client
+                    return _read(answering)
                 finally:
                     client.kill()
         finally:
@@ -182,6 +188,7 @@ def _all_reduce(
 ) -> tuple[AllReduceTime, ...]:
     if importlib.util.find_spec("torch") is None:
         return ()
+    # Bytes that the slowest link carries in half a second, in whole numbers of float32.
     large = min(_LARGE_BYTES, max(_SMALLEST_LARGE_BYTES, int(bandwidth / 8 / 2) // 4 * 4))
     argv = [str(_ALL_REDUCE), str(large), str(limit_s)]
     # Without -I and -S, which would hide torch.
@@ -192,6 +199,7 @@ def _all_reduce(
         for worker in workers:
             worker.kill()
             worker.communicate()
+    # A worker sends 2 (k - 1) / k of the bytes of the tensor, each with 8 bits.
     factor = 2 * (network.hosts - 1) / network.hosts * 8
     pairs = ((4, answer["small_s"]), (large, answer["large_s"]))
     return tuple(AllReduceTime(size, seconds, factor * size / seconds) for size, seconds in pairs)
@@ -200,8 +208,11 @@ def _all_reduce(
 def _start(
     network: EmulatedNetwork, host: int, arguments: list[str], *, isolated: bool = True
 ) -> subprocess.Popen[bytes]:
-    options = ["-I", "-S"] if isolated else []
-    argv = [sys.executable, *options, *arguments]
+    argv = [sys.executable]
+    if isolated:
+        # A probe needs the standard library only, and starts sooner without packages.
+        argv += ["-I", "-S"]
+    argv += arguments
     return network.popen(host, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

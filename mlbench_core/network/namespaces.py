@@ -75,6 +75,8 @@ class Namespaces:
                 f"{missing} not found: install the package util-linux"
             )
         new = ("--user", "--map-root-user", "--mount", "--net", "--pid")
+        # If the holder ends, also by a signal, the kernel ends its child. That is the first process
+        # of the namespace of process ids, so all others end with it.
         options = (*new, "--fork", "--kill-child", "--mount-proc")
         self._holder = subprocess.Popen(
             [_program("unshare"), *options, "sh", "-c", _HOLD],
@@ -97,6 +99,7 @@ class Namespaces:
         # The holder itself stays outside of the namespace of process ids that it creates for its
         # children.
         spaces = [f"--{name}={folder}/{file}" for name, file in _SPACES.items()]
+        # Otherwise nsenter would drop the user's groups, which this kind of namespace forbids.
         self._prefix = [_program("nsenter"), "--preserve-credentials", *spaces]
 
     def close(self) -> None:

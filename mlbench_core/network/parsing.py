@@ -77,6 +77,7 @@ def parse_network(text: str) -> Network:
                 f"example '{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
+    # The slash of a unit such as MB/s. The error of the link names the unit that was meant.
     elif "/" in links and any(map(bandwidth_hint, links.split(","))):
         link = _parse_link(links)
     elif "/" in links or ":" in links:
@@ -206,8 +207,10 @@ def _parse_random(text: str, name: str) -> RandomOutages:
             )
         if key in values:
             raise ValueError(f"part {word!r} of {name} must not follow another {key}")
-        is_seed = key == "seed" and value.strip().isdecimal()
-        values[key] = int(value) if is_seed else value.strip()
+        values[key] = value.strip()
+        # Another text stays, and the check of the seed names it.
+        if key == "seed" and value.strip().isdecimal():
+            values[key] = int(value)
     return _random_outages(values, name)
 
 
@@ -231,7 +234,9 @@ def _bandwidth(text: object) -> int | None:
 
 
 def _seconds(text: object, subject: str) -> float:
-    match = _TIME.fullmatch(text) if isinstance(text, str) else None
+    match = None
+    if isinstance(text, str):
+        match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(
             f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}"
@@ -245,9 +250,12 @@ def _seconds(text: object, subject: str) -> float:
 
 
 def _share(text: object, subject: str) -> float:
-    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    match = None
+    if isinstance(text, str):
+        match = _PERCENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{subject} must be a percentage such as '0.1%', not {text!r}")
+    # Rounded, so that 0.1% is 0.001, which is written as 0.1% again.
     return round(float(match[1]) / 100, 8)
 
 

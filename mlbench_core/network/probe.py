@@ -32,6 +32,7 @@ def _listen(address: str) -> socket.socket:
     _write("ready")
     connection, _ = server.accept()
     connection.settimeout(_TIMEOUT_S)
+    # The byte of a ping must not wait until there are more to send.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

@@ -57,8 +57,11 @@ class _Port:
     def __init__(self, name: str, junction: _Junction) -> None:
         self.junction = junction
         self.last_due = 0.0
+        # With protocol 0 it receives nothing until bind(), which names the device. Otherwise frames
+        # of other devices would come first.
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self.socket.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        # Without this, each frame that the switch sends would come back to it.
         self.socket.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
         for force, plain in (
             (_SO_RCVBUFFORCE, socket.SO_RCVBUF),
@@ -108,7 +111,9 @@ class _Switch:
     """The junctions and the frames that they hold."""
 
     def __init__(self, configuration: list[dict[str, Any]]) -> None:
-        self._ports = [port for junction in configuration for port in _Junction(**junction).all]
+        self._ports: list[_Port] = []
+        for junction in configuration:
+            self._ports += _Junction(**junction).all
         # Due time, number of the frame so that frames are not compared, port, frame.
         self._held: list[tuple[float, int, _Port, bytes]] = []
         self._numbers = itertools.count()
@@ -145,10 +150,13 @@ class _Switch:
             is_arp = frame[_HEADER_BYTES + 12 : _HEADER_BYTES + 14] == _ETH_P_ARP
             for target in junction.targets(frame, source):
                 due = now
+                # A frame between two racks passes three junctions, and only the one between them
+                # delays it.
                 if source is not junction.uplink and target is not junction.uplink:
                     if junction.loss and random.random() < junction.loss and not is_arp:
                         continue
                     due += junction.delay_s + random.uniform(-junction.jitter_s, junction.jitter_s)
+                # Jitter must not change the order of frames, because a link keeps it.
                 target.last_due = due = max(due, target.last_due)
                 heapq.heappush(self._held, (due, next(self._numbers), target, frame))
 

@@ -43,19 +43,26 @@ class _ObservedRun:
         place = environment.place()
         self.rank, self.world_size = place.rank, place.world_size
         run_id = options.run_id or os.environ.get("MLBENCH_RUN_ID") or "1"
-        self._workers = StoreWorkers(environment) if self.world_size > 1 else None
+        self._workers: StoreWorkers | None = None
+        if self.world_size > 1:
+            self._workers = StoreWorkers(environment)
+        machine = None
+        # Rank 0 alone writes the description of machine and software.
+        if self.rank == 0:
+            machine = _environment(options)
         self.results = RunFolder(
             _folder(options, run_id),
             _configuration(options, self.world_size),
             run_id,
             self.rank,
-            environment=_environment(options) if self.rank == 0 else None,
+            environment=machine,
             workers=self._workers or Workers(),
         )
-        goal = None
+        goal, self._goal_metric = None, None
         if options.goal is not None:
             aim = options.goal
             goal = TimeToGoal(str(aim.metric), float(aim.threshold or 0.0), bool(aim.minimize))
+            self._goal_metric = goal.metric
         self.tracker = Tracker(
             [],
             run_id,
@@ -66,10 +73,13 @@ class _ObservedRun:
             progress=False,
             unit="steps",
         )
-        self._goal_metric = None if goal is None else goal.metric
-        choices = [options.method, options.optimizer]
-        made = [make_method(choice) for choice in choices if choice is not None]
-        methods = [method for method in made if method is not None]
+        methods = []
+        for choice in (options.method, options.optimizer):
+            if choice is not None:
+                method = make_method(choice)
+                # The method "as-is" changes nothing, and has no object.
+                if method is not None:
+                    methods.append(method)
         self.observer = Observer(self.tracker, methods, on_begin=self._describe)
         self._metrics = options.metrics
         self._recorded: set[str] = set()
@@ -82,11 +92,14 @@ class _ObservedRun:
 
         from mlbench_core.distributed.pytorch import process_groups
 
+        device = "cpu"
+        if cuda_in_use():
+            device = "cuda"
         self.results.sink.configure(
             {
-                "backend": process_groups.backend() if process_groups.is_distributed() else None,
+                "backend": process_groups.backend(),
                 "threads": torch.get_num_threads(),
-                "device": "cuda" if cuda_in_use() else "cpu",
+                "device": device,
             }
         )
 
@@ -125,8 +138,11 @@ class _ObservedRun:
         self._is_over = True
         self.observer.__exit__()
         if self.observer.clock.steps == 0:
-            unmeasured = [f"everything: {NO_STEP if error is None else FAILED_EARLY}"]
-            error = error or MLBenchError(NO_STEP)
+            # A script that trains nothing here has not done what was asked, even if it ends well.
+            reason = FAILED_EARLY
+            if error is None:
+                reason, error = NO_STEP, MLBenchError(NO_STEP)
+            unmeasured = [f"everything: {reason}"]
         else:
             unmeasured = self.observer.unmeasured(self.world_size)
             for metric in self._metrics:
@@ -138,7 +154,7 @@ class _ObservedRun:
         self.tracker.end(error=error)
         self.results.sink.add_to_end({"not_measured": unmeasured})
         try:
-            self.results.__exit__(type(error) if error else None, error, None)
+            self.results.end(error)
         finally:
             if self._workers is not None:
                 self._workers.leave()
@@ -157,7 +173,8 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: The command line; None for that of this process.
     """
-    words = sys.argv[1:] if words is None else words
+    if words is None:
+        words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
         sys.stdout.write(f"usage: python -m mlbench_core.observe {USAGE}\n")
         return
@@ -177,7 +194,10 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
 
     def stop(state: str) -> None:
-        run.finish(_Stopped("the process was stopped") if state == "stopped" else None)
+        error = None
+        if state == "stopped":
+            error = _Stopped("the process was stopped")
+        run.finish(error)
 
     call_at_end(stop)
     error: BaseException | None = None
@@ -186,7 +206,10 @@ def main(words: Sequence[str] | None = None) -> None:
         run_script(options.script, options.arguments, options.is_module)
     except BaseException as raised:
         error = raised
-    failed = error if state_after(error) != "finished" else None
+    failed = None
+    # A script may end well by sys.exit(), which is an exception too.
+    if state_after(error) != "finished":
+        failed = error
     try:
         run.finish(failed)
     except MLBenchError as problem:
@@ -211,18 +234,26 @@ def _configuration(options: Options, workers: int) -> Configuration:
     seed = str(settings.pop("seed", ""))
     if options.optimizer is not None:
         settings["optimizer"] = str(options.optimizer)
+    goal = None
+    if options.goal is not None:
+        goal = options.goal.to_dict()
+    seed_number = None
+    if seed.isdecimal():
+        seed_number = int(seed)
     return Configuration(
         workers=workers,
         program=Path(options.script).name,
         algorithm=str(options.method),
         options=settings,
         network=os.environ.get("MLBENCH_NETWORK") or None,
-        goal=None if options.goal is None else options.goal.to_dict(),
-        seed=int(seed) if seed.isdecimal() else None,
+        goal=goal,
+        seed=seed_number,
         unit="steps",
     )
 
 
 def _environment(options: Options) -> dict[str, Any]:
-    program = None if options.is_module else Path(options.script)
+    program = None
+    if not options.is_module:
+        program = Path(options.script)
     return describe_environment(program=program)

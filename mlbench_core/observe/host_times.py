@@ -82,9 +82,11 @@ class HostTimes:
     def add_up(self) -> None:
         """Add the times of the marks up, and forget the marks."""
         for name, now in self.marks:
-            self._steps_s["other" if name == BATCH_END else name] += now - self._mark_s
-            self._mark_s = now
             if name == BATCH_END:
+                self._steps_s["other"] += now - self._mark_s
                 self._batches.append((now, now - self._batch_s))
                 self._batch_s = now
+            else:
+                self._steps_s[name] += now - self._mark_s
+            self._mark_s = now
         self.marks.clear()

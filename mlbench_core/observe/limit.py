@@ -60,7 +60,9 @@ class ScriptLimit:
         """Return the step after which all workers end, None as long as the time is not over."""
         if self._rank != 0 and self._workers is not None:
             announced = self._workers.announced()
-            return int(announced) if announced else None
+            if not announced:
+                return None
+            return int(announced)
         tracker, steps = self._clock.tracker, self._clock.steps
         self._clock.pass_on()
         if not steps or tracker.goal_reached:

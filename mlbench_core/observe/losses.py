@@ -78,7 +78,9 @@ class LossObserver:
         return scale
 
     def _keep(self, tensors: Any) -> None:
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        loss = tensors
+        if not isinstance(tensors, Tensor):
+            loss = next(iter(tensors), None)
         if loss is not None and loss is self._scaled:
             loss = self._unscaled
         self._scaled = self._unscaled = None
@@ -112,10 +114,14 @@ class LossObserver:
         for number, (position, micro) in enumerate(steps, 1):
             count, total = len(micro), 0.0
             for _, divisor in micro:
+                value = next(values)
                 # Another factor than their number is a part of the loss.
-                total += next(values) * (count if round(divisor) == count else 1)
+                if round(divisor) == count:
+                    value *= count
+                total += value
             mean = total / count
-            self.first = mean if self.first is None else self.first
+            if self.first is None:
+                self.first = mean
             self.last = mean
             log = number == len(steps) and self._tracker.rank == 0
             self._tracker.record_stat("loss", mean, log_to_api=log, at=position)
@@ -128,12 +134,21 @@ def _local(loss: Any) -> Tensor | None:
         return None
     with torch.no_grad():
         local = loss.to_local()
-    return local if type(local) is Tensor else None
+    if type(local) is not Tensor:
+        return None
+    return local
 
 
 def _values(losses: list[float | Tensor]) -> Any:
     """Yield numbers; those on a device are copied at once."""
     tensors = [loss.reshape(()).double() for loss in losses if isinstance(loss, Tensor)]
-    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    numbers: list[float] = []
+    if tensors:
+        # One copy for all, because each one waits for the device.
+        numbers = torch.stack(tensors).tolist()
+    copied = iter(numbers)
     for loss in losses:
-        yield next(copied) if isinstance(loss, Tensor) else loss
+        if isinstance(loss, Tensor):
+            yield next(copied)
+        else:
+            yield loss

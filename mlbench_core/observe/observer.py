@@ -66,7 +66,9 @@ class Observer:
         self.tracker = tracker
         self._methods = methods
         self.losses = LossObserver(tracker)
-        end_step = self._end_step if methods else self.losses.end_step
+        end_step = self.losses.end_step
+        if methods:
+            end_step = self._end_step
         self.clock = StepClock(tracker, Traffic(), self._read, end_step, on_begin, interval_s)
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
@@ -150,8 +152,9 @@ class Observer:
             # Optimizers of the library and of torch may have others inside, and a copy passes no
             # arguments.
             frame = inspect.currentframe()
-            caller = frame.f_back if frame is not None else None
-            module = str(caller.f_globals.get("__name__")) if caller is not None else ""
+            module = ""
+            if frame is not None and frame.f_back is not None:
+                module = str(frame.f_back.f_globals.get("__name__"))
             is_inside = module.startswith(("torch.", "mlbench_core."))
             # That of Accelerate and others is around one that is replaced already.
             is_around = any(isinstance(value, Optimizer) for value in (*args, *kwargs.values()))
@@ -209,15 +212,20 @@ class Observer:
         if world_size > 1 and not reasons and not totals["communication_measured"]:
             reasons.append(_NO_COLLECTIVE)
         if not self.clock.has_fetched:
-            is_elsewhere = self.data.other_thread_reads
-            reasons.append(_OTHER_THREAD if is_elsewhere else "data: no DataLoader was read")
+            if self.data.other_thread_reads:
+                reasons.append(_OTHER_THREAD)
+            else:
+                reasons.append("data: no DataLoader was read")
         if not self.clock.has_optimizer:
             reasons.append(
                 "optimizer: the script has no torch.optim.Optimizer, so each backward pass ends a "
                 "step, and the update after it is a part of the next one"
             )
         if not totals["samples"]:
-            reasons.append(_NO_TENSOR if self.clock.has_fetched else _NO_SAMPLES)
+            if self.clock.has_fetched:
+                reasons.append(_NO_TENSOR)
+            else:
+                reasons.append(_NO_SAMPLES)
         for times in self.clock.traffic.timed:
             if times.own_hook:
                 reasons.append(f"the bytes of DistributedDataParallel's hook {times.own_hook}")
@@ -254,8 +262,10 @@ class Observer:
         peak = self.tracker.summary().memory_peak_bytes
         if peak is not None:
             return f"{table.size(peak)} on the GPU"
-        # Linux counts in kilobytes.
-        factor = 1 if sys.platform == "darwin" else 1024
+        # Linux counts in kilobytes, and macOS in bytes.
+        factor = 1024
+        if sys.platform == "darwin":
+            factor = 1
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor
         return f"{table.size(peak)} of the process"
 

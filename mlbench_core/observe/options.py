@@ -94,6 +94,10 @@ def parse_options(words: Sequence[str]) -> Options:
         parser.error("a script is missing")
     if parsed.optimizer is not None:
         check_together(parsed.method, parsed.optimizer)
+    goal = None
+    if parsed.goal is not None:
+        # After all options, because a goal names a metric that may come later.
+        goal = parse_goal(parsed.goal, parsed.metric)
     return Options(
         script=rest[0],
         arguments=tuple(rest[1:]),
@@ -101,7 +105,7 @@ def parse_options(words: Sequence[str]) -> Options:
         method=parsed.method,
         optimizer=parsed.optimizer,
         metrics=tuple(parsed.metric),
-        goal=None if parsed.goal is None else parse_goal(parsed.goal, parsed.metric),
+        goal=goal,
         output=parsed.output,
         run_id=parsed.run_id,
     )
@@ -111,5 +115,9 @@ def _number_of_options(words: Sequence[str]) -> int:
     """Return the number of words before the script; each option has a value."""
     count = 0
     while count < len(words) and words[count].startswith("--"):
-        count += 1 if "=" in words[count].split(" ")[0] else 2
+        # --name=value is one word, and --name value are two.
+        if "=" in words[count].split(" ")[0]:
+            count += 1
+        else:
+            count += 2
     return min(count, len(words))

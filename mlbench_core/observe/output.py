@@ -118,7 +118,9 @@ def parse_goal(text: str, metrics: Sequence[Metric] | None = None) -> GoalAim:
 
 
 def _full_name(name: str) -> str:
-    return name if name.startswith(("train_", "val_")) else f"val_{name}"
+    if name.startswith(("train_", "val_")):
+        return name
+    return f"val_{name}"
 
 
 class OutputReader:

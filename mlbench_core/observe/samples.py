@@ -31,9 +31,13 @@ def count_data(batch: Any, dimension: int = 0) -> tuple[int, int]:
     """
     if dimension < 0:
         path = _path(batch)
-        return (len(path[-dimension - 1]), 0) if len(path) >= -dimension else (0, 0)
+        if len(path) < -dimension:
+            return 0, 0
+        return len(path[-dimension - 1]), 0
     # Mostly the first part of a pair is a tensor, and a call in each step is saved.
-    first = batch[0] if type(batch) in (list, tuple) and batch else batch
+    first = batch
+    if type(batch) in (list, tuple) and batch:
+        first = batch[0]
     if not isinstance(first, Tensor):
         path = _path(batch)
         if not path:
@@ -43,8 +47,12 @@ def count_data(batch: Any, dimension: int = 0) -> tuple[int, int]:
     if dimensions == 0:
         return 0, 0
     is_text = dimensions == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    samples = first.shape[dimension if dimension < dimensions else 0]
-    return samples, first.numel() if is_text else 0
+    if dimension >= dimensions:
+        dimension = 0
+    tokens = 0
+    if is_text:
+        tokens = first.numel()
+    return first.shape[dimension], tokens
 
 
 def find_samples(batch: Any, batch_size: int) -> int | None:

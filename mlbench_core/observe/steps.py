@@ -254,14 +254,20 @@ class StepClock:
         self.is_in_backward = True
         if self._fetched_samples:
             self._use_batches()
-        self._mark(("opt_step" if self._is_stepping() else "fwd_pass", perf_counter()))
+        before = "fwd_pass"
+        # A backward pass that an optimizer runs itself, outside a closure, is a part of its step.
+        if self._is_stepping():
+            before = "opt_step"
+        self._mark((before, perf_counter()))
         self._label = "backprop"
 
     def backward_ends(self) -> None:
         """Note that a backward pass has ended."""
         self.is_in_backward = False
         self._mark(("backprop", perf_counter()))
-        self._label = "opt_step" if self._is_stepping() else "other"
+        self._label = "other"
+        if self._is_stepping():
+            self._label = "opt_step"
         self.traffic.end_backward()
         if not self.has_optimizer:
             self.end_step()
@@ -380,14 +386,19 @@ class StepClock:
         if self.optimizer_depth or not self.is_open:
             return
         self._mark(("opt_step", perf_counter()))
-        self._label = "backprop" if self.is_in_backward else "other"
+        self._label = "other"
+        # A step in a hook of a parameter ends within the backward pass.
+        if self.is_in_backward:
+            self._label = "backprop"
         if self._ends_step(optimizer):
             self.optimizer = optimizer
             self.end_step()
 
     def _ends_step(self, optimizer: Any) -> bool:
         """Return True if an optimizer is the last one of the cycle."""
-        last = None if self._last is None else self._last()
+        last = None
+        if self._last is not None:
+            last = self._last()
         if last is optimizer:
             self._since_last = 0
             return True

@@ -33,7 +33,9 @@ def table(rows: Mapping[str, str | None], unmeasured: Iterable[str]) -> str:
     width = max(map(len, rows), default=0)
     lines = ["mlbench observe"]
     for name, text in rows.items():
-        lines.append(f"  {name:<{width}}  {NOT_MEASURED if text is None else text}")
+        if text is None:
+            text = NOT_MEASURED
+        lines.append(f"  {name:<{width}}  {text}")
     reasons = "; ".join(unmeasured)
     if reasons:
         lines.append(f"  {NOT_MEASURED}: {reasons}")
@@ -49,7 +51,9 @@ def seconds(value: float | None) -> str | None:
     """
     if value is None:
         return None
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms"
 
 
 def size(value: float | None) -> str | None:
@@ -102,7 +106,9 @@ def _rows_of_a_step(numbers: Mapping[str, Any], first: Mapping[str, Any]) -> dic
     rows["  other"] = seconds(max(0.0, train_s - sum(named.values())))
     # The worker would compute all the time if it never waited for data and for the others.
     computing_s = named["compute"] + named["optimizer"]
-    rows["compute utilization"] = f"{computing_s / train_s:.0%}" if train_s else None
+    rows["compute utilization"] = None
+    if train_s:
+        rows["compute utilization"] = f"{computing_s / train_s:.0%}"
     return rows
 
 

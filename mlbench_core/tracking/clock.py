@@ -83,7 +83,10 @@ class DeviceClock:
         Args:
             name: The step, or None if the time since the previous mark belongs to no step.
         """
-        event = self._free.pop() if self._free else cuda_event()
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = cuda_event()
         event.record()
         self._marks.append((name, event))
 

@@ -32,7 +32,9 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         merges = merged_if_many and len(self) > _MOST_ENTRIES
         merged: dict[tuple[str, int, int, bool], list[int]] = {}
         for (op, group, size_bytes, overlapped), calls in sorted(self.items()):
-            size_class = size_bytes.bit_length() if merges else size_bytes
+            size_class = size_bytes
+            if merges:
+                size_class = size_bytes.bit_length()
             sums = merged.setdefault((op, group, size_class, overlapped), [0, 0])
             sums[0] += calls
             sums[1] += calls * size_bytes

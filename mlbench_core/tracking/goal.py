@@ -90,7 +90,9 @@ def finite(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
@@ -108,8 +110,10 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
+    result = None
     # A script may set goal_reached to False to continue.
-    result = tracker.goal_result if tracker.goal_reached else None
+    if tracker.goal_reached:
+        result = tracker.goal_result
     goal = GoalAim.of(tracker.goal).to_dict()
     value: float | None = None
     if result is None:

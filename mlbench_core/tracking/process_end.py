@@ -62,6 +62,8 @@ def call_at_end(function: Callable[[str], None]) -> None:
         function: Called ``(state)``, see :func:`state_after`. Its exceptions are logged.
     """
     _functions.append(function)
+    # Registered again, because the handler that was registered last runs first: the functions must
+    # run before the handlers of the packages that they use, such as those of wandb.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
     _watch_sigterm()

@@ -143,7 +143,10 @@ class RunFolder:
             # Left by a killed run. Only this worker's file is moved, because others of this host
             # write now, too.
             path.replace(path.with_name(f"earlier-{path.name}"))
-        before_start = prepare if resume and rank == 0 else None
+        before_start = None
+        # The folder keeps the earlier result until the resumed run has begun to train.
+        if resume and rank == 0:
+            before_start = prepare
         self.sink = LinesSink(path, rank, run_id, configuration.to_dict(), before_start)
 
     def __enter__(self) -> RunFolder:
@@ -201,7 +204,9 @@ class RunFolder:
                 LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
-        run = {} if self.result is None else self.result["run"]
+        run: dict[str, Any] = {}
+        if self.result is not None:
+            run = self.result["run"]
         # The sink also records this state if it could not write all lines.
         if loss is None and error is None and run.get("state") == "failed":
             loss = run["reason"]
@@ -316,4 +321,6 @@ def _fixed_settings(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _setting_text(value: Any) -> str:
-    return "not set" if value is None else repr(value)
+    if value is None:
+        return "not set"
+    return repr(value)

@@ -81,7 +81,9 @@ class ScriptResults:
         configuration = _configuration(tracker, workers.size, settings)
         environment = None
         if tracker.rank == 0:
-            seeds = {} if configuration.seed is None else {"seed": configuration.seed}
+            seeds = {}
+            if configuration.seed is not None:
+                seeds["seed"] = configuration.seed
             environment = describe_environment(seeds=seeds, program=Path(sys.argv[0]))
         self._opened = RunFolder(
             _folder(self.results, str(tracker.run_id)),
@@ -121,15 +123,24 @@ def _configuration(tracker: ScriptRun, workers: int, settings: Mapping[str, Any]
     options = command_options(mask_command_line(sys.argv[1:]))
     seed = str(options.get("seed"))
     kept = {name: value for name, value in options.items() if name not in _NOT_OPTIONS}
-    in_cuda = cuda_in_use() or settings.get("backend") == "nccl"
+    device = "cpu"
+    # NCCL works on GPUs only, also if this process has not used CUDA yet.
+    if cuda_in_use() or settings.get("backend") == "nccl":
+        device = "cuda"
+    goal = None
+    if tracker.goal is not None:
+        goal = GoalAim.of(tracker.goal).to_dict()
+    seed_number = None
+    if seed.isdecimal():
+        seed_number = int(seed)
     return Configuration(
         workers=workers,
         program=Path(sys.argv[0]).name or None,
         options=kept,
-        device="cuda" if in_cuda else "cpu",
+        device=device,
         network=os.environ.get("MLBENCH_NETWORK") or None,
-        goal=None if tracker.goal is None else GoalAim.of(tracker.goal).to_dict(),
-        seed=int(seed) if seed.isdecimal() else None,
+        goal=goal,
+        seed=seed_number,
         unit=tracker.unit,
         **settings,
     )

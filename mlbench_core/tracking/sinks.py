@@ -219,8 +219,10 @@ class JSONLSink(_FileSink):
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Write one line."""
+        finite: float | str | None = value
         # An integer is finite, and may be too large for math.isfinite().
-        finite = value if isinstance(value, (str, int)) or math.isfinite(value) else None
+        if not isinstance(value, (str, int)) and not math.isfinite(value):
+            finite = None
         self._write({"epoch": epoch, "step": step, "name": name, "value": finite})
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -375,7 +377,10 @@ class WandbSink(_ServiceSink):
         # batches. So the axis is a separate metric.
         self._run.define_metric("*", step_metric="batch")
         resumed = getattr(self._run, "resumed", False) is True
-        self._first_batch = int(self._run.summary.get("batch", 0)) if resumed else 0
+        self._first_batch = 0
+        if resumed:
+            # A resumed run repeats the batches after its checkpoint, which wandb has already.
+            self._first_batch = int(self._run.summary.get("batch", 0))
         super().__init__()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
@@ -492,8 +497,13 @@ class MLflowSink(_ServiceSink):
 
     def _allowed_name(self, name: str) -> str:
         """Return the name that a metric gets in MLflow."""
-        parts = re.sub(r"[^\w./ -]", "_", name).split("/")
-        allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+        parts = []
+        for part in re.sub(r"[^\w./ -]", "_", name).split("/"):
+            # MLflow takes a name for a path, and refuses one that has a shorter form.
+            if part in ("", ".", ".."):
+                part = "_"
+            parts.append(part)
+        allowed = "/".join(parts)
         unique = posixpath.normpath(allowed[: self._LONGEST_NAME])
         # Different names stay different, so that no curve mixes two metrics.
         number = 2
@@ -626,7 +636,9 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
             raise ConfigurationError(
                 f"sink {name!r} ({entry_point.value}) cannot be imported: {error}"
             ) from error
-    arguments = [argument] if argument else []
+    arguments = []
+    if argument:
+        arguments.append(argument)
     try:
         inspect.signature(maker).bind(*arguments)
     except TypeError as error:

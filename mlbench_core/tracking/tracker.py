@@ -218,7 +218,7 @@ class Tracker(PhaseTimes):
         self.metrics_steps = _steps("metrics_steps", metrics_steps, ["comp_metrics"])
         self.preprocess_steps = _steps("preprocess_steps", preprocess_steps, ["batch_load"])
         self.minimize = minimize
-        self.primary_metric: Any = self.metrics[0] if self.metrics else None
+        self.primary_metric: Any = next(iter(self.metrics), None)
         self._sinks = SinkList(sinks)
         self.current_epoch = 0
         self.best_epoch = 0
@@ -367,7 +367,9 @@ class Tracker(PhaseTimes):
         """
         # Times are kept only as totals since the start, so the times of one epoch are the
         # difference of two totals.
-        before = self._epoch_ends[-1] if self._epoch_ends else Totals()
+        before = Totals()
+        if self._epoch_ends:
+            before = self._epoch_ends[-1]
         now = self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
@@ -735,7 +737,10 @@ class Tracker(PhaseTimes):
             n: Number of samples.
             log_to_api: True to send it to the master.
         """
-        name = metric if isinstance(metric, str) else metric.name
+        if isinstance(metric, str):
+            name = metric
+        else:
+            name = metric.name
         value = _number(self._prefix + name, value)
         # The best value is updated before the statistic is recorded, because a goal may read it.
         primary = self.primary_metric
@@ -782,7 +787,9 @@ class Tracker(PhaseTimes):
         # Dictionaries keep insertion order, so the first key is the oldest epoch.
         if len(by_epoch) > (self.history.maxlen or 1):
             del by_epoch[next(iter(by_epoch))]
-        batch, time_s = self.position() if at is None else at
+        if at is None:
+            at = self.position()
+        batch, time_s = at
         self.history.append((self.current_epoch, name, value, batch, time_s))
         if log_to_api:
             self._send(name, value)
@@ -813,7 +820,9 @@ class Tracker(PhaseTimes):
     def _compare_with_best(self, value: float) -> None:
         """Set the latest value of the primary metric, and the best value if it is better."""
         # A comparison with nan is False, so nan is never the best.
-        better = value < self.best_metric_value if self.minimize else value > self.best_metric_value
+        better = value > self.best_metric_value
+        if self.minimize:
+            better = value < self.best_metric_value
         self._is_latest_best = better
         if better:
             self.best_metric_value = value
@@ -831,9 +840,11 @@ class Tracker(PhaseTimes):
             best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
             self._validation.best_before = best_before
         self.best_metric_value, self.best_epoch, self._is_latest_best = best_before
-        # The first value is compared directly: a mean of one value (v * n / n) may differ from it
-        # by rounding.
-        self._compare_with_best(value if is_first else mean.avg)
+        latest = mean.avg
+        if is_first:
+            # The value itself: a mean of one value (v * n / n) may differ from it by rounding.
+            latest = value
+        self._compare_with_best(latest)
 
     def is_best(self) -> bool:
         """Return True if the latest value of the primary metric is of this epoch and the best."""
@@ -940,8 +951,10 @@ class Tracker(PhaseTimes):
         parts = [f"Epoch {count}"]
         if self.unit == "steps":
             parts = [f"{length_text(None, self._counters.batches, self.unit)} done"]
-        elif count > 0 and not has_begun:
-            parts = [f"{count} epochs done" if count > 1 else "1 epoch done"]
+        elif count == 1 and not has_begun:
+            parts = ["1 epoch done"]
+        elif count > 1 and not has_begun:
+            parts = [f"{count} epochs done"]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.
@@ -950,7 +963,9 @@ class Tracker(PhaseTimes):
                 parts.append(f"{name} {meter.avg:.4g}")
         if self._has_best:
             metric = getattr(self.primary_metric, "name", "metric")
-            place = f" (epoch {self.best_epoch})" if self.unit == "epochs" else ""
+            place = ""
+            if self.unit == "epochs":
+                place = f" (epoch {self.best_epoch})"
             parts.append(f"best {metric} {self.best_metric_value:.4g}{place}")
         parts.append(f"train time {self._counters.train_s:.1f} s")
         if self.goal_reached:
@@ -1005,7 +1020,11 @@ class Tracker(PhaseTimes):
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
-        self._results.end(None if state == "finished" else error, alone=at_exit)
+        failure = error
+        # A script may end well by sys.exit(), which is an exception too.
+        if state == "finished":
+            failure = None
+        self._results.end(failure, alone=at_exit)
         if not at_exit:
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
@@ -1037,7 +1056,9 @@ class Tracker(PhaseTimes):
             state[group] = list(getattr(self, group))
         state["metrics"] = [str(metric.name) for metric in self.metrics]
         # JSON has no infinities, so None means "no value yet".
-        state["best_metric_value"] = self.best_metric_value if self._has_best else None
+        state["best_metric_value"] = None
+        if self._has_best:
+            state["best_metric_value"] = self.best_metric_value
         state["goal_result"] = self.goal_result
         state["steps_s"] = dict(self._step_s)
         state["wall_s"] = self._wall_s()
@@ -1131,7 +1152,9 @@ class Tracker(PhaseTimes):
         for name, (val, total, count) in state["epoch_stats"].items():
             meters[name] = meter = AverageMeter()
             meter.val, meter.sum, meter.count = val, total, count
-            meter.avg = total / count if count else 0
+            meter.avg = 0
+            if count:
+                meter.avg = total / count
         new["epoch_stats"] = meters
         new["records"] = {}
         for name, pairs in state["records"].items():
@@ -1153,7 +1176,9 @@ class Tracker(PhaseTimes):
 
     @property
     def _prefix(self) -> str:
-        return self.train_prefix if self.is_training else self.val_prefix
+        if self.is_training:
+            return self.train_prefix
+        return self.val_prefix
 
     @property
     def _has_best(self) -> bool:
@@ -1287,7 +1312,9 @@ class Tracker(PhaseTimes):
         return event
 
     def _collectives_so_far(self) -> list[dict[str, Any]] | None:
-        return None if self._collectives is None else self._collectives.as_list()
+        if self._collectives is None:
+            return None
+        return self._collectives.as_list()
 
     def _memory_peak_bytes(self) -> int | None:
         peaks = (self._earlier_memory_peak_bytes, memory_peak_bytes())
@@ -1364,20 +1391,26 @@ class Tracker(PhaseTimes):
 
     def _send(self, name: str, value: float | str) -> None:
         # The master draws curves against this number.
-        place = self._counters.batches if self.unit == "steps" else self.current_epoch
+        place = self.current_epoch
+        if self.unit == "steps":
+            place = self._counters.batches
         LogMetrics.log(self.run_id, self.rank, place, name, value)
 
 
 def _worst_value(minimize: bool) -> float:
     """Return the best value of a metric before its first value."""
-    return float("inf") if minimize else float("-inf")
+    if minimize:
+        return float("inf")
+    return float("-inf")
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
     """Return the names of a group of steps as a list; a single string is one name."""
     if steps is None:
         return default
-    names = [steps] if isinstance(steps, str) else list(steps)
+    if isinstance(steps, str):
+        steps = [steps]
+    names = list(steps)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{argument} must be names of steps, which are strings, not {name!r}")

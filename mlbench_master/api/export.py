@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -246,10 +247,10 @@ def _cell(text: str) -> str:
 
 
 def _rank_and_epoch(extra: str) -> tuple[str, str]:
-    try:
-        metadata = json.loads(extra) if extra else None
-    except (ValueError, RecursionError):
-        metadata = None
+    metadata = None
+    # A client may send any text, also one of thousands of brackets.
+    with contextlib.suppress(ValueError, RecursionError):
+        metadata = json.loads(extra or "null")
     if not isinstance(metadata, dict):
         return "", ""
     return _number_text(metadata.get("rank")), _number_text(metadata.get("epoch"))
@@ -316,12 +317,16 @@ def metrics_zip(
     """
     sink = _Sink()
     names: set[str] = set()
-    pods = [] if run is None else map(pod_owner, run.worker_names())
+    pods: list[str] = []
+    if run is not None:
+        pods += map(pod_owner, run.worker_names())
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
         if run is not None:
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
         for source, name, points in selection.of(store, owner, *pods):
-            prefix = "result" if source == owner else source.removeprefix("pod:")
+            prefix = source.removeprefix("pod:")
+            if source == owner:
+                prefix = "result"
             file_name = safe_file_name(f"{prefix}_{name}", names) + ".json"
             # The size is unknown before the data, so it has to allow for more than 4 GiB.
             with archive.open(file_name, "w", force_zip64=True) as file:
@@ -358,7 +363,9 @@ def log_text(engine: Engine, run: Run, query: LogsQuery) -> Iterator[str]:
 
 
 def _log_line(line: LogLine) -> str:
-    who = "master" if line["rank"] is None else f"rank {line['rank']}"
+    who = f"rank {line['rank']}"
+    if line["rank"] is None:
+        who = "master"
     return f"{line['date']} {who} {line['stream']} | {line['text']}\n"
 
 

@@ -129,8 +129,11 @@ def health(store: StorePart, scheduler: SchedulerPart, engine: EnginePart) -> di
 def pods(request: Request, store: StorePart) -> JSONResponse:
     query = read_query(PodsQuery, request)
     run_id, after_rank = map(int, query.after.split("-"))
-    # Each run has a worker, so one run more than pods is enough.
-    runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
+    most_runs = None
+    if query.limit is not None:
+        # Each run has a worker, so one run more than pods is enough.
+        most_runs = query.limit + 1
+    runs = store.runs(after=run_id - 1, limit=most_runs)
     page = list(itertools.islice(_workers_after(runs, run_id, after_rank), query.limit))
     follows = query.limit is not None and len(page) == query.limit
     after = ""
@@ -189,7 +192,9 @@ async def add_metrics(request: Request) -> Response:
     # Without dependencies: FastAPI takes longer for three of them than the database for a metric.
     body = await _read_metrics(request)
     many = isinstance(body, list)
-    items = body if many else [body]
+    items = [body]
+    if many:
+        items = body
     if len(items) > MAX_BATCH:
         message = (
             f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: "
@@ -242,7 +247,9 @@ def metrics(
     else:
         owner = pod_owner(owner_id)
         _pod_or_404(store, owner_id)
-    since = None if query.since is None else to_us(query.since)
+    since = None
+    if query.since is not None:
+        since = to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
     if query.format not in ("zip", "csv"):
         pieces = export.metrics_json(store, owner, selection)
@@ -254,7 +261,9 @@ def metrics(
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
-    results = None if run is None else results_of(run, engine)
+    results = None
+    if run is not None:
+        results = results_of(run, engine)
     archive = export.metrics_zip(store, owner, run, selection, results)
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
@@ -271,7 +280,10 @@ def runs(request: Request, store: StorePart, scheduler: SchedulerPart) -> JSONRe
     follows = query.limit is not None and len(page) == query.limit
     # An id stays the right position when runs before it are deleted; other orders have none.
     if query.sort == "id":
-        headers = _link(request, follows, after=page[-1].id if page else 0, offset=None)
+        last_id = 0
+        if page:
+            last_id = page[-1].id
+        headers = _link(request, follows, after=last_id, offset=None)
     else:
         headers = _link(request, follows, offset=query.offset + len(page))
     # FastAPI would look at every value before it encodes them.
@@ -513,7 +525,9 @@ def run_or_404(store: Store, run_id: str) -> Run:
 
 def results_of(run: Run, engine: Engine) -> Path | None:
     """Return the folder for the results of a run's workers, None if the master cannot read it."""
-    return None if run.job_id is None else engine.results(run.job_id)
+    if run.job_id is None:
+        return None
+    return engine.results(run.job_id)
 
 
 def _pod_or_404(store: Store, name: str) -> None:

@@ -96,9 +96,10 @@ class Columns:
 
     def pack(self) -> bytes:
         """Return the columns as bytes, the same on every machine."""
-        return b"".join(
-            column.astype(kind).tobytes() for column, kind in zip(self._all(), _KINDS, strict=True)
-        )
+        parts = []
+        for column, kind in zip(self._all(), _KINDS, strict=True):
+            parts.append(column.astype(kind).tobytes())
+        return b"".join(parts)
 
     def at(self, indices: Any) -> Columns:
         """Return the columns of some entries.

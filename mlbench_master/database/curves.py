@@ -130,5 +130,11 @@ def start_of(run: Run) -> int:
 
 
 def _or_none(column: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
-    # JSON does not have NaN.
-    return [None if math.isnan(number) else number for number in column.tolist()]
+    numbers: list[float | None] = []
+    for number in column.tolist():
+        # JSON does not have NaN.
+        if math.isnan(number):
+            numbers.append(None)
+        else:
+            numbers.append(number)
+    return numbers

@@ -92,7 +92,9 @@ def _version(connection: sa.Connection, metadata: sa.MetaData, names: set[str]) 
     if not names:
         return 0
     if VERSION_TABLE in names:
-        name = REVISION_TABLE if REVISION_TABLE in names else VERSION_TABLE
+        name = VERSION_TABLE
+        if REVISION_TABLE in names:
+            name = REVISION_TABLE
         # Each of the two has one column.
         numbers = connection.scalars(sa.select(*metadata.tables[name].columns)).all()
         if len(numbers) == 1 and str(numbers[0]).isdecimal() and int(numbers[0]) > 0:

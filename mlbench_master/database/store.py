@@ -148,7 +148,9 @@ class Run(_Base):
     @property
     def shown_state(self) -> str:
         """Return the state for people: ``stopped`` for a run that a user stopped."""
-        return "stopped" if self.is_stopped else self.state
+        if self.is_stopped:
+            return "stopped"
+        return self.state
 
     @property
     def goal_record(self) -> RunGoal | None:
@@ -161,13 +163,17 @@ class Run(_Base):
             metadata = json.loads(self.job_metadata)
         except (TypeError, ValueError):
             metadata = None
-        return metadata if isinstance(metadata, dict) else {}
+        if not isinstance(metadata, dict):
+            return {}
+        return metadata
 
     @property
     def tags(self) -> list[str]:
         """Return the tags of the run."""
         tags = self.metadata_dict().get("tags")
-        return list(map(str, tags)) if isinstance(tags, list) else []
+        if not isinstance(tags, list):
+            return []
+        return list(map(str, tags))
 
     @property
     def note(self) -> str:
@@ -198,7 +204,9 @@ class Run(_Base):
         shown["stopped"] = self.is_stopped
         shown["tags"], shown["note"] = self.tags, self.note
         goal = self.goal_record
-        shown["goal"] = None if goal is None else goal.model_dump()
+        shown["goal"] = None
+        if goal is not None:
+            shown["goal"] = goal.model_dump()
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
         shown["job_metadata"] = {**lists, **self.public_metadata(), "command": shown["command"]}
         return shown
@@ -207,7 +215,9 @@ class Run(_Base):
     def worker_count(self) -> int:
         """Return the number of workers, 0 if the record is damaged."""
         # A damaged record must not break the list of all workers.
-        return self.num_workers if isinstance(self.num_workers, int) else 0
+        if not isinstance(self.num_workers, int):
+            return 0
+        return self.num_workers
 
     @property
     def elastic(self) -> WorkerRange | None:
@@ -220,7 +230,9 @@ class Run(_Base):
     @property
     def most_workers(self) -> int:
         """Return the largest number of workers that live at the same time."""
-        return self.worker_count if self.elastic is None else self.elastic.most
+        if self.elastic is None:
+            return self.worker_count
+        return self.elastic.most
 
     def lasted_s(self, now: int) -> float | None:
         """Return the seconds from the start of the run to its end; None before its start.
@@ -231,7 +243,9 @@ class Run(_Base):
         # A damaged record may hold any type.
         if not isinstance(self.started_at, int):
             return None
-        end = self.finished_at if isinstance(self.finished_at, int) else now
+        end = now
+        if isinstance(self.finished_at, int):
+            end = self.finished_at
         return max(end - self.started_at, 0) / 1e6
 
     def worker_name(self, rank: int) -> str:
@@ -289,8 +303,11 @@ class NewMetric(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return the metric as the API shows it."""
         kind, _, owner = self.owner.partition(":")
-        run_id = int(owner) if kind == "run" else None
-        pod_name = owner if kind == "pod" else None
+        run_id, pod_name = None, None
+        if kind == "run":
+            run_id = int(owner)
+        elif kind == "pod":
+            pod_name = owner
         return {
             "run_id": run_id,
             "pod_name": pod_name,
@@ -325,7 +342,9 @@ def _point(values: Iterable[Any]) -> Point:
 
 
 def _text(value: object) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return str(value)
 
 
 def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
@@ -711,7 +730,10 @@ class Store:
             def pragma(text: str) -> int:
                 # A pragma does its work while its rows are read.
                 rows = cursor.execute(f"PRAGMA {text}").fetchall()
-                return int(rows[0][0]) if rows else 0
+                # A pragma that only acts returns no row.
+                if not rows:
+                    return 0
+                return int(rows[0][0])
 
             if pragma("auto_vacuum") != _INCREMENTAL:
                 with self._write_lock:
@@ -830,7 +852,9 @@ class Store:
                 rows = _rows_after(session, owner, name, end, PAGE)
                 # A damaged row may change its place when it is mended.
                 is_sound = all(type(row[1]) is int for row in rows)
-                self._loose[owner, name] = len(rows) if is_sound else 0
+                self._loose[owner, name] = 0
+                if is_sound:
+                    self._loose[owner, name] = len(rows)
                 if len(rows) < PAGE or not is_sound:
                     return
                 data = Columns.of_rows(rows).pack()
@@ -1207,7 +1231,9 @@ def _rows_after(
     # As plain tuples of the driver, in half the time of SQLAlchemy's rows.
     connection = session.connection()
     mark = _mark(connection)
-    after = "" if end is None else f" AND (date, id) > ({mark}, {mark})"
+    after = ""
+    if end is not None:
+        after = f" AND (date, id) > ({mark}, {mark})"
     query = (
         "SELECT id, date, value, metadata FROM metrics "
         f"WHERE owner = {mark} AND name = {mark}{after} ORDER BY date, id LIMIT {mark}"
@@ -1236,7 +1262,9 @@ def _cache_for(connection: sa.Connection, inserts: int) -> Iterator[None]:
 
 def _mark(connection: sa.Connection | sa.Engine) -> str:
     """Return the placeholder of a parameter in a statement of the database's driver."""
-    return "?" if connection.dialect.paramstyle == "qmark" else "%s"
+    if connection.dialect.paramstyle == "qmark":
+        return "?"
+    return "%s"
 
 
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:

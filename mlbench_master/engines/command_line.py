@@ -115,7 +115,9 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     # An entry of the PATH may be relative, too.
     absolute = os.pathsep.join(os.path.join(cwd, entry) for entry in path.split(os.pathsep))
     if shutil.which(first, path=absolute) is None:
-        advice = f"./{first}" if file.is_file() else "bash -c '...' for a command of a shell"
+        advice = "bash -c '...' for a command of a shell"
+        if file.is_file():
+            advice = f"./{first}"
         raise ValueError(
             f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}"
         )
@@ -137,8 +139,10 @@ def worker_environment(
         threads: Threads of a worker, if the user did not choose them.
     """
     chosen = {**(caller_env or {}), **job_env}
+    inherited = ""
     # A call without PYTHONPATH must not get that of the master.
-    inherited = os.environ.get("PYTHONPATH", "") if caller_env is None else ""
+    if caller_env is None:
+        inherited = os.environ.get("PYTHONPATH", "")
     import_path = [_package_root(), chosen.get("PYTHONPATH", inherited)]
     return {
         "OMP_NUM_THREADS": str(threads),

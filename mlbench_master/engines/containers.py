@@ -118,8 +118,10 @@ class Containers:
     ) -> list[str]:
         """Return the command line of Docker or Podman."""
         argv, rank = command["argv"], command["rank"]
+        cores = job.num_cpus
         # One mpirun starts all workers in one container.
-        cores = job.num_cpus if rank is not None else job.num_cpus * job.num_workers
+        if rank is None:
+            cores *= job.num_workers
         # With --init, the program is not process 1, for which the kernel ignores SIGTERM without a
         # handler.
         name, label = _name(job.run_id, rank, folder), f"{_LABEL}={folder}"
@@ -135,6 +137,8 @@ class Containers:
             options += ["--volume", volume]
         # Not from the environment of the program, which finds its own settings in its HOME.
         options += ["--env", f"HOME={mounts[0]}"]
+        # A name alone takes the value from the program's environment, so no secret is in the
+        # command line.
         for variable in names:
             options += ["--env", variable]
         # An entry point of the image would get the command as its arguments.
@@ -237,7 +241,9 @@ def check_program(program: str) -> None:
     """
     if shutil.which(program) is None:
         installed = [name for name in PROGRAMS if shutil.which(name)]
-        advice = f"give {' or '.join(installed)} instead" if installed else f"install {program}"
+        advice = f"install {program}"
+        if installed:
+            advice = f"give {' or '.join(installed)} instead"
         raise ValueError(
             f"engine_options: {program} was not found on the master's machine: {advice}, or leave "
             "out --container to start processes"
@@ -307,7 +313,9 @@ def _name(run_id: int, rank: int | None, folder: Path) -> str:
     """Return the name of a container, which differs from those of other masters of this machine."""
     folder_hash = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     name = f"mlbench-{folder_hash}-{run_id}"
-    return name if rank is None else f"{name}-{rank}"
+    if rank is None:
+        return name
+    return f"{name}-{rank}"
 
 
 def _user(program: str) -> list[str]:

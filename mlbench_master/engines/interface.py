@@ -96,7 +96,9 @@ class Job:
     @property
     def most_workers(self) -> int:
         """The largest number of workers that live at the same time."""
-        return self.num_workers if self.elastic is None else self.elastic.most
+        if self.elastic is None:
+            return self.num_workers
+        return self.elastic.most
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,10 @@ class LogFilter:
 
     def matches(self, line: LogLine) -> bool:
         """Return whether a line is selected."""
-        rank = "master" if line["rank"] is None else line["rank"]
+        rank: int | str | None = line["rank"]
+        # A filter names the lines of the master by this word, because None means all lines.
+        if rank is None:
+            rank = "master"
         return (
             self.rank in (None, rank)
             and self.stream in (None, line["stream"])

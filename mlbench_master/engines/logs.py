@@ -101,7 +101,9 @@ def readable_line(raw: bytes) -> str:
 
 def dropping_problem(folder: Path) -> str:
     """Return :data:`DROPPING` while lines of a run's log are dropped; empty otherwise."""
-    return DROPPING if (folder / _DROPPING_MARK).exists() else ""
+    if not (folder / _DROPPING_MARK).exists():
+        return ""
+    return DROPPING
 
 
 def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
@@ -186,7 +188,9 @@ class LogWriter:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         if self._descriptor is None:
             self._descriptor = _at_once(str(self._path), flags)
+        # Asked each time, because the master may have added a note to the same file.
         size = os.fstat(self._descriptor).st_size
+        # An empty file takes a line of any length.
         if size and size + len(content) > self._file_bytes:
             os.close(self._descriptor)
             self._descriptor, size = None, 0
@@ -198,6 +202,8 @@ class LogWriter:
             self._first += lines
             self._path = self._folder / f"log.{self._first}.jsonl"
             self._descriptor = _at_once(str(self._path), flags)
+            # The first file has the beginning of the run, and stays. Of the others, the newest
+            # stay.
             for _, path in _files(self._folder)[1 : 1 - _FILES]:
                 path.unlink(missing_ok=True)
         if os.write(self._descriptor, content) < len(content):
@@ -257,6 +263,7 @@ class LogReader:
         chunks = self._chunks()
         before = max(_end(chunks), since_line)
         position = since_line
+        # A page before a line is read from its end, because it has the last lines of the range.
         backwards = before_line is not None
         if before_line is not None:
             before = position = max(min(before_line, before), since_line)
@@ -273,7 +280,9 @@ class LogReader:
                 if limit:
                     selected.append({"line": number, **line})
                     left_bytes -= len(raw)
-                    position = number if backwards else end
+                    position = end
+                    if backwards:
+                        position = number
                     if len(selected) >= limit or left_bytes <= 0:
                         return _page(selected, since_line, before, position, matches, backwards)
             # No other line of this chunk is wanted, so the next read begins behind it.
@@ -396,7 +405,9 @@ class _Selection:
         """Decode a line; return None if it does not pass."""
         line = _decode(raw)
         # The bytes may look right although the line is not: a field may have the searched text.
-        return line if self._wanted.matches(line) else None
+        if not self._wanted.matches(line):
+            return None
+        return line
 
     def _may_have(self, content: bytes) -> bool:
         # An escape of JSON may mean any character, or an escape sequence in the middle of the text.
@@ -424,7 +435,9 @@ def _overlapping(
 
 
 def _end(chunks: list[_Chunk]) -> int:
-    return chunks[-1].end if chunks else 0
+    if not chunks:
+        return 0
+    return chunks[-1].end
 
 
 def _content(chunk: _Chunk) -> bytes:
@@ -496,8 +509,11 @@ def _decode(raw: bytes) -> LogLine:
     usual = _USUAL_LINE.fullmatch(raw)
     if usual is not None:  # several times as fast as JSON
         number, name, content, time_of_line = usual.groups()
+        worker = None
+        if number != b"null":
+            worker = int(number)
         return {
-            "rank": None if number == b"null" else int(number),
+            "rank": worker,
             "stream": name.decode(),
             "text": _plain(content.decode("utf-8", "replace")),
             "date": time_of_line.decode(),
@@ -508,9 +524,14 @@ def _decode(raw: bytes) -> LogLine:
         line: Any = json.loads(text)
     except (ValueError, RecursionError):
         line = None
-    fields: dict[str, Any] = line if isinstance(line, dict) else {}
+    fields: dict[str, Any] = {}
+    if isinstance(line, dict):
+        fields = line
     rank = fields.get("rank")
-    words = [word for word in map(fields.get, ("stream", "text", "date")) if isinstance(word, str)]
+    words = []
+    for key in ("stream", "text", "date"):
+        if isinstance(fields.get(key), str):
+            words.append(fields[key])
     if len(words) < 3 or not isinstance(rank, int | None):
         return {"rank": None, "stream": "system", "text": _plain(text.rstrip()), "date": ""}
     stream, text, date = map(_plain, words)

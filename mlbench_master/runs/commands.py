@@ -335,7 +335,9 @@ def no_gpu(engine: Engine) -> str:
 def _check_combination(run: RunIn, engine: Engine) -> None:
     """Refuse fields that would be ignored because of ``task`` or ``command``."""
     # No client of version 3.0 sends these two.
-    chosen = "task" if run.task is not None else "command"
+    chosen = "command"
+    if run.task is not None:
+        chosen = "task"
     is_custom = run.image_name is not None and run.image_name.startswith(CUSTOM_IMAGE)
     if run.arguments and run.task is None and (run.command is not None or is_custom):
         arguments = str(run.arguments)[:80]
@@ -400,7 +402,9 @@ def _check_image(run: RunIn, engine: Engine) -> None:
         )
     problem = image_problem(image)
     if problem:
-        field = "custom_image_name" if own_image else "image_name"
+        field = "image_name"
+        if own_image:
+            field = "custom_image_name"
         raise ValueError(f"{field}: {problem}")
 
 
@@ -504,9 +508,10 @@ def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
     try:
         return get_task(name.replace("-", "_").removeprefix("pytorch_")), ()
     except ValueError:
-        folders = ", ".join(task.folder for task in TASKS.values())
-        images = ", ".join(image.reference for task in TASKS.values() for image in task.images)
+        known = [task.folder for task in TASKS.values()]
+        for task in TASKS.values():
+            known += [image_of_task.reference for image_of_task in task.images]
         raise ValueError(
-            f"image_name: unknown image {image[:80]!r}; known: {folders}, {images}, or "
+            f"image_name: unknown image {image[:80]!r}; known: {', '.join(known)}, or "
             "custom_image with custom_image_name and custom_image_command"
         ) from None

@@ -127,7 +127,9 @@ class OutboxReader:
             if is_early or run.id in self._finished or not run.metadata_dict().get("network"):
                 return
             self._next_s[run.id] = now + READ_EVERY_S
-            spool = None if run.job_id is None else self._engine.spool(run.job_id)
+            if run.job_id is None:
+                return
+            spool = self._engine.spool(run.job_id)
             if spool is None:
                 return
             for path in sorted(spool.glob("*.sqlite3")):
@@ -196,7 +198,9 @@ def _open(path: Path, deadline: float, *, is_used: bool = False) -> sqlite3.Conn
                     f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB"
                 )
     # Not read-only at the end: SQLite undoes what a killed worker has not finished.
-    mode, timeout_s = ("ro", 0.0) if is_used else ("rw", 1.0)
+    mode, timeout_s = "rw", 1.0
+    if is_used:
+        mode, timeout_s = "ro", 0.0
     address = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(address, uri=True, timeout=timeout_s)
     try:
@@ -212,6 +216,7 @@ def _open(path: Path, deadline: float, *, is_used: bool = False) -> sqlite3.Conn
         columns = connection.execute(query).fetchall()
         if entries != [("table", "metrics")] or columns != _OUTBOX_COLUMNS:
             raise ValueError("it has other tables than an outbox")
+        # After the checks, which read the schema. From here on, statements read this table alone.
         connection.set_authorizer(_allow_reading)
     except BaseException:
         connection.close()
@@ -232,7 +237,10 @@ def _batches(connection: sqlite3.Connection, deadline: float) -> Iterator[list[s
     batch: list[str] = []
     size = 0
     for _, line in connection.execute("SELECT key, line FROM metrics ORDER BY key"):
-        text = line if isinstance(line, str) else ""
+        text = ""
+        # A worker may store anything in this column.
+        if isinstance(line, str):
+            text = line
         batch.append(text)
         size += len(text)
         if len(batch) >= MAX_BATCH or size >= MAX_BATCH_BYTES:
@@ -255,7 +263,9 @@ def new_metric(metric: MetricIn, now: int) -> NewMetric:
     else:
         assert metric.pod_name is not None  # MetricIn demands one of the two
         owner = pod_owner(metric.pod_name)
-    date = now if metric.date is None else to_us(metric.date)
+    date = now
+    if metric.date is not None:
+        date = to_us(metric.date)
     return NewMetric(
         owner=owner,
         name=metric.name,

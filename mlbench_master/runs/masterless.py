@@ -139,7 +139,9 @@ class MasterlessRuns:
             state = "initialized"
         if run.state != state:
             run.state = state
-            run.started_at = None if began_s is None else int(began_s * 1e6)
+            run.started_at = None
+            if began_s is not None:
+                run.started_at = int(began_s * 1e6)
             if state in ("finished", "failed"):
                 run.finished_at = now_us()
                 if status.finished_at is not None:
@@ -256,7 +258,9 @@ class MasterlessRuns:
         for folder in find_folders(root):
             for path in read_lines(folder).paths:
                 dated.append((path.stat().st_mtime, folder))
-        return max(dated)[1] if dated else None
+        if not dated:
+            return None
+        return max(dated)[1]
 
     def _record(self, run: Run, **facts: Any) -> None:
         run.job_metadata = json.dumps({**run.metadata_dict(), **facts})
@@ -291,6 +295,8 @@ def _metrics_in(folder: Path) -> Iterator[Mapping[str, Any]]:
         if line["kind"] == "stat" and isinstance(line.get("time"), str):
             name = f"{line['name']} @ {line['rank']}"
             value = line.get("value")
+            text = str(value)
             # The raw lines have null for a value that is not finite.
-            text = "nan" if value is None else str(value)
+            if value is None:
+                text = "nan"
             yield {"name": name, "date": line["time"], "value": text}

@@ -72,7 +72,9 @@ class PhaseBar:
         placed = []
         start = 0.0
         for phase, seconds in self.seconds.items():
-            size = seconds / longest_s * length if longest_s else 0.0
+            size = 0.0
+            if longest_s:
+                size = seconds / longest_s * length
             placed.append((phase, round(start, 2), round(size, 2)))
             start += size
         return placed
@@ -194,7 +196,10 @@ def _of_result(times: Any) -> dict[str, float]:
     if not isinstance(times, dict):
         return phases
     for phase in PHASE_TITLES:
-        seconds = times.get("communication_hidden_s" if phase == "hidden" else f"{phase}_s")
+        key = f"{phase}_s"
+        if phase == "hidden":
+            key = "communication_hidden_s"
+        seconds = times.get(key)
         if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12:
             phases[phase] = float(seconds)
     return phases

@@ -156,6 +156,7 @@ class Scheduler:
                 return self._finish(run, STOPPED)
             self._stopping.add(run_id)
         try:
+            # Without the lock, because an engine may need a minute to end a run.
             self._engine.stop(run.job_id)
             try:
                 return self._finish(run, STOPPED) or self._store.run(run_id)
@@ -240,6 +241,7 @@ class Scheduler:
 
     def _turn(self, run: Run) -> tuple[bool, float, int]:
         """Return the sort key of a waiting run in the queue."""
+        # Those that have waited long come before all younger runs, so that none waits indefinitely.
         if self._has_waited_long(run):
             return False, 0, run.id
         return True, _cores(run), run.id
@@ -249,8 +251,10 @@ class Scheduler:
 
     def _free_gpus(self, run: Run, lent: Collection[str]) -> tuple[str, ...] | None:
         """Return the GPUs that a run would get, or None if it has to wait for some."""
-        gpus = self._engine.gpus if run.gpu_enabled else None
-        if gpus is None:  # none are needed, or the cluster assigns them
+        if not run.gpu_enabled:
+            return ()
+        gpus = self._engine.gpus
+        if gpus is None:  # the cluster assigns them
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
         if len(free) < run.num_workers:
@@ -413,7 +417,10 @@ class Scheduler:
         return self._record_end(run, replace(status, reason=reason), output)
 
     def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
-        state = "finished" if status.state == "finished" else "failed"
+        state = "failed"
+        # The API has no state for a run that is lost.
+        if status.state == "finished":
+            state = "finished"
         details = {**output, "reason": status.reason, "returncode": status.returncode}
         if status.changes:
             details["changes"] = list(status.changes)
@@ -458,8 +465,10 @@ class Scheduler:
         err: list[str] = []
         if run.job_id is not None:
             for line in self._engine.log_tail(run.job_id):
-                stream = out if line["stream"] == "stdout" else err
-                stream.append(line["text"])
+                if line["stream"] == "stdout":
+                    out.append(line["text"])
+                else:
+                    err.append(line["text"])
         tails: dict[str, Any] = {"stdout": _last_lines(out), "stderr": _last_lines(err)}
         if problem := self._problems.get(run.id):
             tails["reason"] = problem

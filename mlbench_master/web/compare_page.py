@@ -72,9 +72,12 @@ class Choice:
             only: The ids of the runs; by default the chosen runs, whatever the search finds then.
             **more: Further parameters.
         """
-        q = self.q if only is None else ""
-        only = self.picked if only is None else only
-        machine = self.pricing.machine.name if self.pricing.machine else ""
+        q = ""
+        if only is None:
+            q, only = self.q, self.picked
+        machine = ""
+        if self.pricing.machine:
+            machine = self.pricing.machine.name
         values = {"q": q, "run": only, "baseline": self.baseline, "machine": machine, **more}
         parameters = {name: value for name, value in values.items() if value}
         return f"{path}?{urlencode(parameters, doseq=True)}"

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlbench_core.caller import module_command, safe_environment
 
@@ -126,7 +126,9 @@ def _keep(key: str, figures: Figures) -> Figures:
 
 
 def _input(groups: Sequence[Group], price_per_hour: float | None) -> bytes:
-    records = [dataclasses.asdict(record) for group in groups for record in group.records]
+    records: list[dict[str, Any]] = []
+    for group in groups:
+        records += map(dataclasses.asdict, group.records)
     return json.dumps({"records": records, "price_per_hour": price_per_hour}, default=str).encode()
 
 

@@ -50,7 +50,10 @@ def log_view(run: Run, engine: Engine, query: LogsQuery | None = None) -> dict[s
         query: The lines to show; by default the last ones.
     """
     query = query or LogsQuery()
-    before = MAX_ID if query.before_line is None else query.before_line
+    before = query.before_line
+    # A number after the end means the end of the log.
+    if before is None:
+        before = MAX_ID
     log_page = LogPage([], 0)
     if run.job_id is not None:
         log_page = engine.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
@@ -58,11 +61,15 @@ def log_view(run: Run, engine: Engine, query: LogsQuery | None = None) -> dict[s
     chosen = {name: value for name, value in wanted.items() if value not in (None, "")}
     earlier = urlencode({**chosen, "before_line": log_page.previous})
     download = urlencode({**chosen, "format": "text"})
+    # A menu of hundreds of ranks is of no use, and a field for the number takes its place.
+    ranks = None
+    if run.worker_count <= _MOST_CHOICES:
+        ranks = range(run.worker_count)
     return {
         "lines": log_page.lines,
         "next": log_page.next,
         "previous": log_page.previous,
-        "ranks": range(run.worker_count) if run.worker_count <= _MOST_CHOICES else None,
+        "ranks": ranks,
         "wanted": query.wanted,
         "is_filtered": bool(chosen),
         "errors": ERROR_LINE.pattern,

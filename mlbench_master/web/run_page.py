@@ -73,7 +73,9 @@ def run_page(run_id: str, request: Request, store: StorePart, engine: EnginePart
     listed = [item for item in latest if wanted.lower() in item[0].lower()]
     metrics = [(name, point.value[:_MOST_CHARACTERS], point) for name, point in listed[:_MOST_ROWS]]
     goal = run.goal_record
-    to_goal = goal.phases_s if goal else {}
+    to_goal: dict[str, float] = {}
+    if goal is not None:
+        to_goal = goal.phases_s
     totals = total_phases(latest, result, to_goal)
     unknown = _unknown_phases(result)
     if totals and not is_measured(totals, result, run.worker_count):
@@ -153,7 +155,9 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
         parsed = pydantic_core.from_json(content or b"", allow_inf_nan=False)
     except ValueError:
         return {}
-    return parsed if isinstance(parsed, dict) else {}
+    if not isinstance(parsed, dict):
+        return {}
+    return parsed
 
 
 def _unknown_phases(result: Mapping[str, Any]) -> set[str]:
@@ -166,7 +170,9 @@ def _unknown_phases(result: Mapping[str, Any]) -> set[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    return list(map(str, value)) if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return []
+    return list(map(str, value))
 
 
 def _bytes_on_wire(result: Mapping[str, Any]) -> float | None:
@@ -180,7 +186,10 @@ def _bytes_on_wire(result: Mapping[str, Any]) -> float | None:
 
 def _facts(run: Run, folder: _Folder) -> dict[str, str]:
     metadata = run.metadata_dict()
-    samples = metadata.get("samples")
+    goodput = ""
+    # Only an elastic run counts its samples.
+    if metadata.get("samples"):
+        goodput = str(PaidSamples(**metadata["samples"]))
     return {
         "Workers": f"{run.num_workers}, cores per worker: {run.num_cpus:g}",
         "Backend": run.backend,
@@ -192,7 +201,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Notes": " ".join(map(str, metadata.get("notes") or ())),
         "Reason": str(metadata.get("reason") or ""),
         "Changes of workers": "; ".join(map(str, metadata.get("changes") or ())),
-        "Goodput": str(PaidSamples(**samples)) if samples else "",
+        "Goodput": goodput,
         "Result folder": folder.path,
     }
 
@@ -213,7 +222,9 @@ def _failure(run: Run, engine: Engine) -> tuple[int, list[str]] | None:
                 errors.append(text)
     # A traceback is on stderr, but some programs print their errors to stdout only.
     texts = (errors or texts)[-_LAST_LINES:]
-    return (rank, texts) if texts else None
+    if not texts:
+        return None
+    return rank, texts
 
 
 def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
@@ -249,11 +260,16 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
             return
         if isinstance(value, dict):
             for name, inner in value.items():
-                add(f"{path}.{name}" if path else str(name), inner)
+                inner_path = str(name)
+                if path:
+                    inner_path = f"{path}.{name}"
+                add(inner_path, inner)
         elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
             facts.append((path, " ".join(map(str, value))))
         elif value not in (None, ""):
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value
+            if not isinstance(value, str):
+                text = json.dumps(value)
             facts.append((path, text))
 
     add("", values)

@@ -203,7 +203,9 @@ class RunGroup:
         if not times:
             return text
         median = median_s(records)
-        median_text = "not reached" if median is None else duration(median)
+        median_text = "not reached"
+        if median is not None:
+            median_text = duration(median)
         return f"best {duration(min(times))}, median {median_text}; {text}"
 
 
@@ -225,7 +227,10 @@ def group_runs(found: Iterable[tuple[Run, Fields]], field: str, q: str) -> list[
                 groups[value] = RunGroup(value, words, [])
             groups[value].found.append((run, fields))
     without = groups.pop("", None)
-    return [*groups.values(), *([without] if without is not None else [])]
+    in_order = list(groups.values())
+    if without is not None:
+        in_order.append(without)
+    return in_order
 
 
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
@@ -265,7 +270,9 @@ def _program(run: Run, fields: Fields) -> tuple[str, str]:
     if "task" not in fields:
         # Of a script that is measured unchanged, only the script: the method has its own column.
         observed = split_observed(split_command(str(run.command)))
-        return str(run.command) if observed is None else shlex.join(observed[1]), ""
+        if observed is None:
+            return str(run.command), ""
+        return shlex.join(observed[1]), ""
     details = [*fields.get("dataset", ()), *fields.get("preset", ())]
     return f"Task {fields['task'][0]}", ", ".join(details)
 
@@ -273,10 +280,12 @@ def _program(run: Run, fields: Fields) -> tuple[str, str]:
 @router.get("/runs/")
 def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     view = View.read(request)
-    states = [view.state] if view.state else []
+    states = []
     if view.state == "failed":
         # For the store, a run that a user stopped has failed, too.
-        states = ["failed itself"]
+        states.append("failed itself")
+    elif view.state:
+        states.append(view.state)
     query = RunQuery.parse(view.q)
     count = store.count_runs(*states, text=query.text)
     left_out = 0

@@ -144,7 +144,9 @@ def start(
     if not errors:
         try:
             runs = start_runs(wanted, store, scheduler, engine, events)
-            path = f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/"
+            path = "/runs/"
+            if len(runs) == 1:
+                path = f"/runs/{runs[0].id}/"
             return RedirectResponse(path, status_code=303)
         except NameInUseError as error:
             name = str(error)
@@ -168,22 +170,29 @@ def _form_page(
         reasons["no_network"] = no_network(engine)
     if not engine.limits_bandwidth:
         reasons["no_bandwidth_limit"] = no_bandwidth_limit(engine)
+    # In the order of the fields, which is that of a person who reads the page.
+    sorted_errors = {name: errors[name] for name in LABELS if name in errors}
+    methods = {}
+    for name, spec in METHODS.items():
+        # --method does not take those of --optimizer.
+        if spec.kind != "optimizer":
+            methods[name] = spec
     answer = page(
         request,
         "start.html",
         values={**dict.fromkeys(LABELS, ""), **values},
-        # In the order of the fields.
-        errors={name: errors[name] for name in LABELS if name in errors},
+        errors=sorted_errors,
         labels=LABELS,
         tasks=TASKS.values(),
         backends=BACKENDS,
         engine=engine,
         infinity=math.inf,
         networks=NETWORKS,
-        methods={name: spec for name, spec in METHODS.items() if spec.kind != "optimizer"},
+        methods=methods,
         **reasons,
     )
-    answer.status_code = 400 if errors else 200
+    if errors:
+        answer.status_code = 400
     return answer
 
 
@@ -220,15 +229,19 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
         read("repeats", partial(_number, most=1000), None),
         read("seed", partial(_number, least=0, most=2**31), None),
     )
+    limiting = None
     # The task limits the backends of BACKENDS, not a custom one.
-    limiting = task if form.get("backend") in BACKENDS else None
+    if form.get("backend") in BACKENDS:
+        limiting = task
     read("backend", lambda backend: check_backend(backend, limiting, "gpu_enabled" in form), None)
     # A script that takes no seed can be repeated, too: its times are never the same.
     if not errors and (form.get("kind") != "script" or series.seed is not None):
         read(series.seed_option or "seed", lambda _: series.check_seeds(), None)
     count = len(series.num_workers) * (series.repeats or 1)
     if count > _MOST_RUNS:
-        field = "num_workers" if series.repeats is None else "repeats"
+        field = "num_workers"
+        if series.repeats is not None:
+            field = "repeats"
         message = f"must give at most {_MOST_RUNS} runs at once, not {count}: start them in parts"
         errors[field] = message
         return []
@@ -353,7 +366,9 @@ def _option(form: Mapping[str, str], field: str, task: Task, values: tuple[str, 
     if not value:
         return []
     if value not in values:
-        allowed = f"one of {', '.join(values)}" if values else "left out"
+        allowed = "left out"
+        if values:
+            allowed = f"one of {', '.join(values)}"
         message = f"must be {allowed} for task {task.key}, not {value[:80]!r}: choose another one"
         raise FormError(field, message)
     return [f"--{field}", value]

@@ -368,6 +368,7 @@ class Aggregation(ABC):
             refuse_sparse(parameters)
             self.compare_models(parameters)
             if self.world_size == 1:
+                # No other worker must be asked if it has trained a frozen parameter.
                 self.layout.admit(self.layout.trained & parameters.keys())
                 self._aggregate_alone(self._without_frozen(parameters), op, denom)
                 return
@@ -376,12 +377,13 @@ class Aggregation(ABC):
             # The flags of the first message ask about the frozen parameters; if no parameter
             # travels, a separate message does.
             asked = frozen
-            messages = _messages(sent, by_layer) if sent else []
-            for part in messages:
-                self._aggregate_some_gradients(part, op, denom, asked)
-                asked = []
+            if sent:
+                for part in _messages(sent, by_layer):
+                    self._aggregate_some_gradients(part, op, denom, asked)
+                    asked = []
             if asked:
                 self.admit(asked)
+            # They were not in the messages above, and their gradients belong to this step.
             admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
             if admitted:
                 self._aggregate_some_gradients(admitted, op, denom)
@@ -413,6 +415,7 @@ class Aggregation(ABC):
             is_present: True if this worker had a gradient of the first parameter.
         """
         if not flags[0].isfinite():
+            # The mark has overwritten the flag on one worker at least, so all send theirs again.
             flags[0] = self.admit(frozen, is_present)
 
     def admit(self, frozen: Sequence[str], flag: bool = False) -> float:
@@ -470,7 +473,11 @@ class Aggregation(ABC):
         self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None
     ) -> None:
         """Aggregate the gradients of the only worker, who knows which of them exist."""
-        self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
+        gradients = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        self.aggregate(gradients, op, denom)
 
     def _aggregate_some_gradients(
         self,
@@ -574,10 +581,13 @@ class Aggregation(ABC):
             pending: See :meth:`compare_models`.
         """
         frozen = [name for name in weights if name in self.layout.frozen]
-        # The message about frozen parameters has one layout only if the models are the same.
-        self.compare_models(pending=None if frozen else pending)
         if frozen:
+            # The message about frozen parameters has one layout only if the models are the same, so
+            # the comparison must end before it.
+            self.compare_models()
             self.admit(frozen)
+        else:
+            self.compare_models(pending=pending)
         return self._without_frozen(weights)
 
 
@@ -590,7 +600,11 @@ def _messages(tensors: dict[str, Tensor], by_layer: bool) -> list[dict[str, Tens
 
 def parameters_of(model: Parameters) -> dict[str, Tensor]:
     """Return the parameters of a model, each once, as registered, by their plain names."""
-    named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    named: Iterable[tuple[str, Tensor]]
+    if isinstance(model, nn.Module):
+        named = model.named_parameters()
+    else:
+        named = model.items()
     # This is plain_name, written out so that a step goes through fewer files, as a test of
     # tools/trace_step.py demands.
     return {name.replace(COMPILED, ""): parameter for name, parameter in named}

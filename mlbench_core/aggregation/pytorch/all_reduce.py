@@ -354,7 +354,11 @@ class AllReduceAggregation(Aggregation):
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
-        groups = messages_of(tensors, 1 if self._is_by_layer else None)
+        large_bytes = None
+        if self._is_by_layer:
+            # From one byte on a tensor counts as large, and large ones travel alone.
+            large_bytes = 1
+        groups = messages_of(tensors, large_bytes)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = []
         for group, own in groups:
@@ -367,10 +371,11 @@ class AllReduceAggregation(Aggregation):
         numbers = messages
         if tensors[0].is_complex():
             numbers = list(map(as_real, messages))
+        late_divisor: Denominator | None = divisor
         if early:
             for flat in numbers:
                 divide(flat, divisor)
-        late_divisor = None if early else divisor
+            late_divisor = None
         if self._goes_directly(tensors[0]):
             self._average_directly(numbers, late_divisor)
         else:
@@ -393,8 +398,10 @@ class AllReduceAggregation(Aggregation):
 
     def _average_by_backend(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
         # The backend gets all of them at once, and need not wait for this thread between two.
-        # Memory is shared only for two, so that it does not grow to the size of the model.
-        ahead = 2 if self.shared_memory else len(messages)
+        ahead = len(messages)
+        if self.shared_memory:
+            # Memory is shared only for two, so that it does not grow to the size of the model.
+            ahead = 2
         transfers = list(map(self.start, messages[:ahead]))
         for i, message in enumerate(messages):
             self.finish(transfers[i])
@@ -449,8 +456,10 @@ def messages_of(
         # Torch conjugates and negates lazily, so the memory of such a tensor has other numbers.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         is_shared = users[tensor.untyped_storage().data_ptr()] > 1
-        is_own = tensor.is_contiguous() and not is_lazy and not is_shared
-        groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
+        own = None
+        if tensor.is_contiguous() and not is_lazy and not is_shared:
+            own = tensor.detach().view(-1)
+        groups.append(([tensor], own))
     if small:
         groups.append((small, None))
     return groups

@@ -393,6 +393,7 @@ class ChocoAggregation(DecentralizedAggregation):
         super().aggregate(buffers, op, denom, extra)
 
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
+        # A worker without a restored state compares too, because the others may have one.
         if self._must_agree:
             self._agree_on_state()
         own: dict[str, Compressed] = {}
@@ -538,8 +539,9 @@ def _without_views(q: Compressed, x: Tensor) -> Compressed:
     memory = x.untyped_storage().data_ptr()
     parts = []
     for part in q.sent:
-        is_view = part.untyped_storage().data_ptr() == memory
-        parts.append(part.clone() if is_view else part)
+        if part.untyped_storage().data_ptr() == memory:
+            part = part.clone()
+        parts.append(part)
     return replace(q, sent=tuple(parts))
 
 

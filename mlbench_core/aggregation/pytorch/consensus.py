@@ -102,8 +102,9 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         aggregation.aggregate(tensors, AVG_WORLD)
         _wait_for_gpu(tensors)
         # A GPU does the work there, and this thread only waits.
-        is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        cpu_s = None if is_on_gpu else work_s() - cpu_before_s
+        cpu_s = None
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            cpu_s = work_s() - cpu_before_s
     elapsed_s = time.perf_counter() - before_s
     tracker.charge_validation_average(elapsed_s, aggregation.bytes_sent, cpu_s=cpu_s)
     # It passes on the collectives that were counted.
@@ -121,8 +122,9 @@ def _workers_differ(model: nn.Module, process_group: Any) -> bool:
             values = torch.view_as_real(values)
         # A sum of integers is exact in any order.
         bits = values.contiguous().view(_INTEGERS[values.element_size()])
-        sums.append(int(bits.sum(dtype=torch.int64)) if bits.numel() else 0)
+        sums.append(int(bits.sum(dtype=torch.int64)))
     own = zlib.crc32(repr(sums).encode())
+    # The maximum of the negative numbers shows the minimum, so one message compares all workers.
     extremes = process_groups.get_backend_tensor(torch.tensor([own, -own]), process_group)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
     highest, lowest = extremes.tolist()
@@ -179,7 +181,9 @@ def averaged_weights(
     for module in model.modules():
         for name, buffer in torch_private.buffers_of(module).items():
             # A registered buffer may be None.
-            value = None if buffer is None else buffer.detach().clone()
+            value = None
+            if buffer is not None:
+                value = buffer.detach().clone()
             buffers.append((module, name, buffer, value))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra.append((module, copy.deepcopy(module.get_extra_state())))

@@ -111,7 +111,9 @@ class DecentralizedAggregation(Aggregation):
                 "first and give the rank that it yields, or None"
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
-        self.topology = topology if self.world_size > 1 else from_edges(1, ())
+        self.topology = topology
+        if self.world_size == 1:
+            self.topology = from_edges(1, ())
         # W_ij of each neighbor. It is empty only before the exchange of the lists, because every
         # worker in a connected graph has a neighbor.
         self._weights: tuple[float, ...] = ()
@@ -163,6 +165,7 @@ class DecentralizedAggregation(Aggregation):
         for i, message in enumerate(messages):
             self._average(message, arrivals[i]())
             if i + 2 < len(messages):
+                # The memory of this slot is free again: its tensors were mixed just above.
                 arrivals.append(self._start_exchange(messages[i + 2], i % 2))
             group, own = groups[i]
             if own is None:
@@ -323,7 +326,9 @@ def _check_edges(adjacency: Tensor) -> list[tuple[int, int]]:
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
         (listing, listed), *others = one_sided
-        more = f"; so for {others}" if others else ""
+        more = ""
+        if others:
+            more = f"; so for {others}"
         raise ValueError(
             f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors "
             f"exchange tensors, so both must list the edge ({listing}, {listed}){more}"

@@ -152,6 +152,8 @@ class PushSumAggregation(DecentralizedAggregation):
             # A step may have a call for each layer, and one for parameters outside the model.
             if not self._done.isdisjoint(filled):
                 self._steps, self._done = self._steps + 1, set()
+                # All calls of a step send with the weight from before it, whatever the first of
+                # them received.
                 self._weight_before = self.weight
             self._push(filled)
             self._done.update(filled)
@@ -207,7 +209,10 @@ class PushSumAggregation(DecentralizedAggregation):
             weight under ``"weight"``, and x_i - z_i by parameter name under ``"shifts"``. It is
             empty before the first step.
         """
-        steps = self._steps + bool(self._done)
+        steps = self._steps
+        if self._done:
+            # A step is counted when the next one begins, but this state is the one after it.
+            steps += 1
         if not steps:
             return {}
         if self._is_regular:
@@ -223,8 +228,10 @@ class PushSumAggregation(DecentralizedAggregation):
             ValueError: It is another aggregation's state, or has a weight although all weights stay
                 1 with these peers.
         """
-        own = () if self._is_regular else self._own_state
-        check_keys(self, state_dict, (), ("steps", *own))
+        keys = ["steps"]
+        if not self._is_regular:
+            keys += self._own_state
+        check_keys(self, state_dict, (), keys)
         self._steps, self._done = int(state_dict.get("steps", 0)), set()
         # shared_state() leaves an empty dictionary in place of the weight.
         self.weight = self._weight_before = float(state_dict.get("weight") or 1)

@@ -192,7 +192,9 @@ class Checkpointer:
         """
         if self.freq is CheckpointFreq.NONE:
             return
-        epoch = int(tracker.current_epoch if epoch is None else epoch)
+        if epoch is None:
+            epoch = tracker.current_epoch
+        epoch = int(epoch)
         folder, world_size = Path(self.dirname), process_groups.world_size()
         keeps_best = self.freq is CheckpointFreq.BEST
         # With Horovod torch does not know the other workers, so the part of a higher rank could not
@@ -202,6 +204,9 @@ class Checkpointer:
             extra_states = {}
             for name, target in (extra or {}).items():
                 extra_states[name] = states.capture(name, target)
+            tracker_state = None
+            if self.save_stats:
+                tracker_state = states.capture_tracker(tracker)
             state = {
                 "format": files.FORMAT,
                 # The id and the number of workers show on loading if all files of this save exist.
@@ -214,7 +219,7 @@ class Checkpointer:
                 "model": states.capture("model", model),
                 "optimizer": states.capture_optional("optimizer", optimizer),
                 "scheduler": states.capture_optional("scheduler", scheduler),
-                "tracker": states.capture_tracker(tracker) if self.save_stats else None,
+                "tracker": tracker_state,
                 "sampler": states.capture_optional("sampler", sampler),
                 "extra": extra_states,
                 "rng": states.rng_state(),
@@ -225,7 +230,10 @@ class Checkpointer:
             if is_best and self.rank == 0:
                 files.write(folder / names.BEST_NAME, state, self.rank)
             if keeps_best:
-                part = states.own_part(state, model, optimizer) if self.rank > 0 else None
+                part = None
+                # The file of rank 0 has the whole state.
+                if self.rank > 0:
+                    part = states.own_part(state, model, optimizer)
                 files.write_part(folder, state["save"], part, self.rank, world_size)
         if self.save_stats:
             self._save_statistics(tracker, epoch)
@@ -250,7 +258,9 @@ class Checkpointer:
             plain[str(name)] = numbers_by_epoch
             for epoch_of_value, value in by_epoch.items():
                 # JSON has no infinities and no nan, so they become null.
-                number = float(value) if math.isfinite(value) else None
+                number = None
+                if math.isfinite(value):
+                    number = float(value)
                 numbers_by_epoch[str(epoch_of_value)] = number
         run_id = getattr(tracker, "run_id", None)
         if run_id is not None:

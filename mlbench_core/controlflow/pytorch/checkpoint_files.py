@@ -216,7 +216,9 @@ def read(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        saved_format = state.get("format") if isinstance(state, dict) else type(state).__name__
+        saved_format: Any = type(state).__name__
+        if isinstance(state, dict):
+            saved_format = state.get("format")
         raise CheckpointError(
             f"the checkpoint {path} has format {saved_format!r}; this version reads format {FORMAT}"
         )
@@ -334,7 +336,10 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
     for name in _names(folder):
         if match := names.EPOCH_NAME.fullmatch(name):
             epochs.setdefault(int(match[1]), {})[int(match[2])] = folder / name
-    numbers = sorted(epochs, reverse=True) if epoch is None else [epoch]
+    if epoch is None:
+        numbers = sorted(epochs, reverse=True)
+    else:
+        numbers = [epoch]
     partial: list[Candidate] = []
     passed_over: list[str] = []
     for number in numbers:
@@ -371,7 +376,9 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
         # A damaged file has no header; it counts here, because reading it reports the damage.
         return other in files and _header(files[other]) in (None, first)
 
-    own = files[rank] if rank != 0 and belongs(rank) else None
+    own = None
+    if rank != 0 and belongs(rank):
+        own = files[rank]
     # Versions that did not save the number of workers count as whole.
     is_whole = (
         first is None
@@ -417,7 +424,9 @@ class _Save:
 
     def part_of(self, rank: int) -> Path | None:
         """Return the file of a worker; None for rank 0, whose file has the whole state."""
-        return self.files.get(rank) if rank > 0 else None
+        if rank == 0:
+            return None
+        return self.files.get(rank)
 
     def written_ns(self) -> int:
         return max(map(_written_ns, self.files.values()), default=0)
@@ -451,11 +460,15 @@ def _header(path: Path) -> _Header | None:
     except Exception:
         return None
     is_valid = isinstance(header.save, str | None) and isinstance(header.world_size, int | None)
-    return header if is_valid else None
+    if not is_valid:
+        return None
+    return header
 
 
 def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return os.listdir(folder)
 
 
 def _warn_of_partial(names: Sequence[str]) -> None:

@@ -55,7 +55,9 @@ def capture(name: str, target: Any) -> Any:
 
 def capture_optional(name: str, target: Any) -> Any:
     """Return the state of an object, or None for None."""
-    return None if target is None else capture(name, target)
+    if target is None:
+        return None
+    return capture(name, target)
 
 
 def restore(path: Path, name: str, target: Any, state: Any) -> None:
@@ -73,8 +75,10 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
         else:
             target.set_epoch(state["epoch"])
     except MISFIT_ERRORS as error:
+        reason = str(error)
         # A KeyError has only the name of the entry as its text.
-        reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no entry {error}"
         raise CheckpointError(
             f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the "
             f"class {type(target).__name__}: {reason}"
@@ -149,8 +153,12 @@ def restore_optimizer(
     """
     saved = state["optimizer"]
     here = process_groups.world_size()
-    # Versions that did not save the number of workers saved only rank 0's file of the best epoch.
-    then = state.get("world_size", 1 if path.name == BEST_NAME else here)
+    then = here
+    if "world_size" in state:
+        then = state["world_size"]
+    elif path.name == BEST_NAME:
+        # Versions that did not save the number of workers saved only rank 0's file here.
+        then = 1
     is_own = state["rank"] == rank and then == here and not lacks_parts
     if saved is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
         # An error memory belongs to one worker's gradients; with those of another it would correct
@@ -237,13 +245,15 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        copy = {
-            _plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]")
-            for key, item in value.items()
-        }
+        copy = {}
+        for key, item in value.items():
+            # A key may be a subclass too, such as a member of an enumeration.
+            copy[_plain(key, f"{name} key {key!r}")] = _plain(item, f"{name}[{key!r}]")
         if isinstance(value, OrderedDict):
             return OrderedDict(copy)
-        return Counter(copy) if isinstance(value, Counter) else copy
+        if isinstance(value, Counter):
+            return Counter(copy)
+        return copy
     for sequence in (list, tuple, set):
         if isinstance(value, sequence):
             return sequence(_plain(item, f"{name}[{i}]") for i, item in enumerate(value))

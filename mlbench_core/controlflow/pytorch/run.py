@@ -165,7 +165,9 @@ class Run:
                 goal on the primary metric.
         """
         sinks, metrics, goal = list(options.pop("sinks", ())), list(metrics), as_goal(goal)
-        primary = f"val_global_{metrics[0].name}" if metrics else None
+        primary = None
+        if metrics:
+            primary = f"val_global_{metrics[0].name}"
         if isinstance(goal, (TimeToGoal, AccuracyAfterTime)) and goal.metric == primary:
             minimize = options.setdefault("minimize", goal.minimize)
             if minimize != goal.minimize:

@@ -107,11 +107,15 @@ def task_results(
         output_dir: The result folder.
         dataset_dir: Folder of the data, unless the command line names another one.
     """
+    environment = None
+    # Rank 0 alone writes it, and its checksums of the data take a while.
+    if rank == 0:
+        environment = task_environment(args, dataset_dir)
     return RunResults(
         Path(output_dir),
         task_configuration(args, uid, world_size, backend, goal, torch.get_num_threads()),
         args.run_id,
         rank,
-        environment=task_environment(args, dataset_dir) if rank == 0 else None,
+        environment=environment,
         resume=getattr(args, "resume", False),
     )

@@ -126,8 +126,12 @@ def train_round(
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
+    # A loader without a length has no total, and the loop ends with its last batch at the latest.
+    most = total
+    if total is None:
+        most = max_batch_per_epoch
     with records:
-        for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
+        for batch_idx in maybe_range(most):
             records.start_batch()
             batch = next(iterator, None)
             if batch is None:
@@ -141,7 +145,9 @@ def train_round(
             results = batch_metrics(output, target, metrics)
             records.mark("comp_metrics")
             size = batch_size(data, output)
-            tokens = target.numel() if counts_tokens else 0
+            tokens = 0
+            if counts_tokens:
+                tokens = target.numel()
             records.end_batch(batch_idx, loss, size, results, tokens)
             loss_sum = loss_sum + loss.to(torch.float64) * size
             samples += size

@@ -147,8 +147,10 @@ def _size(metrics: Sequence[Any]) -> dict[str, Any]:
     """Return the tensor of the batch's size under its name, if a metric has it."""
     for metric in metrics:
         if hasattr(metric, "size"):
+            if metric.size is None:
+                return {}
             # The last batch of a pass may be smaller, and the means are weighted by size.
-            return {} if metric.size is None else {"size": metric.size}
+            return {"size": metric.size}
     return {}
 
 

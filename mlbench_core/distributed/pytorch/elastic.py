@@ -346,6 +346,7 @@ class Membership:
             living = self._living()
             asks: dict[int, list[int]] = {}
             for worker in living:
+                # What a worker asked in an earlier round stays in the store until it asks again.
                 asked, *ask = self._read(f"ask/{worker}") or [None]
                 if asked == number:
                     asks[worker] = ask
@@ -376,9 +377,13 @@ class Membership:
         for worker in members:
             own, count, counted = asks[worker]
             if (own, count) < (commits, steps):
+                # It receives the donor's state, so its own steps are lost, and their tokens do not
+                # count.
                 behind.append(worker)
             else:
                 tokens += counted
+        # Connections take time, so a group goes on with the same members. After a round that was
+        # not committed, one of them may have lost its connections.
         group = self._number
         if self._number and self._outcome(self._number - 1)["committed"]:
             before = self._read(f"agreement/{self._number - 1}")
@@ -396,7 +401,8 @@ class Membership:
         deadline_s = time.monotonic() + self.timeout_s
         while not self._store.check([f"outcome/{number}"]):
             living = [worker for worker in self._living() if worker in round_.members]
-            # If no member lives, a worker that waits for the next round ends this one.
+            # Only the coordinator, the living member with the lowest number, writes the outcome. If
+            # no member lives, a worker that waits for the next round ends this one.
             if living and living[0] != self.worker:
                 self._pause()
                 continue
@@ -416,6 +422,7 @@ class Membership:
             if committed or not missing or time.monotonic() > deadline_s:
                 verdict = {"committed": committed, "living": living}
                 self._write_once(f"outcome/{number}", verdict)
+                # A worker that joins begins here to look for the current round.
                 self._store.set("number", str(number + 1))
             else:
                 self._pause()
@@ -450,6 +457,7 @@ class Membership:
             if beat != before:
                 since_s = now
             self._beats[worker] = beat, since_s
+            # A worker that has left the run has written an empty heartbeat.
             if beat and now - since_s <= self.dead_after_s:
                 living.add(worker)
         return sorted(living)
@@ -534,7 +542,9 @@ class Rounds:
         It may still be committed, even if some of them have died.
         """
         agreement = _read(self._store, f"agreement/{self._number}")
-        return set() if agreement is None else set(agreement["members"])
+        if agreement is None:
+            return set()
+        return set(agreement["members"])
 
     def samples(self) -> PaidSamples | None:
         """Return the samples of the rounds that :meth:`update` has read, and those of all workers.
@@ -545,11 +555,16 @@ class Rounds:
             The numbers; None if no worker has counted.
         """
         paid = 0
-        count = int(self._store.get("workers")) if self._store.check(["workers"]) else 0
+        count = 0
+        # Without the check, get() would wait for the first worker.
+        if self._store.check(["workers"]):
+            count = int(self._store.get("workers"))
         for position in range(1, count + 1):
             worker = _read(self._store, f"name/{position}")
             paid += _read(self._store, f"counted/{worker}") or 0
-        return PaidSamples(self.useful, paid) if paid else None
+        if paid == 0:
+            return None
+        return PaidSamples(self.useful, paid)
 
     def finish(self) -> None:
         """End the run, as :meth:`Membership.finish` does."""

@@ -141,11 +141,14 @@ def initialize_backends(
             "of initialize_backends, or call "
             "torch.distributed.destroy_process_group(), before joining another"
         )
+    # Read before anything is changed, so that a wrong setting leaves the process as it was.
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
         # These environments also state ranks, and the ranks of MPI must agree with them.
         names_ranks = (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment)
-        expected = environment if isinstance(environment, names_ranks) else None
+        expected: ClusterEnvironment | None = None
+        if isinstance(environment, names_ranks):
+            expected = environment
         environment = MPIWorldEnvironment(expected, hosts)
     place = environment.place()
     place = private_place(environment, place)
@@ -157,8 +160,10 @@ def initialize_backends(
     with contextlib.ExitStack() as stack:
         if keep_memory and keep_freed_memory():
             stack.callback(return_freed_memory)
-        # On one machine, the address of torchrun's agent may be that of another interface.
-        meeting = _LOOPBACK if environment.is_on_one_machine(place) else place.master_address
+        meeting = place.master_address
+        if environment.is_on_one_machine(place):
+            # The address of torchrun's agent may be that of another interface.
+            meeting = _LOOPBACK
         stack.enter_context(_variables({**place.variables(), **interface_variables(meeting)}))
         cudnn = torch.backends.cudnn
         for setting in ("benchmark", "deterministic"):
@@ -276,14 +281,18 @@ def _join(
                     store, path = private_store.meet(store, rank, size, timeout)
                     files.append(path)
             options |= {"store": store, "rank": rank, "world_size": size}
-        is_mpi = backend == "mpi"
-        with contextlib.nullcontext() if is_mpi else _waiting(place, timeout_s):
+        waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if backend != "mpi":  # the workers of MPI have met already
+            waiting = _waiting(place, timeout_s)
+        with waiting:
             dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
         # torch raises a plain RuntimeError for all of these causes; only
         # the text distinguishes them.
         text = str(error)
-        reason = text.splitlines()[0] if text else type(error).__name__
+        reason = type(error).__name__
+        if text:
+            reason = text.splitlines()[0]
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(
                 f"port {place.master_port}, where rank 0 meets the other workers, is in use on "

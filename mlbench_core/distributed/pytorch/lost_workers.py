@@ -198,6 +198,7 @@ def _origin(error: BaseException) -> tuple[str, bool]:
         innermost = innermost.tb_next
     frame = innermost.tb_frame
     module = str(frame.f_globals.get("__name__", ""))
+    # The traceback has the position of the instruction that the error left.
     return module, frame.f_code.co_code[innermost.tb_lasti] in _RAISE
 
 
@@ -295,6 +296,7 @@ def _read_records(ranks: Iterable[int]) -> None:
             record = _Record(**json.loads(store.get(key)))
             _known.records[rank] = record
             if record.machine == machine != "":
+                # None remains if the process has ended already.
                 _known.processes[rank] = None
                 with contextlib.suppress(psutil.NoSuchProcess):
                     _known.processes[rank] = psutil.Process(record.pid)

@@ -166,6 +166,7 @@ def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     """
     if world_size(group) == 1:
         return lambda: True
+    # Seven bytes, so that the negated number fits into an int64 as well.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     # The maximum of the negated numbers is the negated minimum.
     largest = get_backend_tensor(torch.tensor([number, -number]), group)
@@ -211,7 +212,9 @@ def timeout_s(group: Any = None) -> float:
         # Only the groups of this library's backend mpi have this attribute.
         if hasattr(group, "timeout_s"):
             return float(group.timeout_s)
-        device = "cuda" if backend(group) == dist.Backend.NCCL else "cpu"
+        device = "cpu"
+        if backend(group) == dist.Backend.NCCL:
+            device = "cuda"
         limit = torch_private.group_timeout_s(group, device)
         if limit is not None:
             return limit

@@ -170,7 +170,10 @@ def config_path(
     Raises:
         ConfigurationError: The folder cannot be created.
     """
-    folder = user_folder("checkpoints") if ckpt_run_dir is None else Path(ckpt_run_dir)
+    if ckpt_run_dir is None:
+        folder = user_folder("checkpoints")
+    else:
+        folder = Path(ckpt_run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -82,7 +82,9 @@ class Interval:
     def __init__(self, device: torch.device, within: str | None = None) -> None:
         self.size_bytes = 0
         self.within = within
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
         # Begin and end of each exposed part: seconds on the host, or CUDA events.
         self._marks: list[tuple[Any, Any]] = []
         self._cpu_s = 0.0
@@ -223,9 +225,10 @@ class CommunicationClock:
         for interval in self.intervals():
             if record is not None:
                 cpu_s = interval.cpu_s()
+                more = {}
                 # A tracker of somebody else may have the method without this keyword.
-                is_taken = cpu_s is not None and _takes_cpu_s(getattr(record, "__func__", record))
-                more = {"cpu_s": cpu_s} if is_taken else {}
+                if cpu_s is not None and _takes_cpu_s(getattr(record, "__func__", record)):
+                    more["cpu_s"] = cpu_s
                 record(interval.total_s(), interval.exposed_s(), interval.size_bytes, **more)
             if book is not None and interval.within is not None:
                 book(interval.within, interval.exposed_s())

@@ -30,7 +30,11 @@ class ProcessGroupWorkers(Workers):
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
         is_sender = process_groups.rank() == sender
-        (size,) = self.sum([len(content) if is_sender else 0])
+        # The others do not know the size. Their part of the sum is 0.
+        own_size = 0
+        if is_sender:
+            own_size = len(content)
+        (size,) = self.sum([own_size])
         received = bytearray()
         # Broadcast and not send, because every backend has it.
         for start in range(0, size, _CHUNK_BYTES):

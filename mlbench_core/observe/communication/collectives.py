@@ -222,7 +222,9 @@ class CommunicationObserver:
         """Take over the collectives of the library's optimizers, which have no tracker here."""
 
         def report(clock: CommunicationClock, tracker: Any | None) -> None:
-            original(clock, self if tracker is None else tracker)
+            if tracker is None:
+                tracker = self
+            original(clock, tracker)
 
         return report
 
@@ -430,13 +432,18 @@ def _observed_hook(state, bucket):  # type: ignore[no-untyped-def]
     def arrived(done: torch.futures.Future[Any]) -> Any:
         value = done.value()
         traffic.bucket_ends(is_cuda)
-        return value[0] if is_default else value
+        if is_default:
+            return value[0]
+        return value
 
     return future.then(arrived)
 
 
 def _position(names: list[str], name: str | None) -> int:
-    return names.index(name) if name in names else 1 << 30
+    if name not in names:
+        # Greater than the number of arguments of any call.
+        return 1 << 30
+    return names.index(name)
 
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str) -> Any:

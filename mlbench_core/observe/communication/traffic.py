@@ -125,7 +125,9 @@ class Traffic:
         if self.counts:
             # The work of DDP in its backward pass, such as copies of gradients, stays a part of
             # computation.
-            cpu_s = None if cuda_in_use() else self.worked_s
+            cpu_s = None
+            if not cuda_in_use():
+                cpu_s = self.worked_s
             tracker.record_communication(exposed_s + self._hidden_s, exposed_s, 0, cpu_s=cpu_s)
         self._exposed_s = self._hidden_s = self.worked_s = 0.0
         counts, self.counts = self.counts, Counter()
@@ -139,7 +141,12 @@ class Traffic:
         """
         exposed_s = max(0.0, max(ends) - max(begins))
         # Several buckets travel at once, and the time of each moment counts once.
-        changes = sorted([*((time_s, 1) for time_s in begins), *((time_s, -1) for time_s in ends)])
+        changes = []
+        for time_s in begins:
+            changes.append((time_s, 1))
+        for time_s in ends:
+            changes.append((time_s, -1))
+        changes.sort()
         total_s, traveling = 0.0, 0
         for (time_s, change), (next_s, _) in itertools.pairwise(changes):
             traveling += change

@@ -93,7 +93,9 @@ def refusal(choice: MethodChoice, obstacle: Obstacle) -> ConfigurationError:
         obstacle: The property of the script that is in its way. ``"GradScaler"`` is in the way of
             methods on weights only.
     """
-    flag = "--optimizer" if choice.kind == "optimizer" else "--method"
+    flag = "--method"
+    if choice.kind == "optimizer":
+        flag = "--optimizer"
     return ConfigurationError(f"{flag} {choice} needs a script {_OBSTACLES[obstacle]}")
 
 
@@ -249,10 +251,14 @@ class _Weights:
         self._number = number
         self._model = model
         self._aggregate = aggregation.agg_model()
-        self._moments = aggregation if isinstance(aggregation, DESLOCAggregation) else None
+        self._moments: DESLOCAggregation | None = None
+        if isinstance(aggregation, DESLOCAggregation):
+            self._moments = aggregation
         if isinstance(aggregation, PeriodicAggregation):
             aggregation = aggregation.inside
-        self._outer = aggregation if isinstance(aggregation, DiLoCoAggregation) else None
+        self._outer: DiLoCoAggregation | None = None
+        if isinstance(aggregation, DiLoCoAggregation):
+            self._outer = aggregation
 
     def begin(self) -> None:
         """Note a backward pass, and share the weights if it is the first one."""
@@ -281,8 +287,10 @@ def _pass_weights(weights, bucket):  # type: ignore[no-untyped-def]
 def _pass_bucket(_, bucket):  # type: ignore[no-untyped-def]
     """Leave a bucket as it is."""
     memory = bucket.buffer()
-    # With its device, the future makes the stream that waits for it wait for the gradients.
-    devices = [memory.device] if memory.is_cuda else None
+    devices = None
+    if memory.is_cuda:
+        # With its device, the future makes the stream that waits for it wait for the gradients.
+        devices = [memory.device]
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(memory)
     return future

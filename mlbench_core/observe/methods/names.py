@@ -53,7 +53,9 @@ class Option:
             return "true or false"
         if self.type is str:
             return f"one of {', '.join(self.choices)}"
-        noun = "an integer" if self.type is int else "a number"
+        noun = "a number"
+        if self.type is int:
+            noun = "an integer"
         if self.most < math.inf:
             return f"{noun} from {self.least:g} to {self.most:g}"
         return f"{noun} of at least {self.least:g}"
@@ -69,7 +71,9 @@ class Option:
         if self.type is str:
             self.choices.index(text)
             return text
-        value = int(text) if self.type is int else float(text)
+        value: int | float = float(text)
+        if self.type is int:
+            value = int(text)
         # Written so that it is False for NaN.
         if not (math.isfinite(value) and self.least <= value <= self.most):
             raise ValueError(text)
@@ -286,17 +290,24 @@ class MethodChoice:
     def own_class(self) -> tuple[str, str] | None:
         """The file and the class of an aggregation of the user; None for a known method."""
         file, _, name = self.name.rpartition(":")
-        return (file, name) if file else None
+        if not file:
+            return None
+        return file, name
 
     @property
     def kind(self) -> Kind:
         """The kind of the method."""
-        return METHODS[self.name].kind if self.own_class is None else "gradients"
+        if self.own_class is None:
+            return METHODS[self.name].kind
+        return "gradients"
 
     @property
     def label(self) -> str:
         """The text for tables and figures: without the file of the user's class."""
-        return str(self) if self.own_class is None else str(self)[len(self.own_class[0]) + 1 :]
+        if self.own_class is None:
+            return str(self)
+        file, _ = self.own_class
+        return str(self).removeprefix(f"{file}:")
 
     def __str__(self) -> str:
         """Return the text that :func:`parse_method` reads, without options at their default."""
@@ -307,9 +318,14 @@ class MethodChoice:
         words = []
         for name, value in self.options.items():
             if name not in defaults or value != defaults[name]:
-                word = str(value).lower() if isinstance(value, bool) else str(value)
+                word = str(value)
+                # The command line has true and false, as JSON and YAML.
+                if isinstance(value, bool):
+                    word = word.lower()
                 words.append(f"{name}={word}")
-        return f"{self.name}:{','.join(words)}" if words else self.name
+        if not words:
+            return self.name
+        return f"{self.name}:{','.join(words)}"
 
 
 def parse_method(text: str) -> MethodChoice:
@@ -385,11 +401,10 @@ def _parse(flag: str, text: str) -> MethodChoice:
     if name in _REFUSED:
         raise ConfigurationError(f"{flag} must not be {name}: {_REFUSED[name]}")
     if name not in METHODS:
-        names = [
-            known
-            for known, spec in METHODS.items()
-            if (spec.kind == "optimizer") == (flag == "--optimizer")
-        ]
+        names = []
+        for known, spec in METHODS.items():
+            if (spec.kind == "optimizer") == (flag == "--optimizer"):
+                names.append(known)
         if name.endswith(".py") and flag == "--method":
             raise ConfigurationError(
                 f"--method must name a class of its file, not {text!r}: write {name}:CLASS"
@@ -401,14 +416,19 @@ def _parse(flag: str, text: str) -> MethodChoice:
     allowed = METHODS[name].options
     options = {key: option.default for key, option in allowed.items()}
     given: set[str] = set()
-    for word in rest.split(",") if colon else ():
+    words: list[str] = []
+    if colon:
+        words = rest.split(",")
+    for word in words:
         key, equals, value = word.strip().partition("=")
         if not equals:
             raise ConfigurationError(
                 f"{flag} {name} must have options as key=value, not {word!r}: {_options(name)}"
             )
         if key not in allowed:
-            hint = hint_for(key, list(allowed), "the options are") if allowed else _options(name)
+            hint = _options(name)
+            if allowed:
+                hint = hint_for(key, list(allowed), "the options are")
             raise ConfigurationError(f"{flag} {name} must not have the option {key!r}: {hint}")
         if key in given:
             raise ConfigurationError(
@@ -428,7 +448,10 @@ def _parse(flag: str, text: str) -> MethodChoice:
 def _own_choice(match: re.Match[str]) -> MethodChoice:
     """Read a class of the user; its constructor checks the options."""
     options: dict[str, Any] = {}
-    for word in match["options"].split(",") if match["colon"] else ():
+    words: list[str] = []
+    if match["colon"]:
+        words = match["options"].split(",")
+    for word in words:
         key, equals, value = word.strip().partition("=")
         if not equals or not key.isidentifier() or key in options:
             raise ConfigurationError(

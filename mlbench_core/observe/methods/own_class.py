@@ -48,9 +48,11 @@ def check_own_class(choice: MethodChoice, folder: Path) -> None:
         ) from error
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if name not in classes:
+        hint = "it defines none"
+        if classes:
+            hint = hint_for(name, classes, "its classes are")
         raise ConfigurationError(
-            f"--method must name a class that {file} defines, not {name!r}: "
-            + (hint_for(name, classes, "its classes are") if classes else "it defines none")
+            f"--method must name a class that {file} defines, not {name!r}: {hint}"
         )
 
 
@@ -110,7 +112,9 @@ def class_source(cls: type) -> str:
     # inspect.unwrap: a decorator such as torch.no_grad() is defined elsewhere.
     functions = map(inspect.unwrap, filter(inspect.isfunction, vars(cls).values()))
     files = [function.__code__.co_filename for function in functions]
-    lines = linecache.getlines(files[0]) if files else []
+    lines = []
+    if files:
+        lines = linecache.getlines(files[0])
     body = ast.parse("".join(lines)).body
     found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
     if not found:

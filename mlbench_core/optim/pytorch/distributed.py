@@ -581,7 +581,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         )
         self._clipped = []
         for p in parameters:
-            version = None if p.grad is None else torch_private.version(p.grad)
+            version = None
+            if p.grad is not None:
+                version = torch_private.version(p.grad)
             self._clipped.append((p, p.grad, version))
         return norm
 

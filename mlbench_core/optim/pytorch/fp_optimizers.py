@@ -130,7 +130,9 @@ class DynamicLossScaler:
             if self.updates_without_overflow == self.scale_window:
                 self.updates_without_overflow = 0
                 # Without a limit the scale would reach infinity in a long run without an overflow.
-                largest = sys.float_info.max if self.max_scale is None else self.max_scale
+                largest = sys.float_info.max
+                if self.max_scale is not None:
+                    largest = self.max_scale
                 self.loss_scale = min(self.loss_scale * self.scale_factor, largest)
 
     def state_dict(self) -> dict[str, float | int]:
@@ -177,7 +179,9 @@ def _in_range(name: str, value: float, least: float) -> float:
     """Return a positive finite number that is at least ``least``."""
     check_number(name, value)
     if not (math.isfinite(value) and value > 0 and value >= least):
-        bound = f"at least {least:g}" if least else "positive"
+        bound = "positive"
+        if least:
+            bound = f"at least {least:g}"
         raise ValueError(f"{name} is {value}; it must be finite and {bound}")
     return float(value)
 
@@ -316,7 +320,9 @@ class FP16Optimizer(OptimizerWrapper):
         )
         self.world_size = self.aggregation.world_size
         self.agg = self.aggregation.agg_grad(by_layer=by_layer)
-        self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD
+        self.agg_mode = AVG_WORLD
+        if average_custom:
+            self.agg_mode = AVG_CUSTOM
         self._clock = CommunicationClock()
 
     def _check_exchange(
@@ -329,8 +335,10 @@ class FP16Optimizer(OptimizerWrapper):
     ) -> AllReduceAggregation:
         """Return the aggregation if it fits the other arguments, or make the one they describe."""
         if aggregation is None:
+            make: type[AllReduceAggregation] = AllReduceAggregation
             # Horovod is imported only on request, because it is an optional package.
-            make = AllReduceAggregationHVD if use_horovod else AllReduceAggregation
+            if use_horovod:
+                make = AllReduceAggregationHVD
             aggregation = make(world_size, divide_before, use_cuda)
         elif use_horovod and not isinstance(aggregation, AllReduceAggregationHVD):
             raise ValueError(

@@ -62,4 +62,6 @@ def on_ring(name: str, exchange: Callable[..., Aggregation], **options: Any) -> 
 
 def _made(exchange: _Exchange) -> dict[str, Any]:
     """Return the argument ``aggregation``, made in the process group; nothing for the default."""
-    return {} if exchange is None else {"aggregation": exchange()}
+    if exchange is None:
+        return {}
+    return {"aggregation": exchange()}

@@ -191,8 +191,12 @@ class _Run:
         except FileExistsError:
             return
         try:
+            port = 0
+            # The host of rank 0 gets the port that all workers know, the others any.
+            if self._job["holds_port"]:
+                port = self._job["port"]
             # The port is one of all addresses, because workers of other hosts connect to it.
-            port_socket = hold_port("", self._job["port"] if self._job["holds_port"] else 0)
+            port_socket = hold_port("", port)
         except OSError as error:
             raise _Refused(
                 f"the port {self._job['port']} was taken: start the run again ({error.strerror})"
@@ -214,6 +218,7 @@ class _Run:
 
     def look(self) -> dict[str, Any]:
         """Return the state of the run here."""
+        # First: a status counts only when its supervisor has ended, whose last steps take time.
         if find_supervisor(self.folder) is not None:
             return {"state": "running", "dropping": (self.folder / "dropping").exists()}
         with contextlib.suppress(OSError):
@@ -262,7 +267,10 @@ class _Run:
             if argv[:1] == [job["python"]]:
                 argv[0] = sys.executable
             commands.append({"argv": argv, "env": env, "rank": command["rank"]})
-        by_rank = [""] * job["num_workers"]
+        by_rank: list[str] = []
+        if gpus:
+            by_rank = [""] * job["num_workers"]
+        # A single worker that starts the others has more GPUs than there are commands.
         for gpu, command in zip(gpus, commands, strict=False):
             by_rank[command["rank"]] = gpu
         own = folder_variables(self.folder)
@@ -274,7 +282,7 @@ class _Run:
             "grace_s": 3.0,
             "log_limit_bytes": job["log_limit_bytes"],
             "num_workers": job["num_workers"],
-            "gpus": by_rank if gpus else [],
+            "gpus": by_rank,
             "load_interval_s": job["load_interval_s"],
             "container": "",
         }
@@ -302,6 +310,7 @@ def _send_files(request: dict[str, Any]) -> None:
     """Write an archive of folders of a run to the standard output."""
     folder = _Run(request["fetch"], request).folder
     sys.stdout.buffer.write(MARK)
+    # As a stream, because a pipe has no positions to go back to.
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
         for part in request["parts"]:
             # A worker may make a link or a pipe there, or a file that nobody may read.

@@ -70,7 +70,9 @@ class HostsEngine(FolderEngine):
     options_example = "--host node1:4,node2:4"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
-        self._interval_s = read_interval(self.name) if interval_s is None else interval_s
+        if interval_s is None:
+            interval_s = read_interval(self.name)
+        self._interval_s = interval_s
         self._ssh = Ssh()
         super().__init__(folder)
         self.place = f"hosts:{self._folder}"
@@ -144,8 +146,10 @@ class HostsEngine(FolderEngine):
             write_private(folder / "job.json", json.dumps(self._content(job, options, shares)))
             for note in (*job.notes, *_notes(job, shares)):
                 append_log(folder / "log.jsonl", None, "system", note)
+            # From here on, the threads of the hosts read the job and start the workers.
             self._known(job_id)
         except OSError as error:
+            # Without this file, no master takes the run up later.
             (folder / "job.json").unlink(missing_ok=True)
             raise ConfigurationError(
                 f"cannot start run {job.run_id} in {folder}: {error}"
@@ -200,6 +204,7 @@ class HostsEngine(FolderEngine):
             self._runs.clear()
             self._open.clear()
         for link in links:
+            # All first, so that their last calls end at the same time.
             link.end()
         deadline = time.monotonic() + _CLOSE_S
         for link in links:
@@ -290,8 +295,10 @@ class HostsEngine(FolderEngine):
         for share in shares:
             address = share.host.address or self._ssh.address(share.host.name)
             addresses += [address] * len(share.slots)
+        meeting = addresses[0]
         # Without a network between them, workers of one host meet on its loopback interface.
-        meeting = "127.0.0.1" if len(shares) == 1 else addresses[0]
+        if len(shares) == 1:
+            meeting = "127.0.0.1"
         argv = [fill(word, {"{hosts}": ",".join(addresses)}) for word in split_command(job)]
         common = {
             "num_workers": job.num_workers,
@@ -307,8 +314,10 @@ class HostsEngine(FolderEngine):
             "oversubscribe": job.oversubscribe,
         }
         hosts = {}
+        started = shares
         # A command that runs only in worker 0 starts the others itself.
-        started = shares if job.all_nodes else shares[:1]
+        if not job.all_nodes:
+            started = shares[:1]
         for index, share in enumerate(started):
             commands = _commands(job, argv, share, meeting)
             # Rank 0, which listens on the port, is on the first host.

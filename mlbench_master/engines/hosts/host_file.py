@@ -152,7 +152,9 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
             # Editors on Windows begin a file with a mark.
             text = content.read(_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        why: str | None = "it is not text"
+        if isinstance(error, OSError):
+            why = error.strerror
         raise ValueError(
             f"engine_options: the master cannot read the host file {file}: {why}"
         ) from error
@@ -296,6 +298,7 @@ def share_slots(
     for host in hosts:
         taken_here = taken.get(host.name, ())
         free = [slot for slot in range(host.slots) if slot not in taken_here]
+        # The first hosts are filled first, so that the ranks on a host follow each other.
         slots = tuple(free[: num_workers - rank])
         if slots:
             shares.append(Share(host, slots, rank))

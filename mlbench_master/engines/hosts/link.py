@@ -114,7 +114,10 @@ class HostLink:
                         del self._runs[root]
                 is_idle = not self._runs
             if not has_more:
-                self._wake.wait(None if is_idle else self._interval_s)
+                interval_s: float | None = self._interval_s
+                if is_idle:
+                    interval_s = None
+                self._wake.wait(interval_s)
             pause = min(_SHORTEST_PAUSE_S, self._interval_s)
             self._closed.wait(max(0.0, began + pause - time.monotonic()))
 

@@ -383,8 +383,10 @@ class HostRun:
         if answer.get("load"):
             (self.folder / "load").mkdir(exist_ok=True)
         for line in answer.get("load", ()):
+            date = None
             # A sample of the future, by a clock that differs, would be thrown away.
-            date = line["date"] if line["date"] < now else None
+            if line["date"] < now:
+                date = line["date"]
             self._load.write(line["rank"], "load", line["text"], date)
         self._load.close()
         # The position is saved after the lines: if the master is killed in between, they are asked

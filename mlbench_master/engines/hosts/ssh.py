@@ -183,6 +183,7 @@ class Ssh:
         request, out, errors = files
         deadline = time.monotonic() + timeout_s
         try:
+            # In a new session, so that Ctrl-C in the terminal of the master does not end a call.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
             )
@@ -195,6 +196,7 @@ class Ssh:
                 return process.returncode
             except subprocess.TimeoutExpired:
                 sent = None
+            # The answer goes into a file, whose size shows a host that sends without an end.
             if time.monotonic() > deadline or os.fstat(out.fileno()).st_size > limit_bytes:
                 process.kill()
                 process.communicate()
@@ -245,9 +247,13 @@ def _error(
     if status is None:
         return HostError(f"host {host} does not answer: no complete answer within {timeout_s:g} s")
     lines = output.strip().splitlines()
-    last = lines[-1].strip()[:_LONGEST_ERROR] if lines else ""
+    last = ""
+    if lines:
+        last = lines[-1].strip()[:_LONGEST_ERROR]
     if status == _NO_CONNECTION:
-        how = "refuses the login" if "Permission denied" in output else "does not answer"
+        how = "does not answer"
+        if "Permission denied" in output:
+            how = "refuses the login"
         # A connection that is shared by several calls ends without a message.
         return HostError(f"host {host} {how}: {last or 'the connection broke'}")
     last = last or "it gave no reason"

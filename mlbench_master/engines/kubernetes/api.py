@@ -189,7 +189,9 @@ class KubernetesApi:
     def _path(self, group: str, resource: str, name: str = "") -> str:
         # Names come from the API, and from the settings.
         path = f"{group}/namespaces/{quote(self.namespace, safe='')}/{resource}"
-        return f"{path}/{quote(name, safe='')}" if name else path
+        if name:
+            path = f"{path}/{quote(name, safe='')}"
+        return path
 
     def _create_owned(self, resource: str, manifest: dict[str, Any]) -> None:
         deadline = time.monotonic() + _COLLECTED_S
@@ -225,7 +227,9 @@ class KubernetesApi:
             answer = json.loads(self._send(method, path, query=query, body=body).data)
         except (ValueError, *self._errors) as error:
             raise _api_error(error) from error
-        return answer if isinstance(answer, dict) else {}
+        if not isinstance(answer, dict):
+            return {}
+        return answer
 
     def _send(
         self,
@@ -238,7 +242,9 @@ class KubernetesApi:
     ) -> Any:
         headers = {"Accept": "application/json, */*"}
         if body is not None:
-            headers["Content-Type"] = _MERGE if method == "PATCH" else "application/json"
+            headers["Content-Type"] = "application/json"
+            if method == "PATCH":
+                headers["Content-Type"] = _MERGE
         try:
             return self._client.call_api(
                 path,

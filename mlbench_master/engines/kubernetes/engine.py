@@ -97,7 +97,8 @@ class KubernetesEngine(FolderEngine):
     starts_first_worker_alone = False
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
-        interval_s = read_interval(self.name) if interval_s is None else interval_s
+        if interval_s is None:
+            interval_s = read_interval(self.name)
         api = KubernetesApi(variable("NAMESPACE"))
         super().__init__(folder)
         self._api = api
@@ -139,7 +140,9 @@ class KubernetesEngine(FolderEngine):
             self.remove(job_id)
         attempt = str(uuid.uuid4())
         mount = self._setting.shared_mount
-        claim_path = "" if mount is None else folder.relative_to(mount).as_posix()
+        claim_path = ""
+        if mount is not None:
+            claim_path = folder.relative_to(mount).as_posix()
         manifest = job_manifest(job, options, self._setting, attempt=attempt, folder=claim_path)
         try:
             for part in ("output", "spool"):
@@ -154,6 +157,8 @@ class KubernetesEngine(FolderEngine):
         command = shlex.join(manifest["spec"]["template"]["spec"]["containers"][0]["command"])
         for note in (*job.notes, *self._notes(job), f"image: {job.image}", f"command: {command}"):
             run.logs.note(note)
+        # The Job is suspended at first: Secret and Service belong to it by its uid, and its pods
+        # need them when they start.
         uid = self._create_job(manifest, attempt)
         try:
             self._api.create_secret(secret_manifest(job, self._setting, uid))
@@ -174,6 +179,7 @@ class KubernetesEngine(FolderEngine):
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a run; see :meth:`Engine.poll`."""
         run = self._run_by(job_id)
+        # An earlier master may have recorded the end, and let Kubernetes delete the Job.
         run.status = run.status or _read_status(run.folder)
         if run.status is not None:
             return run.status
@@ -197,8 +203,10 @@ class KubernetesEngine(FolderEngine):
         if view.job.get("metadata", {}).get("deletionTimestamp"):
             deleted = f"Job {self._name(run)} is being deleted, but not by MLBench"
             return JobStatus("running", problem or deleted)
+        waiting = ""
         # The troubles of a pod end the Job in a moment.
-        waiting = "" if view.troubles else waiting_reason(view.job, view.pods)
+        if not view.troubles:
+            waiting = waiting_reason(view.job, view.pods)
         if waiting:
             return JobStatus("waiting", problem or waiting)
         return JobStatus("running", problem or dropping_problem(run.folder) or run.logs.problem)
@@ -267,7 +275,9 @@ class KubernetesEngine(FolderEngine):
         """Return notes for the log on features that a run lacks in this cluster."""
         notes = []
         url = self._setting.master_url or job.env.get("MLBENCH_MASTER_URL", "")
-        lost = "" if self._setting.shared_claim else ", and no volume keeps them, so they are lost"
+        lost = ""
+        if not self._setting.shared_claim:
+            lost = ", and no volume keeps them, so they are lost"
         if is_loopback(urlsplit(url).hostname or ""):
             notes.append(
                 f"note: pods cannot reach the master at {url}, so metrics do not arrive while "
@@ -285,11 +295,14 @@ class KubernetesEngine(FolderEngine):
         """Create a Job and return its uid, also if only the answer was lost."""
         name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]
         run_selector = selector(self._setting.mark, int(labels[RUN_ID]))
+        # The second time, an old Job of the same name is gone.
         for is_last in (False, True):
             try:
                 return str(self._api.create_job(manifest)["metadata"]["uid"])
             except (ApiError, KeyError) as error:
-                status = error.status if isinstance(error, ApiError) else 0
+                status = 0
+                if isinstance(error, ApiError):
+                    status = error.status
                 # After these errors, the Job may exist nevertheless.
                 if not status or status == HTTPStatus.CONFLICT or status >= 500:
                     for job in self._api.jobs(run_selector):
@@ -330,6 +343,8 @@ class KubernetesEngine(FolderEngine):
         if run.ended_since is None:
             run.ended_since = now
             self._collector.look_soon()
+        # Once the end is recorded, Kubernetes deletes the Job with its pods, and their logs with
+        # them.
         if run.logs.unread(view.pods) and now - run.ended_since < _LOGS_S:
             return JobStatus("running")
         status, trouble = ended_status(self._name(run), end, view.troubles.values())

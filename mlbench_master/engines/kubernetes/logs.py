@@ -150,7 +150,9 @@ class PodLogs:
                     break
                 self._writer.write(rank, "stdout", readable_line(raw), _date(time_ns))
                 size += len(raw)
-                num_lines = place.lines if time_ns == place.time_ns else 0
+                num_lines = 0
+                if time_ns == place.time_ns:
+                    num_lines = place.lines
                 if is_begin:
                     num_lines += 1
                 place = Place(time_ns, num_lines)
@@ -177,10 +179,10 @@ class PodLogs:
                 open_at_once(self._folder / _PLACES) as file,
             ):
                 content = json.loads(file.read(_PLACES_BYTES))
-                self._places = {
-                    int(rank): Place(int(time_ns), int(lines))
-                    for rank, (time_ns, lines) in content.items()
-                }
+                places = {}
+                for rank, (time_ns, lines) in content.items():
+                    places[int(rank)] = Place(int(time_ns), int(lines))
+                self._places = places
         return self._places
 
 
@@ -269,7 +271,10 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
     time_ns = 0
     is_begin = True
     for line in lines:
-        match = _DATE.match(line) if is_begin else None
+        match = None
+        # The node puts a date before each line, but not before the rest of a long one.
+        if is_begin:
+            match = _DATE.match(line)
         text = line
         if match is not None:
             # Before Python 3.11, fromisoformat() reads neither "Z" nor nanoseconds.

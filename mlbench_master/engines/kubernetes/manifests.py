@@ -61,7 +61,9 @@ def job_name(mark: str, run_id: int) -> str:
 def selector(mark: str, run_id: int | None = None) -> str:
     """Return the selector of the Jobs and pods of a master, or of one run."""
     text = f"app=mlbench,component=worker,{MARK}={mark}"
-    return text if run_id is None else f"{text},{RUN_ID}={run_id}"
+    if run_id is None:
+        return text
+    return f"{text},{RUN_ID}={run_id}"
 
 
 def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:

@@ -154,7 +154,10 @@ class KubernetesQueue:
             except Exception:  # the thread must outlive an answer of an unknown form
                 _log.exception("looking at the Jobs of Kubernetes failed; trying again")
                 self.problem = "the answer of Kubernetes cannot be read; see the log of the master"
-            self._wake.wait(self._interval_s if self._watched else None)
+            interval_s = None
+            if self._watched:
+                interval_s = self._interval_s
+            self._wake.wait(interval_s)
             self._wake.clear()
             # Several changes at a time do not lead to a call each.
             pause_s = min(_SHORTEST_PAUSE_S, self._interval_s)
@@ -236,7 +239,10 @@ def _renewed(view: JobView, job: dict[str, Any] | None, pods: list[dict[str, Any
 
 def _run_id(item: dict[str, Any]) -> int | None:
     text = item.get("metadata", {}).get("labels", {}).get(RUN_ID, "")
-    return int(text) if text.isascii() and text.isdecimal() else None
+    # Another program may have set the label to anything.
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text)
 
 
 def _load(item: dict[str, Any]) -> dict[str, Any]:

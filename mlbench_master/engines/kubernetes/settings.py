@@ -129,7 +129,9 @@ def _read_template() -> dict[str, Any]:
             template = yaml.safe_load(file.read(_TEMPLATE_BYTES))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"cannot read the pod template {path}: {error}") from error
-    parts = template if isinstance(template, dict) else {"": None}
+    parts = template
+    if not isinstance(template, dict):
+        parts = {"": None}  # for the error below
     are_objects = all(isinstance(part, dict) for part in parts.values())
     if not are_objects or not parts.keys() <= {"metadata", "spec"}:
         raise ConfigurationError(

@@ -164,7 +164,10 @@ def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     ended = _dict(_state(pod), "terminated")
     when = _seconds(ended.get("finishedAt")) or _deleted_at(pod)
     code = ended.get("exitCode")
-    code = from_shell_status(code) if isinstance(code, int) else None
+    if isinstance(code, int):
+        code = from_shell_status(code)
+    else:
+        code = None
     for condition in _conditions(pod):
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             when = _seconds(condition.get("lastTransitionTime")) or when
@@ -195,8 +198,10 @@ def _failed_container(rank: int, code: int, when: float, ended: Mapping[str, Any
         return Trouble(when, 0, rank, f"worker {rank} {text}", code)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return Trouble(when, 0, rank, _line(rank, f"cannot start ({ended['reason']})", ended), code)
+    weight = 0
     # SIGTERM ends the other pods of a Job that has failed.
-    weight = 1 if code == -signal.SIGTERM else 0
+    if code == -signal.SIGTERM:
+        weight = 1
     return Trouble(when, weight, rank, describe_exit(rank, code), code, code > 0)
 
 
@@ -257,7 +262,9 @@ def _node(pod: Mapping[str, Any]) -> str:
 
 def _line(rank: int, text: str, source: Mapping[str, Any]) -> str:
     message = _message(source)
-    return f"worker {rank} {text}: {message}" if message else f"worker {rank} {text}"
+    if message:
+        text = f"{text}: {message}"
+    return f"worker {rank} {text}"
 
 
 def _message(source: Mapping[str, Any]) -> str:
@@ -272,7 +279,9 @@ def _conditions(source: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _dict(source: Mapping[str, Any], key: str) -> dict[str, Any]:
     # The API leaves out empty fields, and null stands for one as well.
     value = source.get(key)
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return value
 
 
 def _seconds(text: Any) -> float:

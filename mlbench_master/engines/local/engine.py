@@ -151,8 +151,12 @@ class LocalEngine(FolderEngine):
     ) -> None:
         super().__init__(folder)
         self.place = f"{socket.gethostname()}:{self._folder}"
-        self._cores = usable_cores() if cores is None else cores
-        self._gpus = None if gpus is None else tuple(gpus)
+        if cores is None:
+            cores = usable_cores()
+        self._cores = cores
+        self._gpus: tuple[str, ...] | None = None
+        if gpus is not None:
+            self._gpus = tuple(gpus)
         self._grace_s = grace_s
 
     def uses_image(self, options: Sequence[str]) -> bool:
@@ -218,10 +222,13 @@ class LocalEngine(FolderEngine):
         try:
             (folder / "work").mkdir(parents=True)
             if program:
+                # Both files tell _end_marked() what to remove if the supervisor is killed.
                 (folder / "container").write_text(program)
             if job.network:
                 (folder / emulated_hosts.FILE).write_text(job.network)
             self.results(job_id).mkdir()
+            # The supervisor inherits the socket, so the port is not free for others before the
+            # workers use it.
             port_socket = hold_port()
             commands, env = self._commands(job, folder, port_socket.getsockname()[1], containers)
             content = {
@@ -238,6 +245,7 @@ class LocalEngine(FolderEngine):
                 "network": job.network,
             }
             content.update(_elastic_content(job, removed))
+            # Only for this user: the variables of a run have its token.
             write_private(folder / "job.json", json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
@@ -305,16 +313,15 @@ class LocalEngine(FolderEngine):
             problem = str(error).splitlines()[0]
             return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {problem}")
         returncode = status["returncode"]
-        state = "failed" if returncode else "finished"
+        state = "finished"
+        if returncode:
+            state = "failed"
         changes = tuple(status.get("changes", ()))
-        samples = status.get("samples")
+        samples = None
+        if status.get("samples") is not None:
+            samples = PaidSamples(**status["samples"])
         return JobStatus(
-            state,
-            status["reason"],
-            returncode,
-            status["finished_at"],
-            changes,
-            None if samples is None else PaidSamples(**samples),
+            state, status["reason"], returncode, status["finished_at"], changes, samples
         )
 
     def stop(self, job_id: str) -> None:
@@ -338,7 +345,10 @@ class LocalEngine(FolderEngine):
         """Return the process id of the run's supervisor if it is alive."""
         child = _children.get(folder)
         if child is not None:
-            return child.pid if child.poll() is None else None
+            # poll() also removes the zombie of a child that has ended.
+            if child.poll() is not None:
+                return None
+            return child.pid
         return find_supervisor(folder)
 
     def _end_marked(self, folder: Path) -> None:
@@ -476,7 +486,10 @@ def _elastic_content(job: Job, removed: Sequence[str]) -> dict[str, Any]:
 def _shared_words(job: Job, in_container: bool = False) -> list[str]:
     """Return the words of the command of all workers, in which only the rank is not filled in."""
     hosts = ",".join(emulated_hosts.host_addresses(job))
-    words = split_container_command(job) if in_container else split_command(job)
+    if in_container:
+        words = split_container_command(job)
+    else:
+        words = split_command(job)
     return [fill(word, {"{hosts}": hosts}) for word in words]
 
 

@@ -117,7 +117,9 @@ class SlurmEngine(FolderEngine):
         super().__init__(folder)
         self.place = f"slurm:{self._folder}"
         self._limit_bytes = log_limit_bytes()
-        self._queue = SlurmQueue(read_interval(self.name) if interval_s is None else interval_s)
+        if interval_s is None:
+            interval_s = read_interval(self.name)
+        self._queue = SlurmQueue(interval_s)
         self._jobs: dict[str, _SlurmRun] = {}
 
     @property
@@ -146,6 +148,7 @@ class SlurmEngine(FolderEngine):
             for note in (*job.notes, f"command: {shlex.join(command)}"):
                 run.logs.note(note)
             run.slurm_id = _submit(command, folder, mark, job.caller_env)
+            # If the master dies before this, the next one finds the job by its mark.
             (folder / "slurm_job").write_text(run.slurm_id)
         except OSError as error:
             (folder / "worker.sh").unlink(missing_ok=True)
@@ -216,6 +219,7 @@ class SlurmEngine(FolderEngine):
             (run.folder / "worker.sh").unlink(missing_ok=True)
             return
         cancel(slurm_id, _STOP_S)
+        # After the last process: it may write until it ends.
         run.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
@@ -302,12 +306,16 @@ class _Ended:
 
     def status(self) -> JobStatus:
         """Return how the job ended."""
-        finished_at = self._workers[-1][0] if self._workers else None
+        finished_at = None
+        if self._workers:
+            finished_at, _, _ = self._workers[-1]
         state, status = self._entry.state, self._status
         if state == UNKNOWN and status is None:
             return JobStatus(
                 "lost", f"lost: Slurm has forgotten the {self._who}, and it left no status"
             )
+        # Slurm forgets a job if it has no accounting. Then the file of the script says how it
+        # ended.
         if state == "COMPLETED" or (state == UNKNOWN and status == 0):
             return JobStatus("finished", returncode=0, finished_at=finished_at)
         if state in ("FAILED", UNKNOWN):
@@ -346,14 +354,20 @@ class _Ended:
     def _failure(self) -> tuple[str, int | None]:
         """Return which worker failed first and how, with its exit status."""
         lines = self._run.logs.job_lines()
-        last_line = lines[-1] if lines else ""
+        last_line = ""
+        if lines:
+            last_line = lines[-1]
         if not self._begun:
             reason = (
                 f"{self._who} ended before its script began: is {self._run.folder} on a file "
                 "system that all nodes share?"
             )
-            return f"{reason} {last_line}" if lines else reason, self._status
+            if lines:
+                reason = f"{reason} {last_line}"
+            return reason, self._status
         failed = [(rank, status) for _, rank, status in self._workers if status]
+        # After the first failure srun terminates the other workers, which is an effect and no
+        # cause.
         candidates = [(rank, status) for rank, status in failed if status != _TERMINATED]
         # A worker whose shell was killed has left no status, but srun names it.
         killed, terminated = self._without_status(lines)
@@ -364,12 +378,16 @@ class _Ended:
             candidates = failed[:1]
         if not candidates:
             reason = f"the script of {self._who} failed: exit status {self._status}"
-            return f"{reason}: {last_line}" if lines else reason, self._status
+            if lines:
+                reason = f"{reason}: {last_line}"
+            return reason, self._status
         rank, returncode, error = self._cause(candidates)
         if killed and is_consequence(error):
             return killed, self._status
         reason = describe_exit(rank, returncode)
-        return f"{reason}: {error}" if error else reason, returncode
+        if error:
+            reason = f"{reason}: {error}"
+        return reason, returncode
 
     def _without_status(self, lines: Sequence[str]) -> tuple[str, str]:
         """Return how srun says that workers without a status ended.

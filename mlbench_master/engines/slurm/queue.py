@@ -141,7 +141,11 @@ class SlurmQueue:
             began = time.monotonic()
             if self._watched:
                 self._ask()
-            self._wake.wait(self._interval_s if self._watched else None)
+            interval_s = None
+            if self._watched:
+                interval_s = self._interval_s
+            self._wake.wait(interval_s)
+            # Before the next call, so that a change during that call leads to another one.
             self._wake.clear()
             pause_s = min(_SHORTEST_PAUSE_S, self._interval_s)
             self._closed.wait(max(0.0, began + pause_s - time.monotonic()))
@@ -160,6 +164,7 @@ class SlurmQueue:
                     entries[slurm_id] = entry
                 else:
                     forgotten.append(slurm_id)
+            # The controller forgets a job some minutes after its end; the accounting keeps it.
             if forgotten:
                 entries.update(accounted_jobs(forgotten))
         except EngineError as error:

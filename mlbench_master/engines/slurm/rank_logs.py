@@ -112,12 +112,12 @@ class RankLogs:
     def _files(self) -> list[tuple[str, int]]:
         """Return the names and the sizes of the files, in order."""
         with contextlib.suppress(OSError), os.scandir(self._folder / "logs") as entries:
-            # A worker can make a link or a pipe there.
-            return sorted(
-                (entry.name, entry.stat().st_size)
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            )
+            files = []
+            for entry in entries:
+                # A worker can make a link or a pipe there.
+                if entry.is_file(follow_symlinks=False):
+                    files.append((entry.name, entry.stat().st_size))
+            return sorted(files)
         return []
 
     def _open(self) -> LogWriter:

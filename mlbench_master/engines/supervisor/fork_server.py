@@ -31,6 +31,7 @@ from mlbench_master.engines.supervisor.start import FOLDER_VARIABLE, supervisor_
 
 __all__ = ["ForkServer"]
 
+# The first entry of the path is the current folder, whose modules must not hide those of packages.
 _PROGRAM = (
     "import sys; sys.path.pop(0); "
     "from mlbench_master.engines.supervisor.fork_server import main; main()"
@@ -149,6 +150,7 @@ def _serve(connection: socket.socket) -> None:
         if os.fork() == 0:
             _supervise(connection, Path(request["folder"]), request["env"])
             return
+        # The supervisor has its own copy of the socket, which keeps the port.
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -171,6 +173,7 @@ def _supervise(connection: socket.socket, folder: Path, env: dict[str, str]) -> 
     supervisor = Supervisor(folder, ForkedWorker)
     supervisor.prepare()
     connection.sendall(json.dumps({"pid": os.getpid()}).encode())
+    # The master notices the end of the fork server only if no copy of its socket is open.
     connection.close()
     supervisor.run()
 

@@ -70,7 +70,9 @@ class BecomeWorker(BaseException):
         self._become()
         words = self.argv[1:]
         is_module = words[0] == "-m"
-        script, *arguments = words[1:] if is_module else words
+        if is_module:
+            del words[0]
+        script, *arguments = words
         error: BaseException | None = None
         try:
             run_script(script, arguments, is_module)
@@ -82,14 +84,18 @@ class BecomeWorker(BaseException):
     def _become(self) -> None:
         os.setsid()
         # SIGINT and SIGHUP stay ignored, as in programs that the supervisor starts.
+        # A fork has the handlers of the supervisor, which end the whole run.
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for standard, descriptor in enumerate((nothing, *self.outputs)):
             os.dup2(descriptor, standard)
+        # Otherwise the pipes and ports of the supervisor would stay open as long as this worker.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for standard, name in enumerate(("stdin", "stdout", "stderr")):
-            mode = "w" if standard else "r"
+            mode = "w"
+            if name == "stdin":
+                mode = "r"
             file = open(standard, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, file)
             setattr(sys, f"__{name}__", file)
@@ -199,7 +205,10 @@ def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -
         cwd: The folder in which it starts.
         env: Its variables.
     """
-    first = Path(cwd) if argv[1] == "-m" else Path(cwd, argv[1]).resolve().parent
+    # The first entry of Python's path: the folder of a script, or for a module the current one.
+    first = Path(cwd, argv[1]).resolve().parent
+    if argv[1] == "-m":
+        first = Path(cwd)
     imported = {name.partition(".")[0] for name in sys.modules}
     for entry in (str(first), *env.get("PYTHONPATH", "").split(os.pathsep)):
         folder = Path(cwd, entry)
@@ -219,11 +228,11 @@ def finds_other_modules(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -
 
 def startup_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that have an effect only at the start of a program."""
-    return {
-        name: value
-        for name, value in env.items()
-        if name.startswith(_STARTUP_PREFIXES) and name not in _SET_IN_FORK
-    }
+    variables = {}
+    for name, value in env.items():
+        if name.startswith(_STARTUP_PREFIXES) and name not in _SET_IN_FORK:
+            variables[name] = value
+    return variables
 
 
 def replace_variables(env: Mapping[str, str]) -> None:

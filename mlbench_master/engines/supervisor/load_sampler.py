@@ -227,7 +227,9 @@ def _machine_bytes() -> tuple[int, int] | None:
     counters = None
     with contextlib.suppress(OSError, RuntimeError):
         counters = psutil.net_io_counters()
-    return None if counters is None else (counters.bytes_recv, counters.bytes_sent)
+    if counters is None:
+        return None
+    return counters.bytes_recv, counters.bytes_sent
 
 
 def _namespace_bytes(pid: int) -> tuple[int, int]:

@@ -109,7 +109,9 @@ def describe_exit(rank: int | None, returncode: int) -> str:
         >>> describe_exit(0, 3)
         'worker 0 failed: exit status 3'
     """
-    who = "the launcher" if rank is None else f"worker {rank}"
+    who = f"worker {rank}"
+    if rank is None:
+        who = "the launcher"
     if returncode >= 0:
         return f"{who} failed: exit status {returncode}"
     try:
@@ -216,6 +218,7 @@ class Supervisor:
             # A reader does not end while a process outside this tree keeps the pipe open.
             self._read_to_end(rank, 5.0)
         if self._stopping:
+            # Workers may handle SIGTERM and end with status 0, but the run has not finished.
             returncode = returncode or -signal.SIGTERM
         elif returncode:
             returncode = self._cause(returncode)
@@ -275,7 +278,9 @@ class Supervisor:
         reason = self._describe_end(self._failed_rank, returncode)
         if self._elastic is not None:
             reason = f"{self._elastic.failure}: {reason}"
-        return f"{reason}: {error}" if error else reason
+        if error:
+            return f"{reason}: {error}"
+        return reason
 
     def _cause(self, returncode: int) -> int:
         """Set the rank that failed to the one that made the others fail; return its exit status.
@@ -307,8 +312,10 @@ class Supervisor:
         content = json.dumps(status).encode().ljust(_STATUS_BYTES)
         while True:
             try:
-                # Not always "wb", which would give up the room.
-                mode = "r+b" if self._status_part.exists() else "wb"
+                mode = "wb"
+                # This mode keeps the room that the file has taken at the start.
+                if self._status_part.exists():
+                    mode = "r+b"
                 with self._status_part.open(mode, buffering=0) as file:
                     if file.write(content) == len(content):
                         self._status_part.replace(self._folder / "status.json")
@@ -325,11 +332,13 @@ class Supervisor:
 
     def _stop(self) -> None:
         self._stopping = True
+        # In a handler of a signal. A SimpleQueue allows this, also in the middle of another put().
         self._ended.put(None)
 
     def _start(
         self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
     ) -> subprocess.Popen[bytes] | ForkedWorker:
+        # The latter win: of the supervisor, of all workers, and of this one.
         variables = {**os.environ, **self._env, **env}
         if self._elastic is not None and rank is not None:
             variables.update(self._elastic.variables(rank))
@@ -349,8 +358,12 @@ class Supervisor:
             "start_new_session": True,
         }
         if self._network is not None and rank is not None:
-            self._places[rank] = rank if self._elastic is None else self._free_places()[0]
-            return self._network.popen(self._places[rank], argv, as_worker=False, **options)
+            place = rank
+            # A worker that replaces another has a new rank, and gets a host that is free.
+            if self._elastic is not None:
+                place = self._free_places()[0]
+            self._places[rank] = place
+            return self._network.popen(place, argv, as_worker=False, **options)
         return subprocess.Popen(argv, **options)
 
     def _watch(
@@ -411,7 +424,9 @@ class Supervisor:
         status = 0
         deadline: float | None = None
         for _ in self._commands:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            timeout = None
+            if deadline is not None:
+                timeout = max(0.0, deadline - time.monotonic())
             try:
                 ended = self._ended.get(timeout=timeout)
             except queue.Empty:
@@ -421,6 +436,8 @@ class Supervisor:
             rank, returncode = ended
             if returncode and rank is not None:
                 self._failures.append((rank, returncode))
+            # The first failure starts the time for the others: their failures are mostly its
+            # effect.
             if returncode and not status:
                 status, deadline = returncode, time.monotonic() + self._grace_s
                 self._failed_at = time.time()
@@ -528,7 +545,9 @@ class Supervisor:
     def _describe_end(self, worker: int | None, returncode: int) -> str:
         """Describe how a worker ended, and which host ended with it."""
         reason = describe_exit(worker, returncode)
-        return f"{reason}, because its host was lost" if worker in self._lost_with_host else reason
+        if worker in self._lost_with_host:
+            return f"{reason}, because its host was lost"
+        return reason
 
     def _read_to_end(self, rank: int | None, timeout_s: float) -> None:
         """Wait for the last lines of a process that has ended."""
@@ -544,7 +563,9 @@ class Supervisor:
             # The limit keeps a line that never ends from filling the memory.
             while raw := pipe.readline(_MAX_LINE_BYTES):
                 text = readable_line(raw)
-                marked = re.match(prefix, text) if prefix else None
+                marked = None
+                if prefix:
+                    marked = re.match(prefix, text)
                 if marked is not None:
                     self._write_line(int(marked[1]), stream, text[marked.end() :])
                     continue

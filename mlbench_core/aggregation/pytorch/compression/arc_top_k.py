@@ -115,8 +115,12 @@ class ARCTopKAggregation(EF21Aggregation):
         deltas, rows, sketches, sent = {}, {}, {}, {}
         for name, change in changes.items():
             e = recall(self._memory, name, change).add_(change)
-            deltas[name] = delta = e.view(len(e) if e.dim() else 1, -1)
-            n, m = delta.shape
+            n = 1
+            if e.dim() > 0:
+                n = len(e)
+            deltas[name] = delta = e.view(n, -1)
+            m = delta.shape[1]
+            # Sketch and rows together would be at least as large as the tensor.
             if n * m <= n * self.rank + coordinates_sent(self.size, n) * m:
                 rows[name] = torch.arange(n, device=delta.device)
                 sent[name] = delta.clone()

@@ -192,8 +192,10 @@ class CompressedAggregation(LossyAggregation):
             waiting.setdefault(tensor.device, []).append(tensor)
         bytes_before = self.bytes_sent
         for (_, device), kind in kinds.items():
+            riders: list[Tensor] = []
             # One worker alone sends no message with which they could travel.
-            riders = waiting.pop(device, []) if self.world_size > 1 else []
+            if self.world_size > 1:
+                riders = waiting.pop(device, [])
             self._aggregate_kind(kind, divisor, riders)
         if waiting:
             self._average_uncompressed(chain(*waiting.values()), divisor)
@@ -234,7 +236,9 @@ class CompressedAggregation(LossyAggregation):
         """
         if self.world_size == 1:
             return message[None]
-        whole = as_bytes(message, *extra) if extra else message
+        whole = message
+        if extra:
+            whole = as_bytes(message, *extra)
         sent = self._sendable(whole)
         # The messages arrive in the rows of one tensor, so they need not
         # be copied together afterward.

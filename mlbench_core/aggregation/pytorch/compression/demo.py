@@ -123,6 +123,8 @@ class DeMoAggregation(CompressedAggregation):
             coefficients = self._transform(m)
             count = min(self.top_k, coefficients.shape[1])
             picked = coefficients.abs().topk(count, dim=1, sorted=False).indices
+            # The transform of a tiny momentum may be rounded to more than it was. Zeros are never
+            # more.
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
@@ -131,7 +133,9 @@ class DeMoAggregation(CompressedAggregation):
             # Without this, an overflow would stay in the momentum and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
         # For each coefficient, the number of workers that sent it, if the mean is over these.
-        senders = list(map(torch.zeros_like, totals)) if self.mean_of_senders else []
+        senders: list[Tensor] = []
+        if self.mean_of_senders:
+            senders = list(map(torch.zeros_like, totals))
         # A block has at most 181 * 181 coefficients, so a position fits into an int16.
         own, own_positions = pack(values), pack(positions).to(torch.int16)
         sizes = list(map(torch.numel, values))
@@ -154,7 +158,9 @@ class DeMoAggregation(CompressedAggregation):
 
     def _sides(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return the number of blocks and the side of one, along a matrix's rows and columns."""
-        rows = shape[0] if len(shape) > 1 else 1
+        rows = 1
+        if len(shape) > 1:
+            rows = shape[0]
         columns = math.prod(shape) // rows
         a, b = self._side(rows), self._side(columns)
         return rows // a, a, columns // b, b

@@ -214,7 +214,8 @@ class DionAggregation(LossyAggregation):
         Raises:
             ValueError: The state is that of another aggregation.
         """
-        check_keys(self, state_dict, self._named_state if state_dict else ())
+        if state_dict:
+            check_keys(self, state_dict, self._named_state)
         self._memory = copies_by_plain_name(state_dict.get("momentum", {}))
         self._queries = copies_by_plain_name(state_dict.get("queries", {}))
 

@@ -164,6 +164,7 @@ class EF21Aggregation(SparsifiedAggregation):
     def _change(self, name: str, tensor: Tensor) -> Tensor:
         """Update M_i, and return its change, which the caller adds to e_i."""
         G = self._estimates[name]
+        # A shared state has the estimates alone, because the momentum belongs to a worker.
         if name not in self._momentum:
             self._momentum[name] = G.clone()
         m, e = recall(self._momentum, name, tensor), recall(self._memory, name, tensor)
@@ -208,7 +209,8 @@ class EF21Aggregation(SparsifiedAggregation):
         Raises:
             ValueError: The state is that of another aggregation or another model.
         """
-        check_keys(self, state_dict, self._named_state if state_dict else (), ())
+        if state_dict:
+            check_keys(self, state_dict, self._named_state)
         super().load_state_dict({"memory": state_dict.get("memory", {})})
         self._momentum = copies_by_plain_name(state_dict.get("momentum", {}))
         self._estimates = copies_by_plain_name(state_dict.get("estimates", {}))

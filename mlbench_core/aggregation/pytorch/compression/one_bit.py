@@ -146,7 +146,9 @@ class OneBitAggregation(EFSignAggregation):
             m = recall(self._momentum, name, tensor)
             # The sum over workers is divided by the divisor, but each of
             # the k workers has the whole m.
-            factor = divisor.to(m) if isinstance(divisor, Tensor) else divisor
+            factor = divisor
+            if isinstance(divisor, Tensor):
+                factor = divisor.to(m)
             shared = m * factor / self.world_size
             candidates[name] = shared.lerp_(tensor.to(m.dtype), 1 - self.beta)
         if candidates:
@@ -185,7 +187,8 @@ class OneBitAggregation(EFSignAggregation):
         Raises:
             ValueError: The state is that of another aggregation.
         """
-        check_keys(self, state_dict, self._named_state if state_dict else (), ())
+        if state_dict:
+            check_keys(self, state_dict, self._named_state)
         self._memory = copies_by_plain_name(state_dict.get("errors", {}))
         self._average_errors = copies_by_plain_name(state_dict.get("average_errors", {}))
         self._momentum = copies_by_plain_name(state_dict.get("momentum", {}))

@@ -212,9 +212,13 @@ class PowerAggregation(LossyAggregation):
         if self.alternate:
             self._send_one_factor(matrices, tensors, extra, divisor)
         else:
-            # A divisor in half precision would round the scale, so it becomes float64.
-            wide_divisor = divisor.double() if isinstance(divisor, Tensor) else divisor
-            scale = None if op == AVG_WORLD else self.world_size / wide_divisor
+            # Q is averaged over the workers, also for "avg_custom", so P Q^T needs another factor.
+            scale: Denominator | None = None
+            if isinstance(divisor, Tensor):
+                # A divisor in half precision would round the scale, so it becomes float64.
+                scale = self.world_size / divisor.double()
+            elif op != AVG_WORLD:
+                scale = self.world_size / divisor
             self._send_both_factors(matrices, tensors, extra, divisor, scale)
         self._count_compression(tensors.values(), extra, bytes_before)
 
@@ -260,8 +264,13 @@ class PowerAggregation(LossyAggregation):
         fixed, sent = {}, {}
         for matrix in matrices:
             name = matrix.name
+            # The last P is kept only from an even step to the next odd one, so it shows the turn.
+            # It is counted by matrix: a layer that is unfrozen later begins with its even step.
             is_odd = name in self._bases
-            start = self._start(matrix, "bases" if is_odd else "queries")
+            if is_odd:
+                start = self._start(matrix, "bases")
+            else:
+                start = self._start(matrix, "queries")
             # Directions that were drawn again are not yet orthogonal to the others.
             fixed[name] = orthonormal_rows(start)
             own = flush_tiny_(matrix.factor(fixed[name], is_odd))
@@ -278,6 +287,8 @@ class PowerAggregation(LossyAggregation):
         for matrix in matrices:
             name = matrix.name
             average = flush_tiny_(sent[name].to(matrix.delta.dtype))
+            # A matrix keeps one factor, the average of this step. The next step starts from it, and
+            # computes the other one.
             if self._bases.pop(name, None) is None:
                 matrix.replace(average, fixed[name], keeps_error=True)
                 self._bases[name] = average
@@ -296,14 +307,12 @@ class PowerAggregation(LossyAggregation):
             last :math:`P^\top`, shape (r, n)): a matrix is there after its even steps, and among
             the queries after its odd steps.
         """
-        bases = {"bases": dict(self._bases)} if self.alternate else {}
-        return {
-            "errors": dict(self._memory),
-            "queries": dict(self._queries),
-            **bases,
-            "uncompressed_steps": dict(self._uncompressed_steps),
-            "generator": self._generator.get_state(),
-        }
+        state: dict[str, Any] = {"errors": dict(self._memory), "queries": dict(self._queries)}
+        if self.alternate:
+            state["bases"] = dict(self._bases)
+        state["uncompressed_steps"] = dict(self._uncompressed_steps)
+        state["generator"] = self._generator.get_state()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty dictionary leaves everything as it is.
@@ -316,7 +325,10 @@ class PowerAggregation(LossyAggregation):
             return
         # A run may go on with alternate=True from a state without it, but not the reverse.
         keys = ("errors", "queries", "uncompressed_steps", "generator")
-        check_keys(self, state_dict, keys, ("bases",) if self.alternate else ())
+        optional: tuple[str, ...] = ()
+        if self.alternate:
+            optional = ("bases",)
+        check_keys(self, state_dict, keys, optional)
         parameters = by_plain_name(dict(self.model.named_parameters(remove_duplicate=False)))
         errors = copies_by_plain_name(state_dict["errors"])
         queries = copies_by_plain_name(state_dict["queries"])
@@ -342,6 +354,7 @@ class PowerAggregation(LossyAggregation):
         if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
+        # The factors would be at least as large as the matrix, which is exact without them.
         if min(rows, columns, self.rank) * (rows + columns) >= rows * columns:
             return False
         steps = self._uncompressed_steps.get(name, 0)
@@ -373,10 +386,12 @@ class PowerAggregation(LossyAggregation):
         # about as large as the norm of a row of the gradient.
         drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype)
         drawn = (drawn / math.sqrt(shape[1])).to(matrix.delta.device)
-        factors = self._bases if kind == "bases" else self._queries
-        remembered = factors.get(matrix.name) if self.reuse_query else None
-        if remembered is None:
+        factors = self._queries
+        if kind == "bases":
+            factors = self._bases
+        if not self.reuse_query or matrix.name not in factors:
             return drawn
+        remembered = factors[matrix.name]
         self._check_shape(kind, matrix.name, remembered, matrix.tensor)
         basis = orthonormal_rows(remembered.to(drawn))
         # A row is now a unit vector, zero or nan. The comparison is true only for a unit vector.
@@ -392,7 +407,10 @@ class PowerAggregation(LossyAggregation):
         rows, columns = len(tensor), tensor.numel() // len(tensor)
         if kind == "errors":
             return rows, columns
-        return min(rows, columns, self.rank), rows if kind == "bases" else columns
+        rank = min(rows, columns, self.rank)
+        if kind == "bases":
+            return rank, rows
+        return rank, columns
 
     def _check_shape(self, kind: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
         """Raise an error for a restored tensor of another model or rank."""
@@ -431,6 +449,7 @@ class _Matrix:
 
     def accumulate(self, query: Tensor) -> Tensor:
         r"""Compute :math:`\Delta = g + e` in place of :math:`e`; return :math:`(\Delta Q)^\top`."""
+        # Without an error memory, delta is the gradient itself, and there is nothing to add.
         if not self.has_memory:
             return query @ self.delta.t()
         left = query.new_empty(len(query), len(self.delta))
@@ -483,7 +502,10 @@ class _Matrix:
         ``scale`` multiplies :math:`g` alone. With ``keeps_error``, ``delta`` has the error already.
         """
         for gradient, delta, part in self._blocks(left):
-            product = gradient if gradient.dtype == delta.dtype else torch.empty_like(delta)
+            # The error is the difference to the product before it is rounded to half precision.
+            product = gradient
+            if gradient.dtype != delta.dtype:
+                product = torch.empty_like(delta)
             _multiply(part, right, out=product)
             if product is not gradient:
                 gradient.copy_(product)

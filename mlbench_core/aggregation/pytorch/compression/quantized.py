@@ -185,6 +185,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         h = rows + e[own]
         message = self._quantize(h, draw)
         errors = h - self._dequantize(message, rows.shape[1], rows.dtype)
+        # e = beta e + (1 - beta) (h - Q(h))
         e[own] = e[own].lerp(errors, 1 - self.error_decay).nan_to_num(nan=0, posinf=0, neginf=0)
         unpack(e.view(-1)[: len(flat)], kept)
         return message

@@ -263,11 +263,14 @@ class EFSignAggregation(CompressedAggregation):
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
                 # The first worker's values need no addition.
-                rows = (other if i else total).view(-1, 8)
+                target = total
+                if i > 0:
+                    target = other
+                rows = target.view(-1, 8)
                 # NumPy finds rows in a table twice as fast as torch. "clip" lets it write them
                 # without a buffer.
                 np.take(table.numpy(), packed.numpy(), axis=0, out=rows.numpy(), mode="clip")
-                if i:
+                if i > 0:
                     total += other
             return divide(total[first + start - 8 * first_byte :][: stop - start], divisor)
 
@@ -349,7 +352,9 @@ def pack_signs(tensors: Iterable[Tensor], zero_is_positive: bool = True) -> Tens
         >>> pack_signs([torch.tensor([1.0, -1.0]), torch.tensor([2.0])])
         tensor([160], dtype=torch.uint8)
     """
-    op: Literal["greater_equal", "greater"] = "greater_equal" if zero_is_positive else "greater"
+    op: Literal["greater_equal", "greater"] = "greater"
+    if zero_is_positive:
+        op = "greater_equal"
     iterator = iter(tensors)
     first = next(iterator)
     tensors = chain([first], iterator)
@@ -365,7 +370,9 @@ def pack_signs(tensors: Iterable[Tensor], zero_is_positive: bool = True) -> Tens
                 signs = torch.cat([rest, signs])
             whole = len(signs) // 8 * 8
             packed.append(pack_bits(signs[:whole]))
-            rest = signs[whole:] if whole < len(signs) else None
+            rest = None
+            if whole < len(signs):
+                rest = signs[whole:]
     if rest is not None:
         packed.append(pack_bits(rest))
     return torch.cat(packed)

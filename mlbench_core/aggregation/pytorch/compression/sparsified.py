@@ -149,7 +149,10 @@ class SparsifiedAggregation(CompressedAggregation):
         Raises:
             ValueError: The state is that of another aggregation or another model.
         """
-        check_keys(self, state_dict, (), ("memory", "generator") if self.random else ("memory",))
+        keys = ["memory"]
+        if self.random:
+            keys.append("generator")
+        check_keys(self, state_dict, (), keys)
         memory = by_plain_name(state_dict.get("memory", {}))
         if self._shapes:
             check_names(memory, self._shapes)
@@ -183,7 +186,10 @@ class SparsifiedAggregation(CompressedAggregation):
         counts = [coordinates_sent(self.size, len(m_n)) for m_n in m]
         picked = list(map(self._pick, m, counts))
         dtype = next(iter(tensors.values())).dtype
-        sent = torch.cat([self._take(m_n, c, dtype) for m_n, c in zip(m, picked, strict=True)])
+        values = []
+        for m_n, coordinates in zip(m, picked, strict=True):
+            values.append(self._take(m_n, coordinates, dtype))
+        sent = torch.cat(values)
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
             self._average_uncompressed([sent, *extra], 1)
@@ -246,8 +252,12 @@ class SparsifiedAggregation(CompressedAggregation):
         # On a CPU, index_select is many times faster than an index in brackets.
         values = m.index_select(0, coordinates).to(dtype)
         m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
-        # The largest values are finite only if all others are. Random ones would hide the others.
-        is_finite = all_finite(m) if self.random else values.isfinite().all()
+        if self.random:
+            # Random coordinates would hide a value of the others that is not finite.
+            is_finite = all_finite(m)
+        else:
+            # The largest values are finite only if all others are.
+            is_finite = values.isfinite().all()
         # On a GPU, reading the flag would make the host wait.
         if m.is_cuda or not is_finite:
             if self.random:
@@ -275,7 +285,10 @@ def check_size(size: int | float, name: str) -> int | float:
             f"tensor) or a float (their share), not {size!r}"
         )
     # The type of the result says if it is a number of coordinates (int) or a share (float).
-    size = int(size) if isinstance(size, numbers.Integral) else float(size)
+    if isinstance(size, numbers.Integral):
+        size = int(size)
+    else:
+        size = float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
             f"{name} must be an integer from 1 (coordinates per tensor) or "
@@ -348,6 +361,7 @@ def largest_entries(
         return _topk(m(slice(numel)), k)
     coordinates, values = candidates
     size = values.abs()
+    # From here the k largest are what remains without the smallest candidates.
     surplus = len(size) - k
     # A value that equals the high threshold may or may not belong to the result.
     # nan is above every threshold.

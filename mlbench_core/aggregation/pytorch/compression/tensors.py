@@ -41,7 +41,9 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
         True
     """
     if not (isinstance(matrix, torch.Tensor) and matrix.is_floating_point()):
-        kind = matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+        kind = type(matrix).__name__
+        if isinstance(matrix, torch.Tensor):
+            kind = str(matrix.dtype)
         raise TypeError(f"matrix must be a floating-point tensor, not {kind}")
     if matrix.dim() != 2:
         raise ValueError(
@@ -118,7 +120,9 @@ def pack_tensors(
     for tensor in tensors:
         indices.append(indices[-1] + tensor.numel())
         sizes.append(tensor.size())
-    vec = pack(tensors) if tensors else torch.empty(0)
+    vec = torch.empty(0)
+    if tensors:
+        vec = pack(tensors)
     if use_cuda:
         vec = vec.cuda()
     return vec, indices, sizes

@@ -93,6 +93,7 @@ class DDPHookState:
     @naming_lost_workers()
     def _receive(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket from DDP; the last one of a backward pass completes the pass."""
+        # DDP gives the buckets of a pass in their order, so this one begins it.
         if bucket.index() == 0:
             self.aggregation.last_bytes = 0
             self.aggregation.compare_models(self._not_compared)
@@ -107,6 +108,7 @@ class DDPHookState:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if memory.is_cuda:
             event = torch.cuda.current_stream(memory.device).record_event()
+            # A future must name the device of a tensor on a GPU that it will be completed with.
             future = torch.futures.Future(devices=[memory.device])
         gradients = dict(zip(bucket.parameters(), _gradients(bucket), strict=True))
         self._arrived.append(_Arrived(memory, gradients, future, self._start(memory), event))
@@ -136,6 +138,7 @@ class DDPHookState:
                 item.event.wait()
             if item.transfer is not None:
                 self._finish(item.transfer)
+        # Either all buckets were sent during the pass, or none; see _start().
         if arrived[0].transfer is None:
             gradients: dict[Tensor, Tensor] = {}
             for item in arrived:
@@ -162,8 +165,10 @@ class DDPHookState:
                 # It is None if the parameter took no part in this worker's pass. Then the bucket
                 # has zeros, which must not count as a gradient: if no worker has one, DDP drops the
                 # result, and the error memory that it holds with it.
-                stand_ins[name] = gradients[parameter].detach().requires_grad_()
-                stand_ins[name].grad = None if parameter.grad is None else gradients[parameter]
+                stand_in = gradients[parameter].detach().requires_grad_()
+                if parameter.grad is not None:
+                    stand_in.grad = gradients[parameter]
+                stand_ins[name] = stand_in
         self._aggregate(stand_ins, AVG_WORLD)
         for parameter, view in gradients.items():
             result = stand_ins[self._names[parameter]].grad

@@ -136,10 +136,11 @@ class DESLOCAggregation(PeriodicAggregation):
             for key in self._due(name):
                 if key == "weights":
                     sent[name] = tensor
+                elif state:
+                    sent[f"{key} of {name}"] = state[key]
                 else:
                     # All workers must send it, but the average of a missing moment is not kept.
-                    moment = state[key] if state else torch.zeros_like(tensor)
-                    sent[f"{key} of {name}"] = moment
+                    sent[f"{key} of {name}"] = torch.zeros_like(tensor)
         self._delegate(self.inside, sent, op)
 
     def _due(self, name: str) -> list[str]:

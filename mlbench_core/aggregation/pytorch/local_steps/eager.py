@@ -115,6 +115,7 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
         """Set gradients to the own part of this call and the others' of the call before."""
         new = {name: tensor for name, tensor in averages.items() if not is_buffer(name)}
         self._delegate(self._all_reduce, new, AVG_WORLD)
+        # Before this call sends its own gradients, which have the same names.
         corrections = take_corrections(self._flights, outer_gradients)
         if outer_gradients and self.world_size > 1:
             self._send(outer_gradients)
@@ -161,4 +162,6 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
         # The other workers count on this worker's part of every message.
         all_corrections(self._flights)
         corrections = by_plain_name(state_dict.get("corrections", {}))
-        self._flights = [Correction(corrections)] if corrections else []
+        self._flights = []
+        if corrections:
+            self._flights.append(Correction(corrections))

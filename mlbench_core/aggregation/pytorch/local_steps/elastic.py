@@ -173,6 +173,7 @@ class ElasticAverage(Aggregation):
         """
         self._check_attached()
         joins = self._joins = self.membership.has_begun()
+        # A round that fails leaves this worker without the state, and it tries the next one.
         while joins and self.membership.commits == 0:
             self._inside().agg_model()(self._optimizer.model, AVG_WORLD)
         self._joins = False
@@ -232,7 +233,9 @@ class ElasticAverage(Aggregation):
             )
         state = None
         # Before the first commit, all have the same number of rounds: a joiner has fewer steps.
-        self._round = round_ = self.membership.agree(self._counted, -1 if self._joins else steps)
+        if self._joins:
+            steps = -1
+        self._round = round_ = self.membership.agree(self._counted, steps)
         try:
             self._group = self.membership.connect(round_)
             state = self._heal(self._group, round_)
@@ -312,6 +315,8 @@ class ElasticAverage(Aggregation):
             tensor.zero_()
         if committed:
             for kind, message in zip(kinds, messages, strict=True):
+                # The last number of a message is the sum of the weights: 1 for each member that was
+                # not behind.
                 unpack(divide(message[:-1], message[-1]).to(kind[0].device), kind)
         for name, tensor in weights.items():
             self._shared[name] -= deltas[name]
@@ -343,10 +348,12 @@ class ElasticAverage(Aggregation):
             WorkerError: The store of the workers does not answer.
         """
         assert self._round is not None
-        others, peer = self._others(), None
+        others, rank = self._others(), None
         if self.membership.worker in others:
             peer = draw(others.index(self.membership.worker), len(others))
-        rank = None if peer is None else self._round.members.index(others[peer])
+            if peer is not None:
+                # The draw counts without the healed members, and the connections with them.
+                rank = self._round.members.index(others[peer])
         for name, tensor in weights.items():
             self._keep(name, tensor)
         tensors = {**values, **weights}
@@ -402,6 +409,7 @@ class ElasticAverage(Aggregation):
         limit = datetime.timedelta(seconds=self.membership.timeout_s)
         if worker in round_.behind:
             donor = round_.members.index(round_.donor)
+            # The length of a state is not known before, so the donor sends it first.
             length = torch.zeros(1, dtype=torch.int64)
             group.recv([length], donor, 0).wait(limit)
             content = torch.empty(int(length), dtype=torch.uint8)

@@ -132,6 +132,7 @@ class NoLoCoAggregation(DiLoCoAggregation):
         self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
     ) -> None:
         """Average with this call's peer; set the outer gradients to what is added to -m."""
+        # Copies, because the exchange overwrites them by the averages of the pair.
         means = {name: self._shared[name].detach().clone() for name in outer_gradients}
         slow = {f"phi of {name}": mean for name, mean in means.items()}
         if not self._exchange({**outer_gradients, **slow}, averages):
@@ -147,6 +148,8 @@ class NoLoCoAggregation(DiLoCoAggregation):
         if self.elastic is not None:
             with self._counting_bytes_of(self.elastic):
                 is_average = self.elastic.exchange_in_pairs(values, averages, self._draw)
+            # The members must draw the same pairs. A joiner has missed rounds, but all agree on the
+            # commits.
             self.rounds = self.elastic.membership.commits
             return is_average
         peer = self._draw(self._pair.rank, self.world_size)
@@ -207,4 +210,7 @@ def draw_peer(rank: int, world_size: int, seed: int, round_: int) -> int | None:
     order = np.random.default_rng((seed, round_)).permutation(world_size).tolist()
     # Positions 2n and 2n + 1 differ in their last bit alone.
     position = order.index(rank) ^ 1
-    return order[position] if position < world_size else None
+    # The last worker of an odd number is alone.
+    if position >= world_size:
+        return None
+    return order[position]

@@ -101,7 +101,9 @@ class OutlierPenalty:
         """Compare a norm with those before, and feed it to the averages if it is not an outlier."""
         state = self._norms.get(name, torch.zeros(2, dtype=torch.float64))
         mean, square = state[:2].tolist()
-        z = (norm - mean) / math.sqrt(square) if square > 0 else 0.0
+        z = 0.0
+        if square > 0:
+            z = (norm - mean) / math.sqrt(square)
         kept = state[2:]
         if len(kept) == self.first_rounds and z > _THRESHOLD * max(1.0, float(kept.std())):
             return True

@@ -204,12 +204,12 @@ class PeriodicAggregation(Aggregation):
         self._add_corrections(to_correct)
         if not due:
             return
-        pending: list[Callable[[], None]] = []
-        due = self._traveling(due, pending if self.delay else None)
         if self.delay:
-            self._send(due, pending)
+            # The comparison of new parameters travels with the copies, and is waited for with them.
+            pending: list[Callable[[], None]] = []
+            self._send(self._traveling(due, pending), pending)
         else:
-            self._delegate(self.inside, due, op, denom)
+            self._delegate(self.inside, self._traveling(due), op, denom)
 
     def _send(self, due: Mapping[str, Tensor], pending: list[Callable[[], None]]) -> None:
         """Start to average copies of tensors, and also wait for the pending messages.
@@ -224,6 +224,8 @@ class PeriodicAggregation(Aggregation):
                 pending += self.inside.start_averages(
                     copies.values(), _subtract_from, overlapped=True
                 )
+            # The copies are the own values at this step. Their corrections are written in their
+            # place.
             self._flights.append(Correction(copies, pending=pending))
 
     def _add_corrections(self, tensors: Mapping[str, Tensor]) -> None:
@@ -263,7 +265,9 @@ class PeriodicAggregation(Aggregation):
         self._counts = counts_by_plain_name(state_dict.get("counts", {}))
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
-        self._flights = [Correction(corrections)] if corrections else []
+        self._flights = []
+        if corrections:
+            self._flights.append(Correction(corrections))
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers.
@@ -393,7 +397,9 @@ class DiLoCoAggregation(Aggregation):
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
         """Return the bytes of outer gradients over those sent for them; 1 before any message."""
-        return 1.0 if self.compressed is None else self.compressed.compression_ratio
+        if self.compressed is None:
+            return 1.0
+        return self.compressed.compression_ratio
 
     # Only weights can move the shared weights, so aggregating gradients
     # would leave them as they are.
@@ -512,6 +518,7 @@ class DiLoCoAggregation(Aggregation):
             process_groups.dist.all_gather(list(everyone), sent, group=self.group)
             self._count("all_gather", self.world_size, sent.nbytes)
             gathered, rank = everyone.cpu(), process_groups.dist.get_rank(self.group)
+        # The average below divides by k, but the weights of a tensor already add up to 1.
         weights = penalty.weights(gathered)[rank] * len(gathered)
         for gradient, weight in zip(outer_gradients.values(), weights.tolist(), strict=True):
             gradient.mul_(weight)
@@ -641,9 +648,11 @@ def take_corrections(flights: list[Correction], names: Container[str]) -> dict[s
     """
     taken: dict[str, Tensor] = {}
     for flight in flights:
-        for name in [name for name in flight.values if name in names]:
-            flight.arrive()
-            taken[name] = flight.values.pop(name)
+        # A copy of the names, because the loop takes values out.
+        for name in list(flight.values):
+            if name in names:
+                flight.arrive()
+                taken[name] = flight.values.pop(name)
     flights[:] = [flight for flight in flights if flight.values]
     return taken
 

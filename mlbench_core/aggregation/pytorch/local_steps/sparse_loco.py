@@ -106,9 +106,11 @@ class ChunkedTopKAggregation(CompressedAggregation):
     ) -> None:
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self.density = check_size(density, "density")
-        self.bits = None if bits is None else check_int("bits", bits)
-        if self.bits is not None and self.bits > 8:
-            raise ValueError(f"bits must be at most 8, or None for no quantization, not {bits}")
+        if bits is not None:
+            bits = check_int("bits", bits)
+            if bits > 8:
+                raise ValueError(f"bits must be at most 8, or None for no quantization, not {bits}")
+        self.bits = bits
         check_finite_at_least_0("decay", decay)
         if decay > 1:
             raise ValueError(
@@ -187,10 +189,14 @@ class ChunkedTopKAggregation(CompressedAggregation):
 
     def _add_decoded(self, chunks: Tensor, message: Tensor) -> int:
         """Add the values in a message to chunks, in place; return the number of bytes read."""
+        # A message has no lengths: sender and receiver compute them from the same shape.
         rows, width = chunks.shape
         sent = coordinates_sent(self.density, width)
         count = rows * sent
-        numbers = count if self.bits is None else rows * self._intervals(sent)
+        # The message has the values themselves, or with quantization the means of the intervals.
+        numbers = count
+        if self.bits is not None:
+            numbers = rows * self._intervals(sent)
         head = numbers * chunks.element_size()
         tail = head + packed_bytes(count, bits_for(width))
         table = from_bytes(message, 0, numbers, chunks.dtype).view(rows, -1)

@@ -106,6 +106,7 @@ class SPARTAAggregation(Aggregation):
             drawn += self._draw(kind)
         sent = {}
         for i, (tensor, positions) in enumerate(drawn):
+            # An all-reduce needs an order and no names.
             sent[str(i)] = tensor.reshape(-1).index_select(0, positions)
         self._delegate(self._all_reduce, sent, op)
         for (tensor, positions), average in zip(drawn, sent.values(), strict=True):
@@ -122,11 +123,13 @@ class SPARTAAggregation(Aggregation):
         if d == 0:
             return []
         drawn = draw_coordinates(d, coordinates_sent(self.share, d), self._generator)
+        # Sorted, so that the positions in each tensor follow each other.
         drawn = drawn.sort().values
         counts = torch.searchsorted(drawn, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
         result = []
         for tensor, end, own in zip(kind, ends, drawn.split(counts.tolist()), strict=True):
             if len(own):
+                # The drawn positions count through all tensors, these through one.
                 result.append((tensor, (own - end + tensor.numel()).to(tensor.device)))
         return result
 

@@ -241,8 +241,13 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             due = self._due(tensors)
         if due:
             self._send(due)
-        arriving = [flight for flight in self._flights if flight.left <= 0]
-        self._flights = [flight for flight in self._flights if flight.left > 0]
+        arriving, traveling = [], []
+        for flight in self._flights:
+            if flight.left <= 0:
+                arriving.append(flight)
+            else:
+                traveling.append(flight)
+        self._flights = traveling
         for flight in arriving:
             flight.arrive()
             self._merge(flight, tensors)
@@ -274,7 +279,11 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     def _send(self, due: Mapping[str, Tensor]) -> None:
         """Start the messages of tensors."""
         pending: list[Callable[[], None]] = []
-        due = self._traveling(due, pending if self.delay else None)
+        if self.delay:
+            # The comparison of new parameters travels with the fragment, and is waited for with it.
+            due = self._traveling(due, pending)
+        else:
+            due = self._traveling(due)
         gradients, averages = {}, {}
         for name, theta_i in due.items():
             if name in self._shared:

@@ -93,6 +93,7 @@ class Bucket:
                 else:  # one pass over the memory instead of two
                     torch.div(gradient, divisor, out=view)
                 if self.holds_gradients:
+                    # Later passes accumulate in the bucket, and need no copy.
                     parameter.grad = view
             elif divisor is not None:
                 view.div_(divisor)
@@ -115,6 +116,8 @@ class Bucket:
         """Give a parameter without a gradient on this worker the one that others sent."""
         parameter = self.parameters[index]
         if self.memory is None:
+            # The message is the gradient itself. The other workers sent theirs in this memory
+            # order.
             strides = strides_of(parameter)
             parameter.grad = message.as_strided(parameter.shape, strides, message.storage_offset())
         elif self.holds_gradients:
@@ -171,12 +174,15 @@ def plan_buckets(
             del open_buckets[kind]
             buckets.append(_bucket(names, parameters, dtype))
     # The flags travel last: only after the backward pass is it known which gradients exist.
-    rest = [(names, dtype) for (dtype, _, _), names in open_buckets.items()]
-    buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
-    names, dtype = rest[-1] if rest else ([], torch.float32)
-    last = _bucket(names, parameters, dtype, number_of_flags=len(parameters))
+    last_names: list[str] = []
+    last_dtype = torch.float32
+    if open_buckets:
+        (last_dtype, _, _), last_names = open_buckets.popitem()
+    for (dtype, _, _), names in open_buckets.items():
+        buckets.append(_bucket(names, parameters, dtype))
+    last = _bucket(last_names, parameters, last_dtype, number_of_flags=len(parameters))
     # All gradients travel in earlier buckets, and the flags alone in the last one.
-    if not names and parameters:
+    if not last_names and parameters:
         device = next(iter(parameters.values())).device
         last.memory = last.flags = torch.zeros(len(parameters), device=device)
     return [*buckets, last]
@@ -190,7 +196,9 @@ def _bucket(
 ) -> Bucket:
     members = [parameters[name] for name in names]
     sizes = list(map(torch.numel, members))
-    device = members[0].device if members else torch.device("cpu")
+    device = torch.device("cpu")
+    if members:
+        device = members[0].device
     memory = torch.zeros(sum(sizes) + number_of_flags, dtype=dtype, device=device)
     *parts, flags = memory.split([*sizes, number_of_flags])
     views = []

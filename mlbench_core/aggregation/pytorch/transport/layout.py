@@ -119,6 +119,7 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
         if is_alike:
             return
         first, *others = map(_parse, _gather(text, group))
+        # The hashes differ, so at least one worker differs from worker 0.
         rank = 1
         # As lists, because dictionaries with the same entries in another order are equal.
         while list(others[rank - 1].items()) == list(first.items()):
@@ -138,6 +139,7 @@ def _gather(text: bytes, group: Any) -> list[bytes]:
     # messages that are on their way.
     store, size = process_groups.store(), process_groups.world_size(group)
     ranks = [process_groups.global_rank(rank, group) for rank in range(size)]
+    # The number is part of the keys, so that a later comparison does not read these texts.
     _differences[tuple(ranks)] += 1
     prefix = f"mlbench models {ranks} {_differences[tuple(ranks)]}"
     store.set(f"{prefix} {process_groups.rank()}", text)

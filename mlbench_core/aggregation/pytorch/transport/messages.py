@@ -210,7 +210,10 @@ def fill(tensor: Tensor, values: Callable[[int, int], Tensor]) -> None:
         tensor([[0., 1.],
                 [2., 3.]])
     """
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+    else:
+        flat = tensor.new_empty(tensor.numel())
     start = 0
     for block in in_blocks(flat):
         block.copy_(values(start, start + len(block)))

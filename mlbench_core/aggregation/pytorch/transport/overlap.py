@@ -184,6 +184,7 @@ class OverlappedReduction:
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient that the backward pass has accumulated; send full buckets."""
+        # This gradient stays local, so those that were averages before no longer are.
         if not self._synchronizes:
             self._is_reduced = False
             return
@@ -194,6 +195,8 @@ class OverlappedReduction:
             # worker sends them in one order.
             self.synchronize()
             self._open(graph_task)
+            # Autograd calls it at the end of the pass, before backward() returns: only then is it
+            # known which parameters took no part.
             torch_private.call_after_backward(self.synchronize)
         current = self._pass
         assert current is not None
@@ -227,10 +230,13 @@ class OverlappedReduction:
         current_signature = signature(parameters), layout.frozen_among(parameters)
         if not is_intact or current_signature != self._signature:
             self._lay_out()
+        # A step may have several passes, and last_bytes counts the messages of all of them.
         if self._is_new_step:
             self._aggregation.last_bytes = 0
             self._is_new_step = False
-        within = "backprop" if graph_task != _NO_PASS else None
+        within = None
+        if graph_task != _NO_PASS:
+            within = "backprop"
         missing = []
         for bucket in self._buckets:
             missing.append(sum(1 for p in bucket.parameters if p.requires_grad))
@@ -241,9 +247,11 @@ class OverlappedReduction:
         """Count the transfers that have arrived, up to the first one that has not."""
         if current.received == len(current.transfers):
             return
-        # A poll of shared memory also copies and sums up, which takes time from the backward pass.
-        takes_time = self._aggregation.shared_memory
-        with current.interval.exposed() if takes_time else contextlib.nullcontext():
+        timed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._aggregation.shared_memory:
+            # A poll also copies and sums up, which takes time from the backward pass.
+            timed = current.interval.exposed()
+        with timed:
             for transfer in current.transfers[current.received :]:
                 if not transfer.work.is_completed():
                     return
@@ -256,7 +264,9 @@ class OverlappedReduction:
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.start_message()
         with current.interval.exposed():
-            divisor = self._aggregation.world_size if self._divides_early(bucket) else None
+            divisor = None
+            if self._divides_early(bucket):
+                divisor = self._aggregation.world_size
             message = bucket.fill(divisor)
             if bucket.flags is not None:
                 present = [float(p.grad is not None) for p in self._sent_parameters()]
@@ -286,6 +296,7 @@ class OverlappedReduction:
                 if not self._divides_early(bucket):
                     divide(as_real(transfer.message), self._aggregation.world_size)
                 bucket.deliver()
+            # The arrival of the earlier ones was counted during the pass, when a poll saw it.
             if position >= current.received:
                 current.interval.finish_message()
         if self._frozen:
@@ -303,6 +314,7 @@ class OverlappedReduction:
             return
         flags = self._buckets[-1].flags
         assert flags is not None
+        # Flags have the dtype of their bucket, and complex numbers have no order.
         is_present = iter(flags.abs().tolist())
         for bucket, transfer in zip(self._buckets, current.transfers, strict=True):
             for index, parameter in enumerate(bucket.parameters):
@@ -364,6 +376,8 @@ class OverlappedReduction:
 
         for parameter in parameters.values():
             if parameter.requires_grad:
+                # torch refuses a hook on a tensor that requires no gradient. If that changes, so
+                # does the signature, and the hooks are made again.
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _remove_hooks(self) -> None:

@@ -140,6 +140,7 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
         return codes[start:]
     first, stop = start // group, -(-(start + count) // group)
     part = packed[first * size_bytes : stop * size_bytes]
+    # The packed form ends with the last code's byte, and the words need all of theirs.
     part = torch.nn.functional.pad(part, (0, (stop - first) * size_bytes - len(part)))
     words = _join(part, 8, size_bytes)
     codes = torch.empty(len(words), group, dtype=torch.int32, device=packed.device)
@@ -153,12 +154,16 @@ def _word(bits: int) -> tuple[int, int]:
     common = math.gcd(bits, 8)
     group, size_bytes = 8 // common, bits // common
     # The highest bit of an int64 is its sign.
-    return group, size_bytes if size_bytes <= 7 else 0
+    if size_bytes > 7:
+        return group, 0
+    return group, size_bytes
 
 
 def _join(parts: Tensor, bits: int, count: int) -> Tensor:
     """Join each ``count`` integers of a few bits to one, the first in its highest bits."""
-    dtype = torch.uint8 if count * bits == 8 else torch.int64
+    dtype = torch.int64
+    if count * bits == 8:
+        dtype = torch.uint8
     columns = parts.view(-1, count).unbind(dim=1)
     joined = columns[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
     for column in columns[1:]:

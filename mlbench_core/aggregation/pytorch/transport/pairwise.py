@@ -77,10 +77,13 @@ def is_on_one_machine(group: Any = None) -> bool:
     Args:
         group: The group; None for all workers.
     """
-    key = dist.group.WORLD if group is None else group
+    key = group
+    if key is None:
+        key = dist.group.WORLD
     if key not in _is_on_one_machine:
         # A worker without a name gets a random one, which equals no other.
         name = process_groups.machine() or secrets.token_hex()
+        # Seven bytes, so that the negated number fits into an int64 as well.
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         # The maximum of the negated numbers is the negated minimum.
         largest = torch.tensor([number, -number])
@@ -123,6 +126,7 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
         started = []
         for parts, versions in zip(batch, received, strict=True):
             started.append(_Exchange(rank, parts, versions, group))
+        # All pieces of the batch travel before the first one is averaged.
         for exchange in started:
             exchange.reduce(divisor)
         exchanges += started
@@ -214,5 +218,8 @@ class _Exchange:
 
     def _start(self, transfer: Callable[..., Any], parts: Iterable[Tensor], tag: int) -> list[Any]:
         """Start to send or receive a part for each other worker; empty parts are not sent."""
-        pairs = zip(self._others, parts, strict=True)
-        return [transfer(part, None, self._group, tag, rank) for rank, part in pairs if len(part)]
+        works = []
+        for rank, part in zip(self._others, parts, strict=True):
+            if len(part):
+                works.append(transfer(part, None, self._group, tag, rank))
+        return works

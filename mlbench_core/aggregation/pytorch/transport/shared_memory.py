@@ -63,6 +63,7 @@ _OFFERED, _SUMMED, _COLLECTED = range(3)
 # bytes and its dtype.
 _NOTIFICATION = struct.Struct("<BQQ16s")
 _RANK = struct.Struct("<I")
+# Process, user and group, as Linux reports them for the other end of a socket.
 _CREDENTIALS = struct.Struct("3i")
 _ALIGNMENT_BYTES = 64
 _GROWTH_BYTES = 1 << 21
@@ -139,6 +140,7 @@ class Arena:
         return self._bytes[offset:end].view(dtype)
 
     def _map(self) -> None:
+        # Views of the mapping before keep it alive, and show the same memory as the new one.
         memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -330,6 +332,7 @@ class SharedMemorySum:
         while self._offered and self._all_have(_OFFERED, self._offered[0].number):
             self._sum(self._offered[0])
             self._summed.append(self._offered.popleft())
+        # Messages end in the order in which they began, so only the oldest one is looked at.
         while self._summed and self._all_have(_SUMMED, self._summed[0].number):
             self._collect(self._summed[0])
             self._unannounced.append(self._summed.popleft())
@@ -355,6 +358,7 @@ class SharedMemorySum:
                 raise RuntimeError(
                     f"timed out: {_ranks_of(missing)} did not come within {self._timeout_s:g} s"
                 )
+            # A sleep for this sum alone would miss the notifications for the others.
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
             # Another worker may wait for this worker's part in another sum
@@ -376,6 +380,8 @@ class SharedMemorySum:
         published = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
         others = []
         for peer in self._peers:
+            # Offers leave the queue when their message is collected, so the first one has that
+            # number.
             offset, *theirs = peer.offers[exchange.number - self._collected]
             own = [message.numel() * message.element_size(), _name(message.dtype)]
             if theirs != own:
@@ -415,6 +421,7 @@ class SharedMemorySum:
             size_bytes, dtype = message.numel() * message.element_size(), _name(message.dtype)
         notification = _NOTIFICATION.pack(kind, offset, size_bytes, dtype.encode())
         for peer in self._peers:
+            # Queued even if the socket has room: notifications must leave in their order.
             peer.unsent.append((kind, notification))
             peer.flush()
 
@@ -510,11 +517,13 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     process_groups.dist.broadcast(meeting, process_groups.global_rank(0, group), group=group)
     key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
+        # The zero byte makes an address without a file, which nobody has to delete.
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(world_size)
         record = {"machine": process_groups.machine(), "address": address}
         store.set(f"{key}/{rank}", json.dumps(record))
+        # get() waits until the other worker has written its record.
         records = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
         elsewhere = []
         for other, record in enumerate(records):
@@ -533,6 +542,7 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
             peers.append(_exchange_memory(connection, rank, arena))
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
+            # An accepted socket does not inherit the listener's timeout.
             connection.settimeout(timeout_s)
             # Any process of the machine can connect to an abstract socket, so
             # those of other users are refused.
@@ -541,11 +551,13 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
             else:
                 connection.close()
     for peer in peers:
+        # From here on, a step of progress() must not wait for a single worker.
         peer.socket.setblocking(False)
     return sorted(peers, key=lambda peer: peer.rank)
 
 
 def _socket(timeout_s: float) -> socket.socket:
+    # This type keeps the borders of messages, so that one call receives one notification.
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(timeout_s)
     return made
@@ -570,6 +582,7 @@ def _exchange_memory(connection: socket.socket, rank: int, arena: Arena) -> _Pee
     """Exchange ranks and file descriptors of the shared memory over a connection."""
     socket.send_fds(connection, [_RANK.pack(rank)], [arena.descriptor])
     rank_bytes, descriptors, flags, _ = socket.recv_fds(connection, _RANK.size, 1)
+    # Linux drops a descriptor if this process may not open another file.
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not descriptors:

@@ -147,8 +147,10 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
         row, column = divmod(rank, columns)
         right = row * columns + (column + 1) % columns
         below = (row + 1) % rows * columns + column
-        # In a single row or column, a worker would be its own neighbor.
-        edges.update((rank, other) for other in (right, below) if other != rank)
+        for other in (right, below):
+            # In a single row or column, a worker would be its own neighbor.
+            if other != rank:
+                edges.add((rank, other))
     return Topology("torus", world_size, tuple(edges))
 
 

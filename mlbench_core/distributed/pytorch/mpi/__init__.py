@@ -105,7 +105,9 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         return False
     reason = why_not()
     if reason is not None:
-        raise (MissingDependencyError if "pip install" in reason else BackendError)(reason)
+        if "pip install" in reason:
+            raise MissingDependencyError(reason)
+        raise BackendError(reason)
     _Maker.timeout_s = timeout_s
     if not is_registered():
         dist.Backend.register_backend(

@@ -101,7 +101,9 @@ class Transfers:
         # Each part may be longer than one message: reduce() sends it in chunks. The part
         # of this worker is copied, because reduce() works in place and must not change source.
         for root, part in enumerate(source.view(-1).split(output.numel())):
-            whole = part.clone() if self.rank == root else part
+            whole = part
+            if self.rank == root:
+                whole = part.clone()
             self.reduce(whole, root, reduction)
             if self.rank == root:
                 output.view(-1).copy_(whole)
@@ -142,7 +144,10 @@ class Transfers:
     def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
         """Put every worker's ``source`` into ``root``'s ``output``, in the order of the ranks."""
         if source.numel() * self.size <= MAX_ELEMENTS:
-            received = None if output is None else self.message(output, count=source.numel())
+            received = None
+            if output is not None:
+                # MPI counts what arrives from each worker, not the whole output.
+                received = self.message(output, count=source.numel())
             self.comm.Gather(self.message(source), received, root)
             return
         # MPI cannot count the whole output, so each worker's part is sent in separate messages. All
@@ -157,7 +162,10 @@ class Transfers:
     def scatter(self, output: torch.Tensor, source: torch.Tensor | None, root: int) -> None:
         """Give each worker its part of ``root``'s ``source``, in the order of the ranks."""
         if output.numel() * self.size <= MAX_ELEMENTS:
-            sent = None if source is None else self.message(source, count=output.numel())
+            sent = None
+            if source is not None:
+                # As in gather(), the count is that of one worker.
+                sent = self.message(source, count=output.numel())
             self.comm.Scatter(sent, self.message(output), root)
             return
         incoming = self._empty_parts(output)

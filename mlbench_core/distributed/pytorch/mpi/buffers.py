@@ -49,6 +49,7 @@ class Buffer:
             return
         with torch.no_grad():
             self.tensor.copy_(self.memory)
+        # The work is done when this returns, and the caller may read the tensor on another stream.
         if self.tensor.is_cuda:
             torch.cuda.current_stream(self.tensor.device).synchronize()
 
@@ -58,7 +59,9 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
         raise TypeError(
             f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}"
         )
-    device = tensor.device if stays else torch.device("cpu")
+    device = torch.device("cpu")
+    if stays:
+        device = tensor.device
     # Copies between pinned memory and a GPU do not block the host.
     pin = tensor.is_cuda and not stays
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)

@@ -116,7 +116,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         buffer = Buffer(tensor, on_host=reduction.on_host)
         reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
         # Only the root receives a result; the tensors of the others must keep their values.
-        filled = [buffer] if root == self.rank() else []
+        filled = []
+        if root == self.rank():
+            filled.append(buffer)
         return self._collective("reduce", [(reduce, filled)], tensors, opts)
 
     def reduce_scatter(
@@ -167,7 +169,10 @@ class MPIProcessGroup(dist.ProcessGroup):
             # The others' values are overwritten, so they need not be copied to the memory of MPI.
             buffer = Buffer(tensor, fill=is_root)
             call = partial(self._transfers.broadcast, buffer.memory, root)
-            jobs.append((call, [] if is_root else [buffer]))
+            if is_root:
+                jobs.append((call, []))
+            else:
+                jobs.append((call, [buffer]))
         return self._collective("broadcast", jobs, tensors, opts)
 
     def allgather(
@@ -247,10 +252,11 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         opts = _options(opts, dist.GatherOptions)
         source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
-        parts = list(_only(outputs, "gather")) if root == self.rank() else []
         buffer, whole = Buffer(source), None
+        parts: list[torch.Tensor] = []
         then: list[Job] = []
         if root == self.rank():
+            parts += _only(outputs, "gather")
             self._check_parts("gather", parts, source)
             whole = buffer.memory.new_empty(self.size() * source.numel())
             then.append((partial(_spread, whole, parts), ()))
@@ -318,7 +324,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Split a tensor into each worker's rows (entries of the first dimension)."""
         size = self.size()
         # A tensor without dimensions counts as one row.
-        rows = memory.shape[0] if memory.dim() else 1
+        rows = 1
+        if memory.dim() > 0:
+            rows = memory.shape[0]
         if not sizes:
             if rows % size:
                 raise ValueError(
@@ -382,6 +390,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Barrier, blocks of operations, and the end
 
     def barrier(self, opts: Any = None) -> Work:
+        # No job: the non-blocking barrier with which every collective begins is all that it needs.
         return self._collective("barrier", [], [], _options(opts, dist.BarrierOptions))
 
     # torch calls these two around a block of operations, for which one handle is returned.
@@ -397,6 +406,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 work.wait()
 
         def post() -> list[Test]:
+            # Not is_completed(), which makes MPI progress: these tests are called while it does.
             return [partial(getattr, work, "done") for work in works]
 
         tensors = list(chain.from_iterable(work.result() for work in works))

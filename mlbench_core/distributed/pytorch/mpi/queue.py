@@ -173,7 +173,9 @@ class Work(dist.Work):
             torch.distributed.DistBackendError: It failed, or was not done in time.
         """
         seconds = timeout.total_seconds()
-        limit_s = seconds if seconds > 0 else None
+        limit_s = None
+        if seconds > 0:
+            limit_s = seconds
         if not self.done and not self._queue.run_until(self, limit_s):
             raise dist.DistBackendError(
                 f"MPI: {self.name}: timed out, it was not done within {seconds:g} s"
@@ -289,6 +291,8 @@ class WorkQueue:
             raise dist.DistBackendError(
                 f"MPI: {work.name}: impossible after an earlier failure: {self.broken}"
             )
+        # Without a lock: a deque takes items from several threads, and only the thread that has MPI
+        # takes them out.
         self._queued.append(work)
         if not background:
             return
@@ -325,11 +329,13 @@ class WorkQueue:
                 waited = time.perf_counter() - start
                 if timeout_s is not None and waited > timeout_s:
                     return False
-                if waited > _SPIN_S:
-                    time.sleep(_SHORT_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
-                else:
+                if waited <= _SPIN_S:
                     # Another worker may need this core to come to the operation.
                     os.sched_yield()
+                elif waited < 1:
+                    time.sleep(_SHORT_PAUSE_S)
+                else:
+                    time.sleep(_LONG_PAUSE_S)
         finally:
             with self._lock:
                 self._waiting_threads -= 1
@@ -344,8 +350,11 @@ class WorkQueue:
         if thread is not None:
             wake.put(False)
             if thread is not threading.current_thread():
-                # After a failure the thread may be stuck in MPI for good.
-                thread.join(1.0 if self.broken else None)
+                limit_s = None
+                if self.broken is not None:
+                    # After a failure the thread may be stuck in MPI for good.
+                    limit_s = 1.0
+                thread.join(limit_s)
         self.watchdog.close()
 
     def _works(self) -> list[Work]:
@@ -424,6 +433,10 @@ class WorkQueue:
                 # Not get(timeout=...): Python's SimpleQueue waits without end if a short time
                 # limit has passed when it finds that an earlier put() has been answered
                 # already (CPython up to 3.12).
-                time.sleep(_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
+                pause_s = _SHORT_PAUSE_S
+                if self._waiting_threads:
+                    # A thread that waits does the works itself.
+                    pause_s = _LONG_PAUSE_S
+                time.sleep(pause_s)
                 with contextlib.suppress(queue.Empty):
                     is_running = wake.get_nowait()

@@ -48,7 +48,9 @@ def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
             store = dist.TCPStore(
                 _LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
             )
-    port = 0 if store is None else store.port
+    port = 0
+    if store is not None:
+        port = store.port
     return store, comm.bcast((socket.gethostname(), own_addresses(), port), 0)
 
 

@@ -49,7 +49,9 @@ class Watchdog:
     """
 
     def __init__(self, end: Callable[[str], None] | None = None) -> None:
-        self._end = end_process if end is None else end
+        if end is None:
+            end = end_process
+        self._end = end
         # Name, limit in seconds and deadline of the call under way.
         self._call: tuple[str, float, float] | None = None
         self._thread: threading.Thread | None = None

@@ -82,7 +82,9 @@ class Dion(CompressedOptimizer):
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
         if aggregation is None:
-            largest_rank = 8 if rank is None else rank
+            largest_rank = 8
+            if rank is not None:
+                largest_rank = rank
             aggregation = DionAggregation(rank=largest_rank, world_size=world_size)
         check_aggregation(aggregation, DionAggregation, world_size=world_size, rank=rank)
         super().__init__(params, defaults, aggregation)

@@ -77,12 +77,15 @@ class EF21(GenericCentralizedOptimizer):
         aggregation: EF21Aggregation | None = None,
     ) -> None:
         if aggregation is None:
+            # None, and not a default value, shows the check below that an argument was left out.
+            sent_share: int | float = 0.1
+            if size is not None:
+                sent_share = size
+            factor = 0.9
+            if momentum is not None:
+                factor = momentum
             aggregation = EF21Aggregation(
-                model,
-                use_cuda,
-                size=0.1 if size is None else size,
-                momentum=0.9 if momentum is None else momentum,
-                world_size=world_size,
+                model, use_cuda, size=sent_share, momentum=factor, world_size=world_size
             )
         check_aggregation(
             aggregation, EF21Aggregation, world_size=world_size, momentum=momentum, size=size

@@ -91,7 +91,9 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
         if aggregation is None:
-            steps = 100 if warmup_steps is None else warmup_steps
+            steps = 100
+            if warmup_steps is not None:
+                steps = warmup_steps
             aggregation = OneBitAggregation(warmup_steps=steps, world_size=world_size)
         check_aggregation(
             aggregation, OneBitAggregation, world_size=world_size, warmup_steps=warmup_steps

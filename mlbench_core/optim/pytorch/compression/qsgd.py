@@ -75,7 +75,9 @@ class QSGD(GenericCentralizedOptimizer):
         aggregation: QSGDAggregation | None = None,
     ) -> None:
         if aggregation is None:
-            chosen_levels = 7 if levels is None else levels
+            chosen_levels = 7
+            if levels is not None:
+                chosen_levels = levels
             aggregation = QSGDAggregation(use_cuda, levels=chosen_levels, world_size=world_size)
         check_aggregation(aggregation, QSGDAggregation, world_size=world_size, levels=levels)
         make = partial(

@@ -72,11 +72,11 @@ class QuantizedSGD(GenericCentralizedOptimizer):
     ) -> None:
         make = make_sgd("QuantizedSGD", lr, momentum, dampening, weight_decay, nesterov)
         if aggregation is None:
+            chosen_bits = 8
+            if bits is not None:
+                chosen_bits = bits
             aggregation = QuantizedAllReduceAggregation(
-                use_cuda,
-                bits=8 if bits is None else bits,
-                error_decay=error_decay,
-                world_size=world_size,
+                use_cuda, bits=chosen_bits, error_decay=error_decay, world_size=world_size
             )
         check_aggregation(
             aggregation,

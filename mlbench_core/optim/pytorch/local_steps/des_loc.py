@@ -85,9 +85,10 @@ class DESLOC(GenericCentralizedOptimizer):
             "second_moment_period": second_moment_period,
         }
         if aggregation is None:
-            aggregation = DESLOCAggregation(
-                world_size, 8 if period is None else period, use_cuda=use_cuda, **periods
-            )
+            steps = 8
+            if period is not None:
+                steps = period
+            aggregation = DESLOCAggregation(world_size, steps, use_cuda=use_cuda, **periods)
         check_aggregation(
             aggregation,
             DESLOCAggregation,

@@ -75,7 +75,10 @@ class SPARTA(GenericCentralizedOptimizer):
         options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         inner = make_inner_optimizer("SPARTA", None, model, lr, **options)
         if aggregation is None:
-            aggregation = SPARTAAggregation(world_size, share=0.005 if share is None else share)
+            sent_share = 0.005
+            if share is not None:
+                sent_share = share
+            aggregation = SPARTAAggregation(world_size, share=sent_share)
         check_aggregation(aggregation, SPARTAAggregation, world_size=world_size, share=share)
         super().__init__(
             None,

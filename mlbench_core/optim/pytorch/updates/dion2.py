@@ -102,6 +102,7 @@ class Dion2(MuonAdamW):
                 momentum, weights = momentum.T, weights.T
             chosen = _largest_rows(momentum, group["fraction"])
             update = self._direction(momentum[chosen], chosen, state, group)
+            # The other rows do not decay: their momentum grows until they are chosen.
             momentum[chosen] *= group["momentum"]
             matrix.mul_(1 - lr * group["weight_decay"])
             rows, columns = matrix.shape

@@ -91,6 +91,7 @@ class AveragedSGD(SGD):
         for parameter in averaged:
             state = self.state[parameter]
             state["averaged"] += 1
+            # The n-th value has the share 1 / n in the mean of n values.
             state["average"].lerp_(parameter, 1 / state["averaged"])
         return loss
 
@@ -221,6 +222,7 @@ class NTASGD:
         """Record a value; return whether it exceeds the best of all but the last n before it."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
+        # The value that leaves the last n joins those with which a new one is compared.
         self._recent.append(value)
         if len(self._recent) > self.interval:
             self._best_before_recent = min(self._best_before_recent, self._recent.pop(0))
@@ -290,6 +292,8 @@ class NTASGD:
         self.checks_since_best = state_dict["checks_since_best"]
         self._recent = list(state_dict["recent"])
         self._best_before_recent = state_dict["best_before_recent"]
+        # The state of the optimizer may be loaded later, and has averages that only this class
+        # takes.
         if state_dict["is_averaging"] and not self.is_averaging:
             self._start_averaging()
 

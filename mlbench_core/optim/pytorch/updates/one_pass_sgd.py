@@ -47,7 +47,9 @@ class OnePassSGD(SGD):
         """Take one step; see :meth:`torch.optim.SGD.step`."""
         if not all(map(_is_plain, self.param_groups)):
             return sgd_step(self, closure)
-        loss = None if closure is None else evaluate(closure)
+        loss = None
+        if closure is not None:
+            loss = evaluate(closure)
         for group in self.param_groups:
             self._update(group)
         return loss

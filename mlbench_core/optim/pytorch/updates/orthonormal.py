@@ -46,16 +46,23 @@ def orthonormalize(matrix: Tensor, polar_express: bool = False) -> Tensor:
 
         N. Amsel, D. Persson, C. Musco, R. M. Gower: The Polar Express. arXiv:2505.16932
     """
-    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    x = matrix
+    if matrix.dtype != torch.float64:
+        x = matrix.bfloat16()
+    # The products below have the size of the number of rows, so the shorter side comes first.
     is_tall = matrix.shape[0] > matrix.shape[1]
     if is_tall:
         x = x.T
+    polynomials = NEWTON_SCHULZ
     if polar_express:
+        polynomials = POLAR_EXPRESS
         # Room for the rounding of bfloat16: the first polynomial diverges for values above 1.
         x = x / (1.02 * x.norm() + 1e-6)
     else:
         x = x / x.norm().clamp(min=1e-7)
-    for a, b, c in POLAR_EXPRESS if polar_express else NEWTON_SCHULZ:
+    for a, b, c in polynomials:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    if is_tall:
+        return x.T
+    return x
