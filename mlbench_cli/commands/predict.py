@@ -155,6 +155,7 @@ def _check_cells(check: Mapping[str, Any]) -> list[str]:
 
 def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str, Any]]) -> None:
     """Write errors and assumptions, then caveats and checks, each once with its rows."""
+    # What holds for several rows is printed once, with their names.
     notes: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         text = row["error"] or row["assumption"]
@@ -165,6 +166,7 @@ def _show_notes(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str,
             notes.setdefault(caveat, []).append(row)
     for text, of_text in notes.items():
         remark(clean(f"{_rows_text(of_text, rows)}: {text}"))
+    # Both tables may be on the screen, and would seem to contradict each other.
     if checks or any(row["figures"] == "measured" for row in rows):
         remark(
             "measured times are means over all steps, of the slowest worker in each part; the "
@@ -396,6 +398,7 @@ def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 def _cells(row: dict[str, Any]) -> list[str]:
     def scaled(name: str, factor: float, digits: int) -> str:
         value = row[name]
+        # None is a figure that is not known, for example the price without a machine.
         if value is not None:
             value *= factor
         return number(value, digits)

@@ -134,11 +134,13 @@ def recommend(
     if script and folder is not None:
         raise click.UsageError(f"give a folder or a script, not {folder} and {script[0]}")
     if script:
+        # For other numbers of workers, the step is predicted, but not how many steps are needed.
         if goal is not None and not set(workers) & set(WORKERS):
             raise click.UsageError(
                 "--workers must have 1 or 2 with a goal: only these runs show the time to it"
             )
         budget_s = budget_s or _BUDGET_S
+        # From here on, the runs of the script are a folder like any other.
         folder = probe(
             ctx.command, script, networks, methods or METHODS, metrics, goal, budget_s, output
         )

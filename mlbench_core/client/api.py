@@ -695,6 +695,7 @@ def _program_fields(
                 "give one of them"
             )
         return {"task": task, "arguments": list(map(str, arguments))}
+    # The command of an image has its arguments already; these would be lost.
     if arguments:
         raise ValueError(
             f"arguments must be left out without a task, not {list(arguments)!r}: give task, "

@@ -221,6 +221,7 @@ class Comparison:
         if self.differences:
             parts = itertools.starmap(_difference_text, self.differences.items())
             lines.append(f"The rows differ in {'; '.join(parts)}.")
+        # A dictionary has each goal once, in the order of the rows.
         goals: dict[str, None] = {}
         has_miss = has_value = False
         for row in self.rows:
@@ -228,12 +229,14 @@ class Comparison:
             has_miss = has_miss or bool(row.get("missed"))
             has_value = has_value or row.get("goal_value") is not None
         times = "training times until the goal"
+        # Runs without a goal end with their epochs, and not where something was reached.
         if all(row["goal"] == goal_text(None) for row in self.rows):
             times = "training times"
         lines.append(
             f"Goal: {'; '.join(goals)}. Times are {times}, and the interval is that of the "
             "geometric mean."
         )
+        # Only columns that the table shows are explained.
         if has_miss:
             lines.append(
                 "A row with a missed run has no mean. Its median counts a miss as longer than "

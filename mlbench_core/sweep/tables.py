@@ -217,6 +217,7 @@ def tuning_rows(searches: Iterable[Search]) -> list[dict[str, Any]]:
         tried = []
         for point, score in zip(search.points, search.scores, strict=True):
             assert point.trial is not None, "the points of a search are trials"
+            # A search that goes on has trials that have not ended.
             if score is not None:
                 outcome = {"steps_to_goal": score.steps_to_goal, "best": score.best}
                 value, factor = point.trial.value, point.trial.factor

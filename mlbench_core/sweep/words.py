@@ -285,7 +285,9 @@ def _modelled(outcome: Outcome) -> list[str]:
         f"{plural(outcome.modelled, 'run')} of workers on one machine; seconds on networks are "
         "modelled, from the processor time of a step and the time of its messages."
     ]
+    # Ratios to the median, because the times of the cells may differ by orders of magnitude.
     least = most = 1.0
+    # Cells with the same remark share a sentence.
     caveats: dict[str, list[Cell]] = {}
     reasons: dict[str, list[Cell]] = {}
     for cell in outcome.cells:

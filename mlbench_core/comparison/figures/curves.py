@@ -104,6 +104,7 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
             "the runs have no task and goal in common, so there is no common metric to draw"
         )
     bands = []
+    # A group that has not recorded the metric is left out, so that it does not hide the others.
     for group in groups:
         averaged = _band(group, goal["metric"], AGAINST[against])
         if averaged is not None:

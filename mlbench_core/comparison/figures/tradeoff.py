@@ -141,6 +141,7 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     """
     times = times_to_goal(groups)
     tasks = set(itertools.chain.from_iterable(times.values()))
+    # With one task, the share is 0 or 1 everywhere.
     if len(tasks) < 2 or len(times) < 2:
         raise ConfigurationError(
             "a performance profile needs at least two tasks and two algorithms"

@@ -96,9 +96,12 @@ class BecomeWorker(BaseException):
             mode = "w"
             if name == "stdin":
                 mode = "r"
-            file = open(standard, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, file)
-            setattr(sys, f"__{name}__", file)
+            # Line by line, so that the log shows a line when it is printed. As in Python itself, a
+            # script that closes sys.stdout leaves the descriptor open for its libraries.
+            new = open(standard, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, new)
+            # Some libraries write to the originals, which would still be those of the server.
+            setattr(sys, f"__{name}__", new)
         parent_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         replace_variables(self.env)
         rename_process(self.argv, self.env)
