@@ -252,7 +252,7 @@ def compare(
             modules[path] = source
         names.append(name)
     content: dict[str, Any] = {"title": folder.name, "script": script, "task": task}
-    # The key of a file, because the file of a task has algorithms.
+    # A sweep file of a task calls them algorithms, and one of a script methods.
     if script is None:
         content["algorithms"] = names
     else:

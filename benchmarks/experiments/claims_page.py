@@ -24,9 +24,11 @@ from mlbench_core.comparison.significance import paired_test
 from mlbench_core.files import replacing
 
 FIRST_SEED = 42  # of the results; smaller ones are those of the tuning
-# What "as many" or "as low" allows.
+# Largest ratios that count as equal.
 MARGINS = {"steps": 1.1, "loss": 1.02, "sent_bytes": 1.0}
 FIGURES = {"steps": "steps to a loss of 0.1", "loss": "bits per byte", "sent_bytes": "bytes sent"}
+MARKS = {"reproduced": ("C0", "o"), "undecided": ("C7", "s"), "contradicted": ("C1", "x")}
+SEEDS = {"digits": 10, "gpt": 5, "corrupt": 5}
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -38,7 +40,7 @@ class Claim:
         text: The sentence.
         method: The method that it praises.
         peer: The other.
-        problem: Where it is tried.
+        problem: Problem on which it is tried.
         figure: The figure that decides.
         is_strict: True if the figure must be less than the peer's, and False if it may be larger
             by the margin.
@@ -97,8 +99,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def results_of(lines: Lines, problem: str, method: str) -> list[Mapping[str, Any]]:
     """Return the trainings of the result, by seed."""
-    found = [one for one in lines if (one["problem"], one["method"]) == (problem, method)]
-    return sorted((one for one in found if one["seed"] >= FIRST_SEED), key=lambda one: one["seed"])
+    found = {}
+    for one in lines:
+        if (one["problem"], one["method"]) != (problem, method) or one["seed"] < FIRST_SEED:
+            continue
+        if one["seed"] in found:
+            raise ValueError(f"{method} has two trainings with seed {one['seed']} on {problem}")
+        found[one["seed"]] = one
+    return [found[seed] for seed in sorted(found)]
 
 
 def values_of(lines: Lines, claim: Claim, method: str) -> list[float]:
@@ -113,7 +121,7 @@ def values_of(lines: Lines, claim: Claim, method: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the trainings say about a claim.
+    """Outcome of a claim.
 
     Attributes:
         claim: The claim.
@@ -121,7 +129,8 @@ class Outcome:
         misses: Trainings of both that missed the goal or diverged.
         ratio: Geometric mean of the ratios of the method to the peer, by seed; None with a miss.
         interval: Its 95 % interval.
-        holds: True if the claim was reproduced.
+        verdict: "reproduced"; "contradicted" if the whole interval is on the wrong side; else
+            "undecided".
     """
 
     claim: Claim
@@ -129,24 +138,29 @@ class Outcome:
     misses: tuple[int, int]
     ratio: float | None
     interval: tuple[float, float] | None
-    holds: bool
+    verdict: str
 
 
 def outcome_of(lines: Lines, claim: Claim) -> Outcome | None:
     """Return the outcome of a claim; None while a training is missing."""
     own, peer = (values_of(lines, claim, method) for method in (claim.method, claim.peer))
-    if len(own) < 2 or len(own) != len(peer):
+    if len(own) != SEEDS[claim.problem] or len(own) != len(peer):
         return None
     misses = (own.count(math.inf), peer.count(math.inf))
     medians = (median(own), median(peer))
     if any(misses):
-        # Without an interval, the claim holds only if the peer always fails and the method never.
-        holds = misses == (0, len(peer))
-        return Outcome(claim, medians, misses, None, None, holds)
+        # Without an interval, only a method that never fails where the other always does is better.
+        verdicts = {(0, len(peer)): "reproduced", (len(own), 0): "contradicted"}
+        return Outcome(claim, medians, misses, None, None, verdicts.get(misses, "undecided"))
     test = paired_test(map(math.log, own), map(math.log, peer))
     low, high = map(math.exp, test.interval)
     limit = 1.0 if claim.is_strict else MARGINS[claim.figure]
-    return Outcome(claim, medians, misses, math.exp(test.difference), (low, high), high < limit)
+    verdict = "undecided"
+    if high < limit:
+        verdict = "reproduced"
+    elif low > limit:
+        verdict = "contradicted"
+    return Outcome(claim, medians, misses, math.exp(test.difference), (low, high), verdict)
 
 
 def outcomes_of(lines: Lines) -> list[Outcome]:
@@ -162,11 +176,6 @@ def shown(value: float, figure: str) -> str:
     if figure == "sent_bytes":
         return f"{value / 1e6:.2f} MB"
     return f"{value:.0f}" if figure == "steps" else f"{value:.3f}"
-
-
-def verdict(outcome: Outcome) -> str:
-    """Return the last column of the table."""
-    return "reproduced" if outcome.holds else "not reproduced"
 
 
 def ratio_text(outcome: Outcome) -> str:
@@ -185,7 +194,7 @@ def claims_table(lines: Lines) -> str:
         own, peer = (shown(value, claim.figure) for value in outcome.medians)
         rows.append(
             [claim.text, claim.problem, FIGURES[claim.figure], own, peer, ratio_text(outcome),
-             verdict(outcome)]
+             outcome.verdict]
         )  # fmt: skip
     columns = ("claim", "problem", "figure", "method", "peer", "ratio", "outcome")
     return markdown(columns, rows)
@@ -230,9 +239,8 @@ def draw(lines: Lines) -> Drawing:
     axes.axvline(1, color=GRAY, linewidth=0.8)
     for place, outcome in enumerate(outcomes):
         assert outcome.interval is not None
-        color = "C0" if outcome.holds else "C1"
+        color, marker = MARKS[outcome.verdict]
         axes.plot(outcome.interval, [place, place], color=color)
-        marker = "o" if outcome.holds else "x"
         axes.plot([outcome.ratio], [place], color=color, marker=marker)
     labels = [f"{one.claim.text}, {one.claim.problem}" for one in outcomes]
     axes.set_yticks(range(len(outcomes)), labels)
@@ -241,14 +249,14 @@ def draw(lines: Lines) -> Drawing:
     axes.set_xlabel("steps, or loss, of the method by that of its peer")
     caption = (
         "Ratios by seed with 95 % intervals; less is better for the method. "
-        "Circles: reproduced. Crosses: not reproduced."
+        "Circles: reproduced. Squares: undecided. Crosses: contradicted."
     )
     finish(figure, caption, [], [])
-    rows: list[list[Any]] = [["claim", "problem", "figure", "ratio", "low", "high", "holds"]]
+    rows: list[list[Any]] = [["claim", "problem", "figure", "ratio", "low", "high", "verdict"]]
     for one in outcomes_of(lines):
         low, high = one.interval or (None, None)
         claim = one.claim
-        rows.append([claim.text, claim.problem, claim.figure, one.ratio, low, high, one.holds])
+        rows.append([claim.text, claim.problem, claim.figure, one.ratio, low, high, one.verdict])
     return Drawing("claims", figure, caption, rows)
 
 

@@ -202,7 +202,7 @@ def _rows_text(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, An
         for row in rows:
             if all(row[name] in values[name] for name in names):
                 alike += 1
-        # Some rows are always among those that are alike, so equal numbers mean equal rows.
+        # `some` are always among the rows that are alike, so equal counts mean equal rows.
         return alike == len(some)
 
     names = list(_NAMES)
@@ -389,7 +389,7 @@ def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     for name in _NUMBERS:
         values = [each[name] for each in figures]
         medians[name] = None
-        # A median of the others would hide that one repeat missed its goal.
+        # A median of the others would hide a repeat that missed its goal or lacks this figure.
         if None not in values:
             medians[name] = statistics.median(values)
     return medians

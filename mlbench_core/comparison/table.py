@@ -229,7 +229,7 @@ class Comparison:
             has_miss = has_miss or bool(row.get("missed"))
             has_value = has_value or row.get("goal_value") is not None
         times = "training times until the goal"
-        # Runs without a goal end with their epochs, and not where something was reached.
+        # Runs without a goal end after their epochs, so "until the goal" would be wrong.
         if all(row["goal"] == goal_text(None) for row in self.rows):
             times = "training times"
         lines.append(

@@ -101,7 +101,7 @@ def curves(outcome: Outcome, pricing: Pricing) -> Iterator[Curve]:
         "the network with the fewest misses.",
         has_networks=False,
     )
-    # The curves are made one by one, so a file without a table of prices ends the figures here.
+    # The last curve needs the price of the machine.
     if pricing.per_hour is None or pricing.machine is None:
         return
 

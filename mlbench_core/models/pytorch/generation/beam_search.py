@@ -108,8 +108,8 @@ class SequenceGenerator:
         Raises:
             ValueError: ``initial_input`` does not have ``batch_size`` elements.
         """
-        # By log-probability alone: no longer hypothesis has a higher one than the first that ends,
-        # so the search of a sentence stops there.
+        # By log-probability alone: a longer hypothesis never has a higher one than the first that
+        # ends, so the search of a sentence stops there.
         return self._search(batch_size, initial_input, initial_context, 1, LengthPenaltyScore(0.0))
 
     def beam_search(

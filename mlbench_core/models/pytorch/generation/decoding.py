@@ -212,7 +212,7 @@ def search(
         candidates = _select(live, proposal, options)
         _finish(finished, live, candidates, step, options)
         rows, live = _continue(live, candidates, step, options)
-        # The second of the two values that the host waits for is the length of this.
+        # nonzero() waits for the second of the two values.
         kept = _open_sentences(finished, live, step, options).nonzero().squeeze(1)
         if len(kept) == 0:
             break
