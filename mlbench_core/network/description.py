@@ -165,7 +165,8 @@ class RandomOutages:
             kind: The kind of the outages: two kinds have different times.
             host: The host.
         """
-        # A text gives the same numbers in every process. The hash of a text in a tuple would not.
+        # A string as the seed gives the same numbers in every process. The hash of a tuple with a
+        # string would not.
         numbers = random.Random(f"{kind.word} {self.seed} {host}")
         end_s = 0.0
         while True:
@@ -426,5 +427,5 @@ def _time_text(seconds: float) -> str:
 
 
 def _number_text(number: float) -> str:
-    # A description has times to a tenth of a microsecond.
+    # Seven digits, because times are rounded to 1e-7 s; see _seconds() in parsing.py.
     return f"{number:.7f}".rstrip("0").rstrip(".")

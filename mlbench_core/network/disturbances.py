@@ -132,13 +132,15 @@ class Disturbances:
                 return
             # Outages of one kind may overlap: one at a given time, and one at a random time. Only
             # the first beginning and the last end change the host.
-            change, border = -1, 0
             if begins:
-                change, border = 1, 1
-            self._out[host, kind] += change
+                self._out[host, kind] += 1
+                changes_host = self._out[host, kind] == 1
+            else:
+                self._out[host, kind] -= 1
+                changes_host = self._out[host, kind] == 0
             if not has_end:
                 self._gone.add(host)
-            if self._out[host, kind] != border:
+            if not changes_host:
                 continue
             self._say(f"host {host} {_SAYINGS[kind, begins]}")
             try:

@@ -257,7 +257,7 @@ class EmulatedNetwork:
             process.wait()
         self._processes.clear()
         if self._switch_process is not None:
-            # This closes its standard input, with which it ends.
+            # communicate() closes its standard input, and the switch then ends.
             self._switch_process.communicate()
             self._switch_process = None
 

@@ -255,7 +255,7 @@ def _share(text: object, subject: str) -> float:
         match = _PERCENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{subject} must be a percentage such as '0.1%', not {text!r}")
-    # Rounded, so that 0.1% is 0.001, which is written as 0.1% again.
+    # Rounded, because 0.7 / 100 is 0.006999999999999999.
     return round(float(match[1]) / 100, 8)
 
 

@@ -150,8 +150,8 @@ class _Switch:
             is_arp = frame[_HEADER_BYTES + 12 : _HEADER_BYTES + 14] == _ETH_P_ARP
             for target in junction.targets(frame, source):
                 due = now
-                # A frame between two racks passes three junctions, and only the one between them
-                # delays it.
+                # A frame between two racks passes three junctions, and only the junction between
+                # the racks delays it.
                 if source is not junction.uplink and target is not junction.uplink:
                     if junction.loss and random.random() < junction.loss and not is_arp:
                         continue

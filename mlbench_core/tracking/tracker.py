@@ -820,9 +820,10 @@ class Tracker(PhaseTimes):
     def _compare_with_best(self, value: float) -> None:
         """Set the latest value of the primary metric, and the best value if it is better."""
         # A comparison with nan is False, so nan is never the best.
-        better = value > self.best_metric_value
         if self.minimize:
             better = value < self.best_metric_value
+        else:
+            better = value > self.best_metric_value
         self._is_latest_best = better
         if better:
             self.best_metric_value = value

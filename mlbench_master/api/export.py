@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import itertools
@@ -248,9 +247,12 @@ def _cell(text: str) -> str:
 
 def _rank_and_epoch(extra: str) -> tuple[str, str]:
     metadata = None
-    # A client may send any text, also one of thousands of brackets.
-    with contextlib.suppress(ValueError, RecursionError):
-        metadata = json.loads(extra or "null")
+    try:
+        if extra:
+            metadata = json.loads(extra)
+    except (ValueError, RecursionError):
+        # A client may send any text, also one of thousands of brackets.
+        return "", ""
     if not isinstance(metadata, dict):
         return "", ""
     return _number_text(metadata.get("rank")), _number_text(metadata.get("epoch"))

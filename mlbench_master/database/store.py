@@ -852,9 +852,11 @@ class Store:
                 rows = _rows_after(session, owner, name, end, PAGE)
                 # A damaged row may change its place when it is mended.
                 is_sound = all(type(row[1]) is int for row in rows)
-                self._loose[owner, name] = 0
+                loose = 0
                 if is_sound:
-                    self._loose[owner, name] = len(rows)
+                    loose = len(rows)
+                # Written once, because other threads read it without the lock.
+                self._loose[owner, name] = loose
                 if len(rows) < PAGE or not is_sound:
                     return
                 data = Columns.of_rows(rows).pack()

@@ -170,8 +170,6 @@ def _form_page(
         reasons["no_network"] = no_network(engine)
     if not engine.limits_bandwidth:
         reasons["no_bandwidth_limit"] = no_bandwidth_limit(engine)
-    # In the order of the fields, which is that of a person who reads the page.
-    sorted_errors = {name: errors[name] for name in LABELS if name in errors}
     methods = {}
     for name, spec in METHODS.items():
         # --method does not take those of --optimizer.
@@ -181,7 +179,8 @@ def _form_page(
         request,
         "start.html",
         values={**dict.fromkeys(LABELS, ""), **values},
-        errors=sorted_errors,
+        # In the order of the fields.
+        errors={name: errors[name] for name in LABELS if name in errors},
         labels=LABELS,
         tasks=TASKS.values(),
         backends=BACKENDS,

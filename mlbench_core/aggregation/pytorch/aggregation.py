@@ -368,7 +368,7 @@ class Aggregation(ABC):
             refuse_sparse(parameters)
             self.compare_models(parameters)
             if self.world_size == 1:
-                # No other worker must be asked if it has trained a frozen parameter.
+                # There is no other worker that could have trained a frozen parameter.
                 self.layout.admit(self.layout.trained & parameters.keys())
                 self._aggregate_alone(self._without_frozen(parameters), op, denom)
                 return
@@ -383,7 +383,8 @@ class Aggregation(ABC):
                     asked = []
             if asked:
                 self.admit(asked)
-            # They were not in the messages above, and their gradients belong to this step.
+            # The admitted parameters were not in the messages above, but their gradients belong to
+            # this step.
             admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
             if admitted:
                 self._aggregate_some_gradients(admitted, op, denom)

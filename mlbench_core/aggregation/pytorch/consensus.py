@@ -124,7 +124,7 @@ def _workers_differ(model: nn.Module, process_group: Any) -> bool:
         bits = values.contiguous().view(_INTEGERS[values.element_size()])
         sums.append(int(bits.sum(dtype=torch.int64)))
     own = zlib.crc32(repr(sums).encode())
-    # The maximum of the negative numbers shows the minimum, so one message compares all workers.
+    # The maximum of the negated numbers shows the minimum, so one message compares all workers.
     extremes = process_groups.get_backend_tensor(torch.tensor([own, -own]), process_group)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
     highest, lowest = extremes.tolist()

@@ -152,8 +152,8 @@ class PushSumAggregation(DecentralizedAggregation):
             # A step may have a call for each layer, and one for parameters outside the model.
             if not self._done.isdisjoint(filled):
                 self._steps, self._done = self._steps + 1, set()
-                # All calls of a step send with the weight from before it, whatever the first of
-                # them received.
+                # All calls of a step use the weight from before the step, also after the first call
+                # has received.
                 self._weight_before = self.weight
             self._push(filled)
             self._done.update(filled)
@@ -211,7 +211,7 @@ class PushSumAggregation(DecentralizedAggregation):
         """
         steps = self._steps
         if self._done:
-            # A step is counted when the next one begins, but this state is the one after it.
+            # A step is counted only when the next one begins, but this state already includes it.
             steps += 1
         if not steps:
             return {}

@@ -204,9 +204,6 @@ class Checkpointer:
             extra_states = {}
             for name, target in (extra or {}).items():
                 extra_states[name] = states.capture(name, target)
-            tracker_state = None
-            if self.save_stats:
-                tracker_state = states.capture_tracker(tracker)
             state = {
                 "format": files.FORMAT,
                 # The id and the number of workers show on loading if all files of this save exist.
@@ -219,11 +216,14 @@ class Checkpointer:
                 "model": states.capture("model", model),
                 "optimizer": states.capture_optional("optimizer", optimizer),
                 "scheduler": states.capture_optional("scheduler", scheduler),
-                "tracker": tracker_state,
+                "tracker": None,
                 "sampler": states.capture_optional("sampler", sampler),
                 "extra": extra_states,
                 "rng": states.rng_state(),
             }
+            if self.save_stats:
+                # Last, because it waits for the GPU and reads the time, energy and peak of memory.
+                state["tracker"] = states.capture_tracker(tracker)
             if not keeps_best:
                 files.write(folder / names.epoch_name(epoch, self.rank), state, self.rank)
             # One worker writes this file, because all workers share the folder.

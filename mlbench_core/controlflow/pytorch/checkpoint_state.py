@@ -157,7 +157,8 @@ def restore_optimizer(
     if "world_size" in state:
         then = state["world_size"]
     elif path.name == BEST_NAME:
-        # Versions that did not save the number of workers saved only rank 0's file here.
+        # Versions that did not save the number of workers saved only rank 0's file of the best
+        # epoch.
         then = 1
     is_own = state["rank"] == rank and then == here and not lacks_parts
     if saved is not None and not is_own and hasattr(optimizer, "shared_state_dict"):

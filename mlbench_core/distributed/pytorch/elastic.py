@@ -346,7 +346,7 @@ class Membership:
             living = self._living()
             asks: dict[int, list[int]] = {}
             for worker in living:
-                # What a worker asked in an earlier round stays in the store until it asks again.
+                # The request of an earlier round stays in the store until the worker asks again.
                 asked, *ask = self._read(f"ask/{worker}") or [None]
                 if asked == number:
                     asks[worker] = ask
@@ -422,7 +422,7 @@ class Membership:
             if committed or not missing or time.monotonic() > deadline_s:
                 verdict = {"committed": committed, "living": living}
                 self._write_once(f"outcome/{number}", verdict)
-                # A worker that joins begins here to look for the current round.
+                # A joining worker reads this number to find the current round.
                 self._store.set("number", str(number + 1))
             else:
                 self._pause()

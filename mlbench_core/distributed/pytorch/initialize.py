@@ -141,7 +141,7 @@ def initialize_backends(
             "of initialize_backends, or call "
             "torch.distributed.destroy_process_group(), before joining another"
         )
-    # Read before anything is changed, so that a wrong setting leaves the process as it was.
+    # Chosen before mpi.register() changes torch, so that a wrong rank leaves torch as it was.
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
         # These environments also state ranks, and the ranks of MPI must agree with them.

@@ -166,7 +166,7 @@ def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     """
     if world_size(group) == 1:
         return lambda: True
-    # Seven bytes, so that the negated number fits into an int64 as well.
+    # Seven bytes, because eight may not fit into a signed int64.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     # The maximum of the negated numbers is the negated minimum.
     largest = get_backend_tensor(torch.tensor([number, -number]), group)

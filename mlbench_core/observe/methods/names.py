@@ -71,9 +71,11 @@ class Option:
         if self.type is str:
             self.choices.index(text)
             return text
-        value: int | float = float(text)
+        value: int | float
         if self.type is int:
             value = int(text)
+        else:
+            value = float(text)
         # Written so that it is False for NaN.
         if not (math.isfinite(value) and self.least <= value <= self.most):
             raise ValueError(text)

@@ -218,7 +218,8 @@ class _Run:
 
     def look(self) -> dict[str, Any]:
         """Return the state of the run here."""
-        # First: a status counts only when its supervisor has ended, whose last steps take time.
+        # Checked before the status. Otherwise the supervisor could write the status and end between
+        # the two steps, and the run would count as lost.
         if find_supervisor(self.folder) is not None:
             return {"state": "running", "dropping": (self.folder / "dropping").exists()}
         with contextlib.suppress(OSError):

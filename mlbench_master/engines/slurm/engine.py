@@ -366,8 +366,8 @@ class _Ended:
                 reason = f"{reason} {last_line}"
             return reason, self._status
         failed = [(rank, status) for _, rank, status in self._workers if status]
-        # After the first failure srun terminates the other workers, which is an effect and no
-        # cause.
+        # After the first failure srun terminates the other workers: their ends are an effect,
+        # not a cause.
         candidates = [(rank, status) for rank, status in failed if status != _TERMINATED]
         # A worker whose shell was killed has left no status, but srun names it.
         killed, terminated = self._without_status(lines)

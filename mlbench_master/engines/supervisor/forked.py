@@ -83,8 +83,8 @@ class BecomeWorker(BaseException):
 
     def _become(self) -> None:
         os.setsid()
-        # SIGINT and SIGHUP stay ignored, as in programs that the supervisor starts.
-        # A fork has the handlers of the supervisor, which end the whole run.
+        # A fork has the supervisor's handler of SIGTERM, which would not end this process. SIGINT
+        # and SIGHUP stay ignored, as in programs that the supervisor starts.
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -338,7 +338,7 @@ class Supervisor:
     def _start(
         self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
     ) -> subprocess.Popen[bytes] | ForkedWorker:
-        # The latter win: of the supervisor, of all workers, and of this one.
+        # Later variables win: those of the supervisor, of all workers, of this worker.
         variables = {**os.environ, **self._env, **env}
         if self._elastic is not None and rank is not None:
             variables.update(self._elastic.variables(rank))

@@ -123,8 +123,8 @@ class DeMoAggregation(CompressedAggregation):
             coefficients = self._transform(m)
             count = min(self.top_k, coefficients.shape[1])
             picked = coefficients.abs().topk(count, dim=1, sorted=False).indices
-            # The transform of a tiny momentum may be rounded to more than it was. Zeros are never
-            # more.
+            # A product with a denormal number may be rounded up to twice its value, so the message
+            # could hold more than the momentum. See flush_tiny_().
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))

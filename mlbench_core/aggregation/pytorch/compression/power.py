@@ -214,11 +214,12 @@ class PowerAggregation(LossyAggregation):
         else:
             # Q is averaged over the workers, also for "avg_custom", so P Q^T needs another factor.
             scale: Denominator | None = None
-            if isinstance(divisor, Tensor):
-                # A divisor in half precision would round the scale, so it becomes float64.
-                scale = self.world_size / divisor.double()
-            elif op != AVG_WORLD:
-                scale = self.world_size / divisor
+            if op != AVG_WORLD:
+                wide = divisor
+                if isinstance(divisor, Tensor):
+                    # A divisor in half precision would round the scale, so it becomes float64.
+                    wide = divisor.double()
+                scale = self.world_size / wide
             self._send_both_factors(matrices, tensors, extra, divisor, scale)
         self._count_compression(tensors.values(), extra, bytes_before)
 
@@ -264,8 +265,9 @@ class PowerAggregation(LossyAggregation):
         fixed, sent = {}, {}
         for matrix in matrices:
             name = matrix.name
-            # The last P is kept only from an even step to the next odd one, so it shows the turn.
-            # It is counted by matrix: a layer that is unfrozen later begins with its even step.
+            # P is kept only from an even step to the next odd one, so its presence shows which of
+            # the two this step is. Each matrix counts its own steps: a layer that is unfrozen later
+            # begins with its even step.
             is_odd = name in self._bases
             if is_odd:
                 start = self._start(matrix, "bases")

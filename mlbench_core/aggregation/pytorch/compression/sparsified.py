@@ -361,7 +361,7 @@ def largest_entries(
         return _topk(m(slice(numel)), k)
     coordinates, values = candidates
     size = values.abs()
-    # From here the k largest are what remains without the smallest candidates.
+    # From here on, the k largest are found by removing the smallest candidates.
     surplus = len(size) - k
     # A value that equals the high threshold may or may not belong to the result.
     # nan is above every threshold.

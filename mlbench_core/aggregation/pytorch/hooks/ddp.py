@@ -93,7 +93,7 @@ class DDPHookState:
     @naming_lost_workers()
     def _receive(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket from DDP; the last one of a backward pass completes the pass."""
-        # DDP gives the buckets of a pass in their order, so this one begins it.
+        # DDP gives the buckets of a pass in their order, so bucket 0 begins the pass.
         if bucket.index() == 0:
             self.aggregation.last_bytes = 0
             self.aggregation.compare_models(self._not_compared)
@@ -108,7 +108,7 @@ class DDPHookState:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if memory.is_cuda:
             event = torch.cuda.current_stream(memory.device).record_event()
-            # A future must name the device of a tensor on a GPU that it will be completed with.
+            # A future that is completed with a GPU tensor must name its device.
             future = torch.futures.Future(devices=[memory.device])
         gradients = dict(zip(bucket.parameters(), _gradients(bucket), strict=True))
         self._arrived.append(_Arrived(memory, gradients, future, self._start(memory), event))

@@ -31,9 +31,10 @@ class DESLOCAggregation(PeriodicAggregation):
         u_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} u_j \quad \text{if } K_u \mid t \\
         v_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} v_j \quad \text{if } K_v \mid t.
 
-    According to secondary texts, the paper's algorithm averages the old weights and moments between
-    the gradient and the step. The version that its proofs analyze averages the weights after the
-    step, as here, and the moments before the step uses them.
+    The paper itself was not read. According to secondary texts, its algorithm averages the old
+    weights and moments between the gradient and the step. According to the same texts, the version
+    that its proofs analyze averages the weights after the step, as here, and the moments before the
+    step uses them.
 
     All tensors that are due travel in one all-reduce, in the dtype of the weights (those of at
     least 8 MiB in separate ones). So a worker sends :math:`b d (1 / K_x + 1 / K_u + 1 / K_v)` bytes

@@ -44,6 +44,8 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
     .. math:: \theta_i(t) = \theta(0) - \eta \left( \sum_{s < t} \frac{1}{k} \sum_j D_j(s) +
       \frac{1}{k} D_i(t) \right).
 
+    According to a secondary text, the paper's outer learning rate is 0.4.
+
     With one worker this is DiLoCo. The weights of several workers are never all equal: average them
     before you evaluate, with
     :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
@@ -62,8 +64,7 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
 
     Args:
         outer_optimizer: A function that creates an SGD optimizer of torch from an iterable of
-            parameters. The default has the learning rate 0.7 and Nesterov momentum 0.9. The paper's
-            outer learning rate is reported as 0.4.
+            parameters. The default has the learning rate 0.7 and Nesterov momentum 0.9.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         process_group: See

@@ -352,7 +352,7 @@ class ElasticAverage(Aggregation):
         if self.membership.worker in others:
             peer = draw(others.index(self.membership.worker), len(others))
             if peer is not None:
-                # The draw counts without the healed members, and the connections with them.
+                # The draw numbers only members that were not behind; the group numbers all of them.
                 rank = self._round.members.index(others[peer])
         for name, tensor in weights.items():
             self._keep(name, tensor)

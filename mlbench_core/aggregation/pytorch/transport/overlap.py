@@ -184,8 +184,8 @@ class OverlappedReduction:
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient that the backward pass has accumulated; send full buckets."""
-        # This gradient stays local, so those that were averages before no longer are.
         if not self._synchronizes:
+            # This gradient stays local, so those that were averages before no longer are.
             self._is_reduced = False
             return
         graph_task = torch_private.current_backward_pass()

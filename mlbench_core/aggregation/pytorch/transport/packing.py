@@ -140,7 +140,7 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
         return codes[start:]
     first, stop = start // group, -(-(start + count) // group)
     part = packed[first * size_bytes : stop * size_bytes]
-    # The packed form ends with the last code's byte, and the words need all of theirs.
+    # The packed form ends with the byte of the last code, so the last word may lack bytes.
     part = torch.nn.functional.pad(part, (0, (stop - first) * size_bytes - len(part)))
     words = _join(part, 8, size_bytes)
     codes = torch.empty(len(words), group, dtype=torch.int32, device=packed.device)

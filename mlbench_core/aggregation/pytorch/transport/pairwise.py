@@ -83,7 +83,7 @@ def is_on_one_machine(group: Any = None) -> bool:
     if key not in _is_on_one_machine:
         # A worker without a name gets a random one, which equals no other.
         name = process_groups.machine() or secrets.token_hex()
-        # Seven bytes, so that the negated number fits into an int64 as well.
+        # Seven bytes, because eight may not fit into a signed int64.
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         # The maximum of the negated numbers is the negated minimum.
         largest = torch.tensor([number, -number])

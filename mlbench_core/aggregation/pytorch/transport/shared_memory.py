@@ -140,7 +140,7 @@ class Arena:
         return self._bytes[offset:end].view(dtype)
 
     def _map(self) -> None:
-        # Views of the mapping before keep it alive, and show the same memory as the new one.
+        # Views of the previous mapping keep it alive, and show the same memory as the new one.
         memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -380,8 +380,8 @@ class SharedMemorySum:
         published = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
         others = []
         for peer in self._peers:
-            # Offers leave the queue when their message is collected, so the first one has that
-            # number.
+            # Offers leave the queue when their message is collected, so the first one in it has the
+            # number `_collected`.
             offset, *theirs = peer.offers[exchange.number - self._collected]
             own = [message.numel() * message.element_size(), _name(message.dtype)]
             if theirs != own:

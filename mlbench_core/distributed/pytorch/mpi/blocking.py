@@ -146,7 +146,7 @@ class Transfers:
         if source.numel() * self.size <= MAX_ELEMENTS:
             received = None
             if output is not None:
-                # MPI counts what arrives from each worker, not the whole output.
+                # The count is that of one worker's elements, not of the whole output.
                 received = self.message(output, count=source.numel())
             self.comm.Gather(self.message(source), received, root)
             return

@@ -129,7 +129,7 @@ class Datatypes:
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):
             operator = self._half_operator(allowed[name], dtype)
-            # MPI moves them as integers of two bytes, and only the operator knows what they are.
+            # MPI moves them as integers of two bytes, and only the operator knows their dtype.
             return Reduction(self._moving[2], operator, divide, on_host=True)
         datatype, operator = getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name])
         return Reduction(datatype, operator, divide)

@@ -102,7 +102,8 @@ class Dion2(MuonAdamW):
                 momentum, weights = momentum.T, weights.T
             chosen = _largest_rows(momentum, group["fraction"])
             update = self._direction(momentum[chosen], chosen, state, group)
-            # The other rows do not decay: their momentum grows until they are chosen.
+            # The momentum of the other rows is not multiplied: it accumulates gradients until they
+            # are chosen.
             momentum[chosen] *= group["momentum"]
             matrix.mul_(1 - lr * group["weight_decay"])
             rows, columns = matrix.shape

@@ -33,8 +33,8 @@ class NorMuon(MuonAdamW):
     have Nesterov's momentum. The state of a matrix is :math:`M`, with its size, and :math:`v`, one
     number per row. :math:`v` starts at zero and has no bias correction: the norms take it back.
 
-    This class follows github.com/microsoft/dion, which has no Nesterov step by default, and also
-    offers the factor :math:`\sqrt{n / m}` instead of :math:`0.2 \sqrt{\max(n, m)}`. The first
+    This class follows github.com/microsoft/dion. That code has no Nesterov step by default, and
+    also offers the factor :math:`\sqrt{n / m}` instead of :math:`0.2 \sqrt{\max(n, m)}`. The first
     author's code, github.com/zichongli5/NorMuon, has Nesterov's step, a running average as
     :math:`M`, the factor :math:`\sqrt{\max(1, n / m)}`, and :math:`10^{-10}` in place of
     :math:`10^{-8}`. The paper has a running average as :math:`M`, which gives the same steps as

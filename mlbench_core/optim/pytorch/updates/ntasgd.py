@@ -222,7 +222,8 @@ class NTASGD:
         """Record a value; return whether it exceeds the best of all but the last n before it."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
-        # The value that leaves the last n joins those with which a new one is compared.
+        # A value that is no longer among the last n enters the best with which new values are
+        # compared.
         self._recent.append(value)
         if len(self._recent) > self.interval:
             self._best_before_recent = min(self._best_before_recent, self._recent.pop(0))
@@ -292,8 +293,8 @@ class NTASGD:
         self.checks_since_best = state_dict["checks_since_best"]
         self._recent = list(state_dict["recent"])
         self._best_before_recent = state_dict["best_before_recent"]
-        # The state of the optimizer may be loaded later, and has averages that only this class
-        # takes.
+        # Plain SGD would accept the averages in the optimizer's own state, but not continue them.
+        # That state may be loaded before or after this one.
         if state_dict["is_averaging"] and not self.is_averaging:
             self._start_averaging()
 
