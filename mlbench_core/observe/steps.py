@@ -94,6 +94,8 @@ class StepClock:
         self._samples = self._tokens = 0
         # Of the batches that no backward pass has used yet, and the loader of the last one.
         self._fetched_samples = self._fetched_tokens = self._loader = 0
+        # Without a DataLoader: the model whose inputs are these batches.
+        self._first_model = 0
         # Of the last batches that were fetched in an evaluation, and their loader.
         self._seen_samples = self._seen_tokens = self._seen_loader = 0
         self._steps_samples = self._steps_tokens = 0
@@ -211,10 +213,11 @@ class StepClock:
                 # It may be an evaluation with the training data.
                 self._loader = 0
 
-    def forward_begins(self, inputs: Any) -> None:
+    def forward_begins(self, model: int, inputs: Any) -> None:
         """Note that DDP begins its forward pass.
 
         Args:
+            model: The id of the DDP model.
             inputs: Its arguments. Their samples count if the script reads no DataLoader.
         """
         if self.may_evaluate:
@@ -226,7 +229,12 @@ class StepClock:
         if self._label == "other":
             self._mark(("other", perf_counter()))
             self._label = "fwd_pass"
-        if not self.has_fetched:
+        if self.has_fetched:
+            return
+        if not self._fetched_samples:
+            self._first_model = model
+        # The models after the first one, such as a decoder, mostly read its results.
+        if model == self._first_model:
             samples, tokens = count_data(inputs)
             self._fetched_samples += samples
             self._fetched_tokens += tokens

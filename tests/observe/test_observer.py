@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe import steps
@@ -190,6 +193,25 @@ def test_samples_in_lists_of_images() -> None:
             torch.stack([model(image).mean() for image in batch]).mean().backward()
             optimizer.step()
     assert watched.tracker.summary().samples == 7
+
+
+def test_samples_of_a_chain_of_models_count_once(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with observer() as watched:
+            encoder = DistributedDataParallel(nn.Embedding(10, 4))
+            decoder = DistributedDataParallel(nn.Linear(4, 10))
+            parameters = [*encoder.parameters(), *decoder.parameters()]
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            for _ in range(3):
+                for _ in range(2):  # accumulates gradients
+                    decoder(encoder(torch.ones(5, 7, dtype=torch.long))).mean().backward()
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    totals = watched.tracker.totals()
+    assert (totals["batches"], totals["samples"], totals["tokens"]) == (3, 30, 210)
 
 
 def test_batches_without_a_tensor_are_said() -> None:

@@ -317,7 +317,7 @@ class CommunicationObserver:
                 if clock.is_open:
                     clock.forward_without_gradients()
             elif clock.is_open or clock.began_s is None or clock.may_evaluate:
-                clock.forward_begins((args, kwargs))
+                clock.forward_begins(id(model), (args, kwargs))
                 for times in timed:
                     if times.model() is model:
                         times.forward_begins(model)
