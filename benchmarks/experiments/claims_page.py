@@ -8,20 +8,17 @@ hand.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlbench_core.comparison.figures.canvas import GRAY, PAGE_IN, Drawing, finish, new_figure, save
-from mlbench_core.comparison.figures.canvas import style as figure_style
+from _lines import Lines, make_page
+
+from mlbench_core.comparison.figures.canvas import GRAY, PAGE_IN, Drawing, finish, new_figure
 from mlbench_core.comparison.significance import paired_test
-from mlbench_core.files import replacing
 
 FIRST_SEED = 42  # of the results; smaller ones are those of the tuning
 # Largest ratios that count as equal.
@@ -29,7 +26,6 @@ MARGINS = {"steps": 1.1, "loss": 1.02, "sent_bytes": 1.0}
 FIGURES = {"steps": "steps to a loss of 0.1", "loss": "bits per byte", "sent_bytes": "bytes sent"}
 MARKS = {"reproduced": ("C0", "o"), "undecided": ("C7", "s"), "contradicted": ("C1", "x")}
 SEEDS = {"digits": 10, "gpt": 5, "corrupt": 5}
-Lines = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +86,6 @@ def make_claims() -> list[Claim]:
     text = "EDiT bears a worker with corrupt data"
     claims.append(Claim(text, "edit_2", "diloco_2", "corrupt", "loss", True))
     return claims
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the trainings."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def results_of(lines: Lines, problem: str, method: str) -> list[Mapping[str, Any]]:
@@ -262,19 +253,7 @@ def draw(lines: Lines) -> Drawing:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the figure, copy the lines, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    text = arguments.runs.read_text(encoding="utf-8")
-    lines = read_lines(arguments.runs)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with figure_style():
-        save(draw(lines), arguments.output)
-    with replacing(arguments.output / "runs.jsonl") as part:
-        part.write_text(text, encoding="utf-8")
-    print(claims_table(lines))
-    print(methods_table(lines), end="")
+    make_page(__doc__.partition("\n")[0], draw, [claims_table, methods_table], argv)
 
 
 if __name__ == "__main__":

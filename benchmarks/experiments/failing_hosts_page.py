@@ -8,16 +8,14 @@ hand.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlbench_core.comparison.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
-from mlbench_core.files import replacing
+from _lines import Lines, make_page
+
+from mlbench_core.comparison.figures.canvas import PAGE_IN, Drawing, finish, new_figure
 from mlbench_core.run_terms import PaidSamples
 
 NAMES = {"diloco": "DiLoCo, elastic", "sgd": "SGD with checkpoints"}
@@ -25,12 +23,6 @@ COLUMNS = (
     *("failures of a host", "method", "seconds to the goal", "range", "times without failures"),
     *("goodput", "failures in a run"),
 )
-Lines = Sequence[Mapping[str, Any]]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the runs."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def means_of(lines: Lines) -> list[float | None]:
@@ -127,18 +119,7 @@ def draw(lines: Lines) -> Drawing:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the figure, copy the lines, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    arguments = parser.parse_args(argv)
-    text = arguments.runs.read_text(encoding="utf-8")
-    lines = read_lines(arguments.runs)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with style():
-        save(draw(lines), arguments.output)
-    with replacing(arguments.output / "runs.jsonl") as part:
-        part.write_text(text, encoding="utf-8")
-    print(table(lines), end="")
+    make_page(__doc__.partition("\n")[0], draw, [table], argv)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def test_the_figures_are_the_worst_loss_after_the_corruption_and_the_steps_to_th
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="not measured yet")
 def test_the_published_tables_follow_from_the_lines(page: ModuleType) -> None:
-    lines = page.read_lines(PUBLISHED / "runs.jsonl")
+    lines = load("_lines").read_lines(PUBLISHED / "runs.jsonl")
     text = (PUBLISHED / "index.md").read_text(encoding="utf-8")
     assert page.claims_table(lines) in text
     assert page.methods_table(lines) in text

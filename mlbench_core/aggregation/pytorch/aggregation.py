@@ -368,7 +368,7 @@ class Aggregation(ABC):
             refuse_sparse(parameters)
             self.compare_models(parameters)
             if self.world_size == 1:
-                # There is no other worker that could have trained a frozen parameter.
+                # Only other workers could have trained a parameter that is frozen here.
                 self.layout.admit(self.layout.trained & parameters.keys())
                 self._aggregate_alone(self._without_frozen(parameters), op, denom)
                 return

@@ -222,8 +222,7 @@ class NTASGD:
         """Record a value; return whether it exceeds the best of all but the last n before it."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
-        # A value that is no longer among the last n enters the best with which new values are
-        # compared.
+        # The oldest value leaves the last n, and from now on new values are compared with it, too.
         self._recent.append(value)
         if len(self._recent) > self.interval:
             self._best_before_recent = min(self._best_before_recent, self._recent.pop(0))
