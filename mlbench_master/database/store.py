@@ -1350,23 +1350,25 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     # By default, one text that is not UTF-8 makes a whole statement fail.
     connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
     cursor = connection.cursor()
-    # In WAL mode, readers continue while one connection writes.
-    # The first one must precede everything that writes into a new file; see Store.reclaim.
-    settings = (
-        "auto_vacuum=INCREMENTAL",
-        "journal_mode=WAL",
-        "synchronous=NORMAL",
-        "foreign_keys=ON",
-    )
     # SQLite does not wait if two connections change the mode of a file at the same time.
     deadline_s = time.monotonic() + _BUSY_MS / 1000
-    for pragma in (*settings, f"busy_timeout={_BUSY_MS}"):
+
+    def pragma(text: str) -> list[Any]:
         while True:
             try:
-                cursor.execute(f"PRAGMA {pragma}")
-                break
+                return cursor.execute(f"PRAGMA {text}").fetchall()
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error) or time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.01)
+
+    # This must precede everything that writes into a new file; see Store.reclaim. Setting the mode
+    # that a file already has writes too, and then a reader would fail on a full disk.
+    if pragma("auto_vacuum") != [(_INCREMENTAL,)]:
+        pragma("auto_vacuum=INCREMENTAL")
+    # In WAL mode, readers continue while one connection writes.
+    pragma("journal_mode=WAL")
+    pragma("synchronous=NORMAL")
+    pragma("foreign_keys=ON")
+    pragma(f"busy_timeout={_BUSY_MS}")
     cursor.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_the_end_of_a_run_is_recorded_when_there_is_room_again(
         time.sleep(0.5)
         assert engine.poll(job).state == "running"
     wait_for(lambda: engine.poll(job).state == "finished")
+
+
+def test_another_reader_of_a_database_on_a_full_disk_opens_it(small_disk: Path) -> None:
+    address = f"sqlite:///{small_disk / 'master.db'}"
+    store = Store(address)
+    add_run(store, "a")
+    with full(small_disk), closing(store._database_engine.raw_connection()) as first:
+        assert first.cursor().execute("SELECT name FROM runs").fetchall() == [("a",)]
+        # The pool opens a connection more, since the first one is still lent.
+        with closing(store._database_engine.raw_connection()) as second:
+            assert second.cursor().execute("SELECT name FROM runs").fetchall() == [("a",)]
+    store.close()
 
 
 def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
