@@ -107,7 +107,7 @@ class RunSource(Protocol):
 class MasterClient(RestClient):
     """A client of the master.
 
-    Each method raises ``MasterRequestError`` with a one-line message if it fails.
+    A method raises ``MasterRequestError`` with a one-line message if a request fails.
     """
 
     def health(self) -> dict[str, Any]:
@@ -145,11 +145,14 @@ class MasterClient(RestClient):
         The name is that of an existing run.
         """
         try:
-            self.create(request)
+            run = self.create(request)
         except MasterRequestError as error:
             # The master looks at the name last.
             if error.status != 409:
                 raise
+        else:
+            # The existing run was deleted a moment ago.
+            self.delete(run["id"])
 
     def import_run(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Add the record of a run that ended without the master, and return the run."""
@@ -165,7 +168,7 @@ class MasterClient(RestClient):
         Raises:
             MasterRequestError: There are too many; the message has the number that fits.
         """
-        # Masters before this field did not refuse any number.
+        # Older masters do not send this field, and accept any number.
         most = self.health().get("most_workers")
         if most is not None and num_workers > most and not oversubscribe:
             raise MasterRequestError(
@@ -239,7 +242,8 @@ class MasterClient(RestClient):
                 them.
 
         Returns:
-            False, and nothing is written, if the master has no ``result.json`` with raw lines.
+            False if the master has no raw lines or, unless ``unfinished``, no ``result.json``. Then
+            nothing is written.
 
         Raises:
             ConfigurationError: The download is damaged.

@@ -209,9 +209,10 @@ def compare(
     workers start in the current folder.
 
     Args:
-        methods: Of a script, texts of ``--method``; of a task, values of ``--optimizer``. A script
-            also takes classes of :class:`~mlbench_core.aggregation.pytorch.Aggregation`, with
-            options as ``(Class, {"rank": 4})``. The others are compared with the first.
+        methods: For a script, texts of ``--method`` or classes of
+            :class:`~mlbench_core.aggregation.pytorch.Aggregation`, with options as
+            ``(Class, {"rank": 4})``; for a task, values of ``--optimizer``. The others are compared
+            with the first.
         script: A training script and its arguments, for example ``"train.py --epochs 3"``.
         task: A task in place of a script, for example ``"1a"``.
         workers: Numbers of workers.
@@ -246,11 +247,14 @@ def compare(
         if not isinstance(method, str):
             if script is None:
                 raise ConfigurationError(
-                    f"methods must be names without script, not {method!r}: give a script"
+                    f"methods must be names if there is no script, not {method!r}: give script to "
+                    "compare classes"
                 )
             name, path, source = describe_own_class(method, folder)
             modules[path] = source
         names.append(name)
+    if "algorithms" in settings:
+        raise ConfigurationError("algorithms must be left out: give methods in place of it")
     content: dict[str, Any] = {"title": folder.name, "script": script, "task": task}
     # A sweep file of a task calls them algorithms, and one of a script methods.
     if script is None:
@@ -284,9 +288,9 @@ def _toml(key: str, value: Any) -> str:
         # a quoted key of TOML.
         pairs = []
         for name, item in value.items():
-            pairs.append(f"{json.dumps(name)} = {_toml(key, item)}")
+            pairs.append(f"{json.dumps(name, ensure_ascii=False)} = {_toml(key, item)}")
         return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, list | tuple | range):
+    if isinstance(value, Iterable) and not isinstance(value, str):
         return f"[{', '.join(_toml(key, item) for item in value)}]"
     if isinstance(value, Path):
         value = str(value)

@@ -212,7 +212,7 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
         ({"script": None, "task": "1a"}, "methods must be values of --optimizer of task 1a"),
         (
             {"script": None, "task": "1a", "methods": [Mean]},
-            "methods must be names without script, not .*Mean.*: give a script",
+            "methods must be names if there is no script, not .*Mean.*: give script to",
         ),
         (
             {"goal": "loss"},
@@ -258,6 +258,7 @@ def test_methods_of_a_task_are_its_algorithms(folder: Path, say: Say) -> None:
         ({"output": "train.py"}, "output must be a folder, not 'train.py': /.*train.py is a file"),
         ({"output": "train.py/out"}, "output must be a folder, not 'train.py/out': /.*train.py is"),
         ({"metrics": {"loss": object()}}, "metrics must have texts and numbers, not <object"),
+        ({"algorithms": ["x"]}, "algorithms must be left out: give methods in place of it$"),
         ({"sedes": 3}, "key 'sedes' must be one that a sweep has: did you mean 'seeds'?"),
     ],
 )

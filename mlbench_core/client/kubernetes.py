@@ -37,8 +37,9 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         ``"HOST:PORT"``.
 
     Raises:
-        MasterNotFoundError: No pod or service has the labels, several services have them, or the
-            cluster does not answer. The error is also a ``ValueError``.
+        MasterNotFoundError: No pod or service has the labels; several services, or pods in several
+            namespaces, have them; or the cluster does not answer. The error is also a
+            ``ValueError``.
         MissingDependencyError: The package ``kubernetes`` is not installed.
     """
     client: Any = require("kubernetes.client", "kubernetes")
@@ -56,7 +57,7 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
     except MasterNotFoundError as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {error}; "
-            "start one, correct the labels, or give its url"
+            "correct the labels, start the master if none is running, or give its url"
         ) from None
     # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or
     # damaged configuration.
@@ -84,6 +85,8 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
     port = _port(service)
     kind = service.spec.type
     if kind == "ClusterIP":
+        if service.spec.cluster_ip in (None, "", "None"):
+            raise MasterNotFoundError("its service is headless and has no address")
         return f"{bracketed(service.spec.cluster_ip)}:{port.port}"
     if kind == "LoadBalancer":
         return f"{bracketed(_load_balancer_address(service))}:{port.port}"
@@ -142,7 +145,14 @@ def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: s
         raise MasterNotFoundError("no pod has these labels")
     if len({_namespace_of(pod) for pod in pods}) > 1:
         _refuse_several(pods, "pods")
-    return pods[0]
+    # A pod that was evicted stays next to its replacement.
+    return next(filter(_is_running, pods), pods[0])
+
+
+def _is_running(pod: Any) -> bool:
+    metadata = getattr(pod, "metadata", None)
+    is_leaving = getattr(metadata, "deletion_timestamp", None) is not None
+    return getattr(pod.status, "phase", None) == "Running" and not is_leaving
 
 
 def _pods_in(core: Any, namespace: str, label_selector: str) -> Any:
@@ -181,7 +191,8 @@ def _refuse_several(entries: list[Any], kind: str) -> None:
     if len(entries) > 1:
         names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
         raise MasterNotFoundError(
-            f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace"
+            f"{len(entries)} {kind} have these labels ({names}): give more labels, or the "
+            "k8s_namespace of one that is alone in it"
         )
 
 

@@ -83,8 +83,8 @@ class Selection:
                 count = min(count, self.last_n)
             if self.summarize is not None and count > self.summarize:
                 if count > PAGE:
-                    # The entries of a long metric have not been read yet, and its columns take a
-                    # tenth of their time.
+                    # The entries of a long metric have not been read yet. Reading its columns takes
+                    # a tenth of the time.
                     points = summarize_long(store, owner, name, count, self.summarize)
                 else:
                     points = summarize(points, count, self.summarize)
@@ -306,11 +306,10 @@ def metrics_zip(
         run: The run, if the owner is one. Its record (state, number of workers, backend, command,
             ...) is the file ``run.json``, as the API shows it. Each metric of one of its workers
             has a file ``<worker>_<metric>.json``. The result files of its workers follow, see
-            :data:`~mlbench_master.runs.result_files.FILES`. Without the file,
-            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was
-            reached, and
-            ``result.json`` is the value of ``result @ 0``. Files that were refused are named in
-            ``left_out.txt``.
+            :data:`~mlbench_master.runs.result_files.FILES`. If the folder has no
+            ``official_result.txt``, it is the value of ``TaskResult @ 0``, which exists if the goal
+            was reached. If it has no ``result.json``, that is the value of ``result @ 0``. Files
+            that were refused are named in ``left_out.txt``.
         selection: The entries to include.
         results: The folder for the results of the run's workers, which may have any content.
 

@@ -60,7 +60,9 @@ def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
-        image = run.image_name or run.custom_image_name or CUSTOM_IMAGE
+        image = run.image_name
+        if image in (None, CUSTOM_IMAGE):
+            image = run.custom_image_name or CUSTOM_IMAGE
         return image, _with_flags(run.command, run)
     if run.image_name is None:
         raise ValueError(
@@ -152,9 +154,10 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
             f"not {run.max_bandwidth:g}: {no_bandwidth_limit(engine)}"
         )
     most = run.num_workers
+    check_cores(most, run.oversubscribe, engine)
     if run.elastic:
         most = _check_elastic(run, engine).most
-    check_cores(most, run.oversubscribe, engine)
+        check_cores(most, run.oversubscribe, engine, "elastic: its largest number")
     if run.gpu_enabled:
         check_gpus(run.num_workers, engine)
         variables = {} if run.caller is None else run.caller.environment
@@ -164,7 +167,7 @@ def check_options(run: RunIn, engine: Engine) -> tuple[bool, list[str]]:
                 "note: the workers get the GPUs that the master lends, "
                 "not CUDA_VISIBLE_DEVICES of the call"
             )
-    # As in version 3.0, only a custom backend may start a single worker.
+    # As in version 3.0, only with a custom backend may the first worker alone run the command.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
@@ -408,13 +411,16 @@ def _check_image(run: RunIn, engine: Engine) -> None:
         raise ValueError(f"{field}: {problem}")
 
 
-def check_cores(num_workers: int, oversubscribe: bool, engine: Engine) -> None:
+def check_cores(
+    num_workers: int, oversubscribe: bool, engine: Engine, subject: str = "num_workers:"
+) -> None:
     """Refuse more workers than the cores of an engine can serve.
 
     Args:
         num_workers: Number of workers.
         oversubscribe: True to allow them.
         engine: The engine that will start them.
+        subject: The field and what the message says of it.
 
     Raises:
         ValueError: There are too many; the message has the number that fits.
@@ -422,7 +428,7 @@ def check_cores(num_workers: int, oversubscribe: bool, engine: Engine) -> None:
     most = engine.most_workers
     if most is not None and num_workers > most and not oversubscribe:
         raise ValueError(
-            f"num_workers: must be at most {most}, not {num_workers}: "
+            f"{subject} must be at most {most}, not {num_workers}: "
             f"more than {WORKERS_PER_CORE} workers on each of the "
             f"{plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; "
             "start fewer, or give --oversubscribe (the field oversubscribe)"
@@ -460,7 +466,8 @@ def _task_command(
     arguments = list(map(shlex.quote, (*of_image, *run.arguments)))
     arguments += _flags(run, run.arguments)
     try:
-        # Each worker would end with a traceback. The module is not imported, which takes seconds.
+        # Without torch, each worker would end with a traceback. find_spec() does not import it,
+        # which would take seconds.
         if not in_container and importlib.util.find_spec("torch") is None:
             raise MissingDependencyError(
                 f"task {task.key} needs the package 'torch', which is not installed: "

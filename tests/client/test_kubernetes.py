@@ -79,6 +79,26 @@ def test_in_the_cluster_it_is_the_pod(core: MagicMock) -> None:
     core.load_kube_config.assert_not_called()
 
 
+def test_a_pod_that_was_evicted_or_is_leaving_is_not_the_master(core: MagicMock) -> None:
+    def pod(address: str, phase: str, deleted: Any = None) -> Object:
+        metadata = Object(namespace="lab", name=address, deletion_timestamp=deleted)
+        return Object(metadata=metadata, status=Object(pod_ip=address, phase=phase))
+
+    core.list_namespaced_pod.return_value.items = [
+        pod("1.1.1.1", "Failed"),
+        pod("1.1.1.2", "Running", deleted="2026-11-30"),
+        pod("1.1.1.3", "Pending"),
+        pod("1.1.1.4", "Running"),
+    ]
+    assert endpoint(k8s_namespace="lab") == "http://1.1.1.4:80/api/"
+
+
+def test_a_headless_service_has_no_address(core: MagicMock) -> None:
+    serve(core, "ClusterIP", cluster_ip="None")
+    with pytest.raises(MasterNotFoundError, match="its service is headless"):
+        ApiClient(in_cluster=False)
+
+
 @pytest.mark.parametrize(
     ("addresses", "host"),
     [
@@ -163,8 +183,8 @@ def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(
     with pytest.raises(
         ValueError,
         match=(
-            r"2 services have these labels \(lab/master, mlbench/master\): choose one by "
-            r"k8s_namespace"
+            r"2 services have these labels \(lab/master, mlbench/master\): give more labels, or "
+            r"the k8s_namespace"
         ),
     ):
         ApiClient(in_cluster=False)

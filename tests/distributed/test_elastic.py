@@ -165,6 +165,35 @@ def test_a_worker_does_not_wait_for_a_round_after_the_end_of_the_run() -> None:
             members[1].agree()
 
 
+def test_a_worker_that_starts_after_the_end_does_not_train_alone() -> None:
+    store = dist.HashStore()
+    with Membership(store, 0, 1, **QUICK) as first:
+        assert first.commit(first.agree(), has_sum=True)
+        first.finish()
+    # Nobody else lives, so it would be enough for a round.
+    with (
+        Membership(store, 1, 1, **QUICK) as late,
+        pytest.raises(WorkerError, match="the run ended with round 0, without worker 1"),
+    ):
+        late.agree()
+
+
+def test_a_worker_whose_heartbeat_cannot_be_written_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("the connection is closed")
+
+    monkeypatch.setattr(dist.HashStore, "clone", lambda store: Broken())
+    monkeypatch.setattr(dist.PrefixStore, "clone", lambda store: Broken())
+    with (
+        Membership(dist.HashStore(), 0, 1, least=2, **QUICK) as member,
+        pytest.raises(WorkerError, match=r"does not answer \(the connection is closed"),
+    ):
+        member.agree()
+
+
 def test_the_number_of_a_worker_is_used_once() -> None:
     store = dist.HashStore()
     with (
@@ -270,6 +299,10 @@ def test_the_membership_of_a_worker_is_in_its_variables(monkeypatch: pytest.Monk
     with pytest.raises(ConfigurationError, match=f"three numbers, not .*{LEAST_VARIABLE}=two"):
         Membership.from_environment()
     monkeypatch.setenv(LEAST_VARIABLE, "2")
+    monkeypatch.setenv(STORE_VARIABLE, "127.0.0.1:99999")
+    with pytest.raises(ConfigurationError, match="must be an address HOST:PORT"):
+        Membership.from_environment()
+    monkeypatch.setenv(STORE_VARIABLE, f"127.0.0.1:{holder.port}")
     with Membership.from_environment(wait_s=7.0) as membership:
         assert (membership.worker, membership.first_workers, membership.least) == (4, 3, 2)
         assert membership.wait_s == 7.0

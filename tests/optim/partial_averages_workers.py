@@ -72,6 +72,25 @@ def one_without_gradients(rank: int) -> dict[str, Any]:
     return {"statistic": model.statistic, "y": model.y.detach(), **optimizer.state.get(model.y, {})}
 
 
+def rare_gradient(rank: int, x: Tensor, step: int) -> Tensor:
+    """A gradient that is zero in a third of the coordinates, those of the worker."""
+    found = gradient(rank, x, step)
+    found.view(-1)[rank::3] = 0
+    return found
+
+
+def rare(rank: int) -> list[Tensor]:
+    """The weights after each step with coordinates that a worker has no gradient of."""
+    model = Weights(x=start())
+    optimizer = DESLOC(model=model, lr=0.05, period=2)
+    history = [start()]
+    for step in range(STEPS):
+        model.x.grad = rare_gradient(rank, model.x.detach(), step)
+        optimizer.step()
+        history.append(model.x.detach().clone())
+    return history
+
+
 def sparta(rank: int, group: Any) -> dict[str, Any]:
     """Against the reference, with its bytes, and resumed."""
 
@@ -122,6 +141,7 @@ def whole(rank: int) -> dict[str, Tensor]:
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "one without gradients": one_without_gradients(rank),
+        "rare": rare(rank),
         "spread": spread(rank),
         "whole": whole(rank),
     }

@@ -96,6 +96,17 @@ def test_a_worker_without_gradients_counts_with_moments_of_zero(ranks: Ranks) ->
     torch.testing.assert_close(moment, torch.full((3,), 0.19 / workers.WORKERS))
 
 
+def test_a_worker_without_gradients_of_a_coordinate_takes_no_giant_step(ranks: Ranks) -> None:
+    """Its second moment is zero there, and the average of the first moments is not."""
+    k = workers.WORKERS
+    expected, _, _ = des_loc(start(), workers.rare_gradient, k, 0.05, workers.STEPS, 2, 6, 12)
+    for result, values in zip(ranks, expected, strict=True):
+        history = torch.stack(result["rare"])
+        assert_close(history[-1], values)
+        # Steps of Adam are about the rate here, and an average moves the weights by a few of them.
+        assert history.diff(dim=0).abs().max() < 0.5
+
+
 def test_wrong_arguments_of_des_loc_are_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="second_moment_period must be"):

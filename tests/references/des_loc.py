@@ -7,6 +7,9 @@ def des_loc(x, gradient, k, eta, steps, Kx, Ku, Kv, betas=(0.9, 0.999), eps=1e-8
     Returns the workers' weights, first moments and second moments."""
     x = [x.clone() for _ in range(k)]
     u, v = [0 * x_i for x_i in x], [0 * x_i for x_i in x]
+    # The largest |u| / sqrt(v) of any gradients, which decay by betas[0] / betas[1] into the past.
+    series = sum((betas[0] ** 2 / betas[1]) ** t for t in range(1000))
+    largest = (1 - betas[0]) * (series / (1 - betas[1])) ** 0.5
     for t in range(1, steps + 1):
         for i in range(k):
             g = gradient(i, x[i], t - 1)
@@ -18,4 +21,7 @@ def des_loc(x, gradient, k, eta, steps, Kx, Ku, Kv, betas=(0.9, 0.999), eps=1e-8
         for values, period in ((x, Kx), (u, Ku), (v, Kv)):
             if t % period == 0:
                 values[:] = [sum(values) / k] * k
+        if t % Ku == 0 and t % Kv != 0:  # ours: no averaged u is above what gradients can make
+            limits = [largest * v_i**0.5 for v_i in v]
+            u = [u_i.clamp(-limit, limit) for u_i, limit in zip(u, limits, strict=True)]
     return x, u, v

@@ -6,9 +6,9 @@ With T_k the time of k workers and k_0 the smallest number of workers of a serie
     price index           I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
     communication share   exposed communication / training time
 
-If the price index is below 1, the additional workers pay for themselves. Every number comes with a
-95 % confidence interval if it has at least two runs. A group with a run that missed its goal has
-none of them. This module does not import matplotlib.
+If the price index is below 1, the additional workers pay for themselves. Numbers from at least two
+runs have a 95 % confidence interval, except those that are 1 by definition. A group with a run that
+missed its goal has none of these numbers. This module does not import matplotlib.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Estimate:
 
     Attributes:
         value: The mean, or a ratio of means.
-        low: Lower end of its 95 % confidence interval; None if the runs do not give one.
+        low: Lower end of its 95 % confidence interval, for times that of the geometric mean; None
+            if the runs do not give one.
         high: Upper end.
         runs: Number of runs, or the smaller number of the two groups of a ratio.
     """
@@ -143,7 +144,7 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
     error_above = statistics.variance(above) / len(above) / mean_above**2
     error_below = statistics.variance(below) / len(below) / mean_below**2
     total = error_above + error_below
-    # All runs of a side have the same value, and the degrees of freedom would be 0 / 0.
+    # On each side, all runs have the same value, so the degrees of freedom would be 0 / 0.
     if total == 0:
         return Estimate(value, value, value, runs)
     squares = error_above**2 / (len(above) - 1) + error_below**2 / (len(below) - 1)
@@ -220,7 +221,7 @@ def scaled(estimate: Estimate, factor: float) -> Estimate:
 
 
 def communication_share(group: Group) -> Estimate | None:
-    """Return the mean share of the training time, from 0 to 1, that waits for communication."""
+    """Return the mean share of the training time, from 0 to 1, that workers wait for messages."""
     shares = []
     for record in complete(group.records):
         total_s, without_s = record.total_s, record.without_communication_s
@@ -331,9 +332,9 @@ def _value_at(curve: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other point beats in both coordinates.
+    """Return the points that no other point dominates, ascending in the first coordinate.
 
-    The points are in ascending order of the first coordinate.
+    A point dominates another one if none of its numbers is larger, and one is smaller.
 
     Args:
         points: Pairs of which both numbers are better if they are smaller, for example price and

@@ -1,8 +1,8 @@
 """Parts of a data set, one for each worker.
 
 Every worker computes the whole assignment from the seed alone and keeps its own part. Therefore all
-workers agree without communication, and no global generator is read. The parts are disjoint and
-cover every sample. Their sizes differ by at most 1.
+workers agree without communication, and no global generator is read. The parts are disjoint. Those
+of :func:`partition_dataset_by_rank` cover every sample, and their sizes differ by at most 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Partition(Dataset):
     Attributes:
         data: The whole data set.
         indices: Positions in ``data`` of the samples of this part, a list of int.
-        smallest_part: Number of samples of the smallest of all parts.
+        smallest_part: As given, or the number of samples of this part.
 
     Example:
         >>> part = Partition("abcdef", [4, 0])
@@ -78,7 +78,7 @@ class Partition(Dataset):
     def targets(self) -> Any:
         """Return the labels of this part, if the data set has ``targets``."""
         targets = self.data.targets
-        if isinstance(targets, list):
+        if isinstance(targets, list | tuple):
             return [targets[index] for index in self.indices]
         return targets[self.indices]
 

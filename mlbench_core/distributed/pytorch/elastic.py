@@ -78,7 +78,7 @@ class Round:
             fewer steps at the same number of commits. They have weight 0.
         donor: The member that sends its state to those behind.
         commits: Number of committed rounds in the donor's state.
-        tokens: Tokens of all other members since the last round.
+        tokens: Tokens since the last round of the members that are not behind.
     """
 
     number: int
@@ -181,6 +181,7 @@ class Membership:
         self._group_number = -1
         self._end = threading.Event()
         self._heart: threading.Thread | None = None
+        self._heart_error: RuntimeError | None = None
 
     @classmethod
     def from_environment(cls, **settings: float) -> Membership:
@@ -206,6 +207,8 @@ class Membership:
             host, _, port = place.rpartition(":")
             worker, first_workers, least = map(int, numbers)
             port_number = int(port)
+            if not 0 < port_number < 2**16:
+                raise ValueError
         except ValueError:
             values = ", ".join(f"{name}={os.environ[name]}" for name in names)
             raise ConfigurationError(
@@ -251,7 +254,9 @@ class Membership:
         self.disconnect()
 
     def has_begun(self) -> bool:
-        """Return True if a round of the run has ended, so that its state is not the first one.
+        """Return True if a round of the run has ended, with or without a commit.
+
+        The shared state may then be another than the first one.
 
         Raises:
             WorkerError: The store does not answer.
@@ -350,15 +355,16 @@ class Membership:
                 asked, *ask = self._read(f"ask/{worker}") or [None]
                 if asked == number:
                     asks[worker] = ask
-            is_coordinator = min(asks, default=None) == self.worker
-            if is_coordinator and self._is_quorum(asks, living, time.monotonic() - began_s):
-                self._write_once(f"agreement/{number}", self._plan(asks))
-                continue
+            # Before a new round begins: a worker that started too late would train alone.
             if self._store.check(["finished"]):
                 raise WorkerError(
                     f"the run ended with round {number - 1}, without worker {self.worker}: it "
                     "started too late, or it was stopped for a while"
                 )
+            is_coordinator = min(asks, default=None) == self.worker
+            if is_coordinator and self._is_quorum(asks, living, time.monotonic() - began_s):
+                self._write_once(f"agreement/{number}", self._plan(asks))
+                continue
             self._pause()
 
     def _is_quorum(self, asks: Collection[int], living: Collection[int], waited_s: float) -> bool:
@@ -470,16 +476,21 @@ class Membership:
         self._store.compare_set(key, "", json.dumps(value))
 
     def _pause(self) -> None:
+        if self._heart_error is not None:
+            # The others take this worker for dead.
+            raise self._heart_error
         time.sleep(min(self.heartbeat_s, _LONGEST_PAUSE_S))
 
     def _beat(self, store: dist.Store) -> None:
         """Write heartbeats until the end."""
         count = 0
-        with contextlib.suppress(RuntimeError):  # the store has ended, and so will the run
+        try:
             while not self._end.wait(self.heartbeat_s):
                 count += 1
                 store.set(f"beat/{self.worker}", str(count))
                 self._tell_counted(store)
+        except RuntimeError as error:
+            self._heart_error = error
 
     def _tell_counted(self, store: dist.Store) -> None:
         store.set(f"counted/{self.worker}", str(self.counted))
@@ -572,7 +583,7 @@ class Rounds:
 
     @property
     def is_finished(self) -> bool:
-        """Return True if a worker has called :meth:`Membership.finish`."""
+        """Return True if a worker or :meth:`finish` has ended the run."""
         return bool(self._store.check(["finished"]))
 
 

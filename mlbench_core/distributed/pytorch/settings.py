@@ -48,7 +48,8 @@ def config_logging(
         logging_file: File to which lines are appended; its folder is created. None writes no file.
 
     Returns:
-        A function that undoes this call and closes the file.
+        A function that undoes this call and closes the file. Handlers of an earlier call stay
+        removed.
 
     Raises:
         ValueError: ``logging_level`` is not a level.
@@ -168,7 +169,7 @@ def config_path(
             other workers wait. Only files with a checkpoint's name are deleted.
 
     Raises:
-        ConfigurationError: The folder cannot be created.
+        ConfigurationError: The folder cannot be created, or a checkpoint cannot be deleted.
     """
     if ckpt_run_dir is None:
         folder = user_folder("checkpoints")
@@ -183,6 +184,12 @@ def config_path(
         ) from error
     if delete_existing_ckpts:
         if process_groups.rank() == 0:
-            remove_checkpoints(folder)
+            try:
+                remove_checkpoints(folder)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"a checkpoint in {folder} cannot be deleted ({error}): give a ckpt_run_dir "
+                    "(--root-checkpoint) that you may write to"
+                ) from error
         # Nobody may save a checkpoint before rank 0 has finished deleting.
         process_groups.barrier()

@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 1.0
 # A metrics server measures every 15 seconds, unless it is configured otherwise.
 _LOAD_INTERVAL_S = 15.0
-# A cluster may get a metrics server, or this master the right to ask it.
+# Until the next attempt: the cluster may get a metrics server, or this master the right to ask it.
 _NO_LOAD_PAUSE_S = 600.0
-# The rest of the day that a Job is kept, once its end is recorded.
+# An ended Job is kept for a day, but only for this time once its end is recorded.
 _KEPT_AFTER_RECORD_S = 600
 _NO_METRICS = (
     HTTPStatus.NOT_FOUND,
@@ -124,7 +124,7 @@ class KubernetesQueue:
         self._wake.set()
 
     def view(self, run_id: int) -> JobView | None:
-        """Return the latest view of a watched run; None if it is older than the watching."""
+        """Return the latest view of a watched run; None before a query that began after watch()."""
         with self._lock:
             # A query that began before the Job was created lacks it.
             if self._asked_at < self._watched.get(run_id, time.monotonic()):

@@ -1,7 +1,7 @@
 """Merge the files with the output of each worker into the log of a run.
 
-Slurm writes one file per worker. The files are ``logs/<rank>.out`` and ``logs/<rank>.err``, and
-``logs/job.out`` for Slurm's own messages. The master reads them from time to time, and each line
+Slurm writes two files per worker, ``logs/<rank>.out`` and ``logs/<rank>.err``, and its own messages
+to ``logs/job.out``. The master reads them from time to time, and each line
 gets the date at which it was read. ``merged.json`` has the place up to which each file has been
 read, so that the next master goes on there.
 """
@@ -25,7 +25,7 @@ __all__ = ["RankLogs"]
 _OFFSETS = "merged.json"
 # Longer lines are divided, as by the supervisor of local runs.
 _MAX_LINE_BYTES = 16_384
-# A worker that writes more per call than this does not keep the master from its other work.
+# Of each file. The rest waits, so that much output does not keep the master from its other work.
 _BYTES_PER_CALL = 2**20
 _TAIL_BYTES = 65_536
 _OFFSETS_BYTES = 2**20
@@ -48,9 +48,10 @@ class RankLogs:
 
     def note(self, text: str) -> None:
         """Add a line of the master."""
-        writer = self._open()
-        writer.write(None, "system", text)
-        writer.close()
+        with self._lock:
+            writer = self._open()
+            writer.write(None, "system", text)
+            writer.close()
 
     def collect(self, *, at_end: bool = False) -> None:
         """Move new lines to the merged log.
@@ -129,11 +130,15 @@ class RankLogs:
         if self._offsets is None:
             self._offsets = {}
             with (
-                contextlib.suppress(OSError, ValueError),
+                contextlib.suppress(OSError, ValueError, RecursionError),
                 open_at_once(self._folder / _OFFSETS) as file,
             ):
                 content = json.loads(file.read(_OFFSETS_BYTES))
-                self._offsets = {str(name): int(offset) for name, offset in content.items()}
+                # A worker can write this file, too.
+                if isinstance(content, dict):
+                    for name, offset in content.items():
+                        if type(offset) is int and offset >= 0:
+                            self._offsets[name] = offset
         return self._offsets
 
 

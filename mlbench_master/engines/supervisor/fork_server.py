@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,7 +47,8 @@ _MODULES = (
     *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
     "mlbench_core.observe.worker_messages",
 )
-_REQUEST_BYTES = 2**20
+_SIZE_BYTES = 8  # of the number of bytes of a request, which comes first
+_LONGEST_ERROR = 500
 _IMPORTS_S = 120.0
 _START_S = 30.0
 
@@ -63,13 +65,13 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.variables = startup_variables(env)
-        # A request is one message, whatever its size.
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own, other = socket.socketpair()
         own.settimeout(_IMPORTS_S)
         kept = {**safe_environment(), _ROOM_VARIABLE: _ROOM}
         for name in startup_variables(kept):
             del kept[name]
-        with other:
+        with other, contextlib.ExitStack() as opened:
+            opened.push(own)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(other.fileno()), _ROOM],
                 env={**kept, **self.variables},
@@ -77,7 +79,9 @@ class ForkServer:
                 start_new_session=True,
                 pass_fds=[other.fileno()],
             )
+            opened.pop_all()
         self._socket = own
+        self._lock = threading.Lock()
         self._receive()  # it is ready
 
     def fits(self, env: Mapping[str, str]) -> bool:
@@ -85,23 +89,31 @@ class ForkServer:
         return self._process.poll() is None and startup_variables(env) == self.variables
 
     def start_supervisor(self, folder: Path, held: socket.socket) -> int:
-        """Start the supervisor of a run, as :func:`..start.start_supervisor` does.
+        """Start the supervisor of a run.
+
+        It does the same as :func:`~mlbench_master.engines.supervisor.start.start_supervisor`.
 
         Args:
             folder: The run's folder.
             held: The socket that keeps its port.
 
         Returns:
-            The process id. It is the child of the fork server.
+            The id of the process, which is a child of the fork server.
 
         Raises:
-            OSError: The fork server does not answer.
+            OSError: The fork server does not answer, or the supervisor cannot write its files.
         """
         request = {"folder": str(folder), "env": safe_environment()}
         message = json.dumps(request).encode()
-        self._socket.settimeout(_START_S)
-        socket.send_fds(self._socket, [message], [held.fileno()])
-        return int(json.loads(self._receive())["pid"])
+        size = len(message).to_bytes(_SIZE_BYTES, "big")
+        with self._lock:
+            self._socket.settimeout(_START_S)
+            socket.send_fds(self._socket, [size], [held.fileno()])
+            self._socket.sendall(message)
+            answer = json.loads(self._receive())
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return int(answer["pid"])
 
     def close(self) -> None:
         """End the process; runs go on."""
@@ -143,9 +155,10 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
-        if not message:
+        size, descriptors, _, _ = socket.recv_fds(connection, _SIZE_BYTES, 1)
+        if not size:
             return
+        message = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
         request = json.loads(message)
         if os.fork() == 0:
             _supervise(connection, Path(request["folder"]), request["env"])
@@ -162,20 +175,26 @@ def _supervise(connection: socket.socket, folder: Path, env: dict[str, str]) -> 
 
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    log = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-    os.chdir(folder)
-    env = {FOLDER_VARIABLE: str(folder), **env}
-    replace_variables(env)
-    rename_process(supervisor_command(folder), env)
-    supervisor = Supervisor(folder, ForkedWorker)
-    supervisor.prepare()
-    connection.sendall(json.dumps({"pid": os.getpid()}).encode())
+    try:
+        log = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        os.close(log)
+        os.chdir(folder)
+        env = {FOLDER_VARIABLE: str(folder), **env}
+        replace_variables(env)
+        rename_process(supervisor_command(folder), env)
+        supervisor = Supervisor(folder, ForkedWorker)
+        supervisor.prepare()
+        answer: dict[str, int | str] = {"pid": os.getpid()}
+    # For example on a full disk. Otherwise the master would wait for the answer.
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {str(error)[:_LONGEST_ERROR]}"}
+    connection.sendall(json.dumps(answer).encode())
     # The master notices the end of the fork server only if no copy of its socket is open.
     connection.close()
-    supervisor.run()
+    if "pid" in answer:
+        supervisor.run()
 
 
 def _import_all() -> None:

@@ -381,6 +381,11 @@ def test_an_engine_with_containers_gets_an_image_and_the_command_in_it(
         ({"image_name": official}, container_image("task1a"), f"{script} --optimizer ddp"),
         ({"image_name": own_task}, own_task, script),
         (OWN_IMAGE, "me/mine:1", "main.py {rank}"),
+        (
+            {"image_name": "custom_image", "custom_image_name": "me/mine:2", "command": "x.py"},
+            "me/mine:2",
+            "x.py",
+        ),
     ]
     for number, (body, image, command) in enumerate(cases):
         made = client.post("/api/runs/", json={"name": f"run-{number}", "num_workers": 2, **body})

@@ -311,7 +311,7 @@ def request(client: TestClient, **fields: Any) -> Any:
             {"command": "python -m mlbench_core.observe a.py"},
             "elastic: must be left out, not '2:4': the steps of workers that may die",
         ),
-        ({"elastic": "2:4000"}, "num_workers: must be at most"),
+        ({"elastic": "2:4000"}, "elastic: its largest number must be at most"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(

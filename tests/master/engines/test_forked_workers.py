@@ -229,3 +229,31 @@ def test_other_programs_are_not_forked(
     assert run(engine, 1, f"{sys.executable} -c 'print(1)'").state == "finished"
     assert run(engine, 2, "true").state == "finished"
     assert forked == []
+
+
+def test_variables_of_any_size_reach_the_workers(
+    engine: LocalEngine, forked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in range(6):
+        monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
+    script = tmp_path / "large.py"
+    script.write_text("import os, torch\nprint('size', len(os.environ['LARGE_5']))\n")
+    assert run(engine, 1, f"{sys.executable} {script}").state == "finished"
+    assert forked == ["1"]
+    assert said(tmp_path, 1, "size") == ["size 100000"] * 2
+
+
+def test_a_supervisor_that_cannot_start_says_why(
+    engine: LocalEngine, forked: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "short.py"
+    script.write_text("import torch\n")
+    command = f"{sys.executable} {script}"
+    assert run(engine, 1, command).state == "finished"
+    server = local._fork_server
+    assert server is not None
+    with socket.socket() as held, pytest.raises(OSError, match=r"FileNotFoundError: .*missing"):
+        server.start_supervisor(tmp_path / "missing", held)
+    # It goes on.
+    assert run(engine, 2, command).state == "finished"
+    assert forked == ["1", "missing", "2"]

@@ -28,6 +28,7 @@ from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.engines.slurm import engine as slurm
 from mlbench_master.engines.slurm import queue as slurm_queue
 from mlbench_master.engines.slurm.engine import SlurmEngine
+from mlbench_master.engines.slurm.rank_logs import RankLogs
 from tests.master.engines import fake_slurm
 from tests.master.engines.test_local_engine import create, lines, wait_state
 from tests.master.helpers import TestClient, wait_for
@@ -750,3 +751,15 @@ def test_other_packages_add_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ConfigurationError, match=r"entry point 'wrong' of mlbench.engines must return an Engine"
     ):
         make_engine("wrong", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"0.out": null}', '{"0.out": -1}', "[" * 100_000])
+def test_a_damaged_list_of_merged_files_costs_only_repeated_lines(
+    tmp_path: Path, content: str
+) -> None:
+    """A worker can write it, too."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "0.out").write_text("hello\n")
+    (tmp_path / "merged.json").write_text(content)
+    RankLogs(tmp_path, 10**6).collect()
+    assert "hello" in (tmp_path / "log.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Send the rows of the change of each worker's gradient that matter to all workers (ARC-Top-K)."""
+"""Send the same rows of the gradient's change on all workers, the largest ones (ARC-Top-K)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class ARCTopKAggregation(EF21Aggregation):
         R_i &= \Delta_i \text{ in the rows } J, \text{ and 0 in the others}.
 
     The square of :math:`\lVert S_j \rVert` is on average that of row :math:`j` of the average
-    change. So the workers find the rows of the average that are large, without their positions in
-    the message, and send the same ones. See :class:`EF21Aggregation` for :math:`M_i`, :math:`G_i`,
-    :math:`G`, the first step, and values that are not finite.
+    change. So all workers choose the same rows, those that are large in the average, and need not
+    send their positions. See :class:`EF21Aggregation` for :math:`M_i`, :math:`G_i`, :math:`G`, the
+    first step, and values that are not finite.
 
-    A tensor is sent whole if that takes fewer bytes, :math:`n m \le n r + K m`. These are vectors,
-    numbers and small matrices, and each tensor with :math:`K = n`. Its estimate is exact.
+    A tensor is sent whole if that takes no more bytes, :math:`n m \le n r + K m`. This holds for
+    vectors, numbers, small matrices, and each tensor with :math:`K = n`. The estimate of such a
+    tensor is exact.
 
     In each step after the first one, a worker sends :math:`b (n r + K m)` bytes per matrix and
     :math:`b n m` per tensor that is sent whole, in two all-reduces: all :math:`S` with these
@@ -132,7 +133,7 @@ class ARCTopKAggregation(EF21Aggregation):
         for tensor in extra:
             divide(tensor, divisor)
         for name, S in sketches.items():
-            # Stable, so that workers with different processors break ties alike. nan comes first.
+            # Stable, so that all workers break exact ties alike. nan comes first.
             order = S.norm(dim=1).argsort(descending=True, stable=True)
             rows[name] = order[: coordinates_sent(self.size, len(S))]
             sent[name] = deltas[name].index_select(0, rows[name])

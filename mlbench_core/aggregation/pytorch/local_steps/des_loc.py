@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ class DESLOCAggregation(PeriodicAggregation):
         x_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} x_j \quad \text{if } K_x \mid t \\
         u_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} u_j \quad \text{if } K_u \mid t \\
         v_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} v_j \quad \text{if } K_v \mid t.
+
+    **Ours:** an averaged first moment is limited to :math:`|u_i| \le C \sqrt{v_i}` in each
+    coordinate, with
+
+    .. math:: C = \frac{1 - \beta_1}{\sqrt{(1 - \beta_2)(1 - \beta_1^2 / \beta_2)}}.
+
+    Moments of the same gradients are always within this limit, by the inequality of Cauchy and
+    Schwarz, and so are averages of both at the same step. But the average of the first moments may
+    be large where a worker has had small gradients or none, for example those of a pixel that is
+    black in its images, or of a rare word. Its second moment is about zero there, so without the
+    limit, a step of Adam divides by about ``eps``.
 
     The paper itself was not read. According to secondary texts, its algorithm averages the old
     weights and moments between the gradient and the step. According to the same texts, the version
@@ -96,6 +108,7 @@ class DESLOCAggregation(PeriodicAggregation):
         self.second_moment_period = check_int("second_moment_period", second_moment_period)
         self._parameters: Mapping[str, Tensor] = {}
         self._state: Mapping[Tensor, Any] = {}
+        self._groups: Sequence[Mapping[str, Any]] = ()
 
     def watch(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """Take the moments in the next calls from an optimizer.
@@ -109,6 +122,7 @@ class DESLOCAggregation(PeriodicAggregation):
         """
         check_adam(optimizer)
         self._parameters, self._state = parameters, optimizer.state
+        self._groups = optimizer.param_groups
 
     @torch.no_grad()
     def aggregate(
@@ -143,6 +157,24 @@ class DESLOCAggregation(PeriodicAggregation):
                     # All workers must send it, but the average of a missing moment is not kept.
                     sent[f"{key} of {name}"] = torch.zeros_like(tensor)
         self._delegate(self.inside, sent, op)
+        self._limit_first_moments(due)
+
+    def _limit_first_moments(self, names: Iterable[str]) -> None:
+        """Limit averages of first moments if the second moments are still those of this worker."""
+        betas = {}
+        for group in self._groups:
+            betas.update(dict.fromkeys(group["params"], group["betas"]))
+        for name in names:
+            parameter = self._parameters.get(name)
+            if parameter is None or self._due(name)[-1] != "exp_avg":
+                continue
+            first, second = betas[parameter]
+            state = self._state.get(parameter)
+            # Otherwise a moment may be larger than any multiple of the other's root.
+            if state and first**2 < second:
+                ratio = (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second))
+                limit = state["exp_avg_sq"].sqrt().mul_(ratio)
+                state["exp_avg"].clamp_(-limit, limit)
 
     def _due(self, name: str) -> list[str]:
         """Return what is due of a tensor: its weights, or moments by their keys in the state."""
@@ -155,7 +187,7 @@ class DESLOCAggregation(PeriodicAggregation):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the moments, which belong to an optimizer."""
-        return {**super().__getstate__(), "_parameters": {}, "_state": {}}
+        return {**super().__getstate__(), "_parameters": {}, "_state": {}, "_groups": ()}
 
 
 def check_adam(optimizer: Optimizer) -> None:

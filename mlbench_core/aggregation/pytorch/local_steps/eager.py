@@ -1,4 +1,4 @@
-"""DiLoCo whose workers use their own change at once and those of the others a call later.
+"""Run DiLoCo so that a worker uses its own change at once, and those of the others a call later.
 
 With D_i(t) the change of worker i before call t, and D(t) the changes of all::
 
@@ -28,9 +28,9 @@ __all__ = ["EagerDiLoCoAggregation"]
 
 
 class EagerDiLoCoAggregation(DiLoCoAggregation):
-    r"""Take outer steps along the own change of this call and the others' of the call before.
+    r"""Take outer steps along this worker's change of this call and the others' of the last call.
 
-    Every worker :math:`i` of :math:`k` has own slow weights :math:`\theta_i` and an own outer
+    Every worker :math:`i` of :math:`k` has its own slow weights :math:`\theta_i` and outer
     momentum. In call :math:`t`, let :math:`D_i(t)` be :math:`\theta_i` minus the current weights of
     the worker. The worker starts to average :math:`D_i(t)` and does not wait. Its outer optimizer
     updates :math:`\theta_i` with
@@ -136,7 +136,7 @@ class EagerDiLoCoAggregation(DiLoCoAggregation):
 
     def _remove_own_part(self, own: Tensor, average: Tensor) -> None:
         """Replace a copy by the average without the part of this worker."""
-        # The same division as that of the own part, so that both cancel to the last bit.
+        # The same division as in _average, so that the own quotient is taken back as it was added.
         own.div_(-self.world_size).add_(average)
 
     def __getstate__(self) -> dict[str, Any]:
