@@ -24,7 +24,8 @@ FIRST_SEED = 42  # of the results; smaller ones are those of the tuning
 # Largest ratios that count as equal.
 MARGINS = {"steps": 1.1, "loss": 1.02, "sent_bytes": 1.0}
 FIGURES = {"steps": "steps to a loss of 0.1", "loss": "bits per byte", "sent_bytes": "bytes sent"}
-MARKS = {"reproduced": ("C0", "o"), "undecided": ("C7", "s"), "contradicted": ("C1", "x")}
+MARKS = {"reproduced": ("C0", "o"), "undecided": (GRAY, "s"), "contradicted": ("C1", "x")}
+TICKS = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3)
 SEEDS = {"digits": 10, "gpt": 5, "corrupt": 5}
 
 
@@ -235,8 +236,12 @@ def draw(lines: Lines) -> Drawing:
         axes.plot([outcome.ratio], [place], color=color, marker=marker)
     labels = [f"{one.claim.text}, {one.claim.problem}" for one in outcomes]
     axes.set_yticks(range(len(outcomes)), labels)
+    limits = axes.get_xlim()
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.minorticks_off()
+    axes.set_xlim(limits)
     axes.set_xlabel("steps, or loss, of the method by that of its peer")
     caption = (
         "Ratios by seed with 95 % intervals; less is better for the method. "
