@@ -31,7 +31,13 @@ from mlbench_core.comparison.significance import holm
 from mlbench_core.comparison.table import Column, Price, compare_groups, escape, markdown_lines
 from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.folder import RESULT, find_folders, read_environment, verify_folder
+from mlbench_core.results.folder import (
+    RESULT,
+    find_folders,
+    is_searched,
+    read_environment,
+    verify_folder,
+)
 
 __all__ = [
     "ARCHIVE",
@@ -199,6 +205,8 @@ def _find(folder: Path, scratch: Path, board: Board) -> Iterator[tuple[Path, _So
         yield found, _Source(found.relative_to(folder).as_posix())
     # Unpacked into numbered folders, because all archives have the same name.
     for number, archive in enumerate(sorted(folder.rglob(ARCHIVE))):
+        if not is_searched(archive.parent, folder):
+            continue
         source = archive.relative_to(folder).as_posix()
         target = scratch / str(number)
         try:

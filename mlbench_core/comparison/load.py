@@ -18,7 +18,7 @@ from mlbench_core.comparison.published import Metrics, count_ranks
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, replacing
-from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
+from mlbench_core.results.folder import FILES, RESULT, find_folders, is_searched, read_result
 from mlbench_core.results.lines import read_lines
 from mlbench_core.results.schema import check_result
 
@@ -108,7 +108,7 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
     for file in sorted(itertools.chain(path.rglob("*.json"), path.rglob("*.zip"))):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
         in_folder = file.with_suffix("") in folders or not folders.isdisjoint(file.parents)
-        if file.is_file() and not in_folder:
+        if file.is_file() and is_searched(file.parent, path) and not in_folder:
             yield from _load(file, unreadable)
 
 

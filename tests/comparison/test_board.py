@@ -145,6 +145,12 @@ def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: P
     assert "[runs/r1, runs/r2, runs/r3](../packed/good/runs.tar.xz)" in page
 
 
+def test_archives_in_hidden_folders_are_left_out(some_runs: Path) -> None:
+    (some_runs / ".git").mkdir()
+    (some_runs / ".git" / "runs.tar.xz").write_bytes(b"no archive")
+    assert board_of(some_runs).refused == {}
+
+
 def test_an_archive_that_would_fill_the_disk_is_refused(
     some_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

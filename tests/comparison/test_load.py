@@ -73,6 +73,17 @@ def test_results_at_any_depth_count_once(tmp_path: Path) -> None:
     ]
 
 
+def test_earlier_runs_and_hidden_folders_are_left_out(tmp_path: Path) -> None:
+    """A run that was killed before its first line leaves only the earlier run in its folder."""
+    for name in ("earlier-1", ".new"):
+        write_run(tmp_path / "run" / name)
+        save(tmp_path / "run" / name / "deep" / "a.json", RUN, metrics_of(2, 1.0, 1.0))
+        write_zip(tmp_path / "run" / name / "b.zip", RUN, {})
+    assert load([tmp_path], empty_is_error=False) == []
+    # The name of the given folder itself does not count.
+    assert [record.name for record in load([tmp_path / "run" / "earlier-1"])] == ["earlier-1"]
+
+
 def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=1, finish=False)
     lines = folder / "metrics.rank-0.jsonl"
