@@ -23,7 +23,7 @@ from urllib.parse import quote
 from mlbench_core.caller import OBSERVER
 from mlbench_core.comparison.collection import machine_text
 from mlbench_core.comparison.html import bullets, document, elements, grid
-from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, load
+from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, identity, load
 from mlbench_core.comparison.pool import Group, plural, pool, usable
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
@@ -102,7 +102,7 @@ class Board:
     Attributes:
         headings: The ranked rows.
         refused: The problems of each result folder or archive that cannot be verified.
-        accepted: Number of the runs that are not refused.
+        accepted: Number of the runs that are not refused; copies of a run count once.
         remarks: Sentences on all runs.
     """
 
@@ -148,6 +148,7 @@ def read_board(
     pricing = pricing or Pricing()
     board = Board(remarks=list(pricing.remarks))
     records: list[RunRecord] = []
+    first_places: dict[str, _Source] = {}
     with tempfile.TemporaryDirectory(prefix="mlbench-board-") as scratch:
         for found, source in _find(folder, Path(scratch), board):
             if is_trial(Path(source.member or source.path)):
@@ -163,8 +164,13 @@ def read_board(
             if problems:
                 board.refused[str(source)] = problems
                 continue
-            board.accepted += 1
             for record in of_run:
+                # load() finds copies at its paths, but each of them is loaded apart.
+                first = first_places.setdefault(identity(record), source)
+                if first is not source:
+                    board.remarks.append(f"{source} is a copy of {first}: it counts once")
+                    continue
+                board.accepted += 1
                 if stopped:
                     record = dataclasses.replace(record, state="failed", reached=False)
                 command = repeat_command(record, found)

@@ -145,6 +145,37 @@ def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: P
     assert "[runs/r1, runs/r2, runs/r3](../packed/good/runs.tar.xz)" in page
 
 
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="archives cannot be unpacked")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_copy_in_an_archive_counts_once(
+    some_runs: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs without a seed are not recognized by it."""
+    monkeypatch.setattr("mlbench_core.comparison.board.verify_folder", lambda folder: [])
+    mine = some_runs / "local-sgd-2"
+    shutil.rmtree(some_runs / "centralized-sgd-2")
+    shutil.rmtree(mine / "r3")
+    for folder in (mine / "r1", mine / "r2"):
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result["configuration"]["seed"] = None
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    if stopped:
+        lines = (mine / "r2" / "metrics.jsonl").read_text(encoding="utf-8")
+        without_seed = re.sub(r'"seed":\d+', '"seed":null', lines)
+        (mine / "r2" / "metrics.jsonl").write_text(without_seed, encoding="utf-8")
+        (mine / "r2" / "result.json").unlink()
+    with tarfile.open(mine / "runs.tar.xz", "w:xz") as tar:
+        tar.add(mine / "r1", "r1")
+        tar.add(mine / "r2", "r2")
+    board = read_board(some_runs, is_stopped=lambda _: True, is_trial=lambda _: False)
+    (heading,) = board.headings
+    (row,) = heading.rows
+    assert (row["runs"], row["reached"], board.accepted) == (2, 1 if stopped else 2, 2)
+    for name in ("r1", "r2"):
+        text = f"local-sgd-2/runs.tar.xz: {name} is a copy of local-sgd-2/{name}: it counts once"
+        assert text in board.remarks
+
+
 def test_archives_in_hidden_folders_are_left_out(some_runs: Path) -> None:
     (some_runs / ".git").mkdir()
     (some_runs / ".git" / "runs.tar.xz").write_bytes(b"no archive")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
     assert "has no result.json: the run did not end" in record.remarks[0]
     assert "half-written line is left out" in record.remarks[1]
     assert len(record.curve("val_global_Prec@1")) == 3
+
+
+def test_copies_of_a_killed_run_count_once(tmp_path: Path) -> None:
+    """Its remarks have the path of the folder."""
+    folder = write_run(tmp_path / "run", finish=False)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert [record.name for record in load([tmp_path])] == ["run"]
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
