@@ -20,8 +20,8 @@ def predict_repeats(
 ) -> list[Prediction]:
     """Predict each of the runs whose number of workers is nearest, at least 2.
 
-    A run of one worker gives the compute time. Without a run of several workers, only one worker
-    can be predicted.
+    Of two numbers that are equally near, the smaller one counts. A run of one worker gives the
+    compute time. Without a run of several workers, only one worker can be predicted.
 
     Args:
         records: Runs that differ only in network, number of workers and seed; at least one.
@@ -56,11 +56,12 @@ def starting_runs(
 
     Without a run of several workers, the first run is the start, and it cannot be predicted from.
     """
-    by_distance: dict[int, list[RunRecord]] = {}
+    by_distance: dict[tuple[int, int], list[RunRecord]] = {}
     for record in records:
         count = record.workers or 0
         if count > 1 and record.collectives is not None:
-            by_distance.setdefault(abs(count - workers), []).append(record)
+            # With the number itself, because runs of 2 and of 4 workers are not repeats.
+            by_distance.setdefault((abs(count - workers), count), []).append(record)
     starts = records[:1]
     if by_distance:
         starts = by_distance[min(by_distance)]

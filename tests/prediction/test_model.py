@@ -10,7 +10,7 @@ import pytest
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network, parse_network
-from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
+from mlbench_core.prediction import collective_s, predict, predict_repeats, predict_time_to_goal
 
 SLOW = "10mbit,40ms"
 
@@ -103,6 +103,21 @@ def test_a_run_of_one_worker_gives_the_compute_time() -> None:
         configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0
     )
     assert predict(record(), parse_network(SLOW), 1, alone).step_s == pytest.approx(0.03)
+
+
+def test_of_two_equally_near_numbers_of_workers_the_smaller_counts() -> None:
+    """A median over both would be the steps of neither."""
+    four = record()
+    entry = {**record().collectives[0], "group": 2}  # type: ignore[index]
+    two = record(
+        configuration=configured(workers=2), steps_to_goal=150, time_to_goal_s=7.5,
+        collectives=[entry],
+    )  # fmt: skip
+    for records in ([four, two], [two, four]):
+        (found,) = predict_repeats(records, parse_network(SLOW), 3)
+        assert found.steps == 100
+        assert found.assumption == "samples to the goal as measured with 2 workers"
+    assert len(predict_repeats([four, two, four], parse_network(SLOW), 4)) == 2
 
 
 def test_a_straggler_slows_the_computation_down() -> None:
