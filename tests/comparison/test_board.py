@@ -108,6 +108,20 @@ def test_a_run_that_was_stopped_at_its_limit_makes_its_row_worse(some_runs: Path
     assert rows_with(2) == {"centralized-sgd-2": "1", "local-sgd-2": "-"}
 
 
+def test_a_run_that_was_stopped_in_its_first_epoch_is_not_free(some_runs: Path) -> None:
+    stopped = some_runs / "local-sgd-2" / "r1"
+    (stopped / "result.json").unlink()
+    lines = (stopped / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    starts = [line for line in lines if '"kind":"start"' in line]
+    (stopped / "metrics.jsonl").write_text("".join(starts), encoding="utf-8")
+    board = read_board(some_runs, is_stopped=lambda _: True, is_trial=lambda _: False)
+    costs = {}
+    for row in board.headings[0].rows:
+        costs[row["runs"] - row["reached"]] = row["cost_per_success_s"]
+    assert costs.keys() == {0, 1}
+    assert costs[0] is not None and costs[1] is None
+
+
 def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     for name in ("good", "evil", "link", "damaged"):
