@@ -70,13 +70,14 @@ def predict(
 
     Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration
     are one line for each network and number of workers. A prediction starts from the runs with the
-    nearest number of workers, at least 2; runs of one worker give the compute time. Measured
-    figures are marked as measured. A predicted time has its range in brackets, from the error of
-    predictions that were compared with measured times. A second table checks the model: it compares
-    the measured steps from which predictions start with those that the model gives for them. If a
-    measured step is not in the range of the model, a line says why, and the ranges of predictions
-    are wider. A configuration that cannot be predicted has a line without figures, and the reason
-    below the table. A run that cannot be used is left out, with one line that says why.
+    nearest number of workers, at least 2; a run of one worker with as many samples in a step gives
+    the compute time. Measured figures are marked as measured. A predicted time has its range in
+    brackets, from the error of predictions that were compared with measured times. A second table
+    checks the model: it compares the measured steps from which predictions start with those that
+    the model gives for them. If a measured step is not in the range of the model, a line says why,
+    and the ranges of predictions are wider. A configuration that cannot be predicted has a line
+    without figures, and the reason below the table. A run that cannot be used is left out, with one
+    line that says why.
     """
     from mlbench_core.comparison.load import load
 

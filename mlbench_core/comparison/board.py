@@ -23,7 +23,7 @@ from urllib.parse import quote
 from mlbench_core.caller import OBSERVER
 from mlbench_core.comparison.collection import machine_text
 from mlbench_core.comparison.html import bullets, document, elements, grid
-from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, load
+from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, identity, load
 from mlbench_core.comparison.pool import Group, plural, pool, usable
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.record import RunRecord
@@ -31,7 +31,13 @@ from mlbench_core.comparison.significance import holm
 from mlbench_core.comparison.table import Column, Price, compare_groups, escape, markdown_lines
 from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.folder import RESULT, find_folders, read_environment, verify_folder
+from mlbench_core.results.folder import (
+    RESULT,
+    find_folders,
+    is_searched,
+    read_environment,
+    verify_folder,
+)
 
 __all__ = [
     "ARCHIVE",
@@ -96,7 +102,7 @@ class Board:
     Attributes:
         headings: The ranked rows.
         refused: The problems of each result folder or archive that cannot be verified.
-        accepted: Number of the runs that are not refused.
+        accepted: Number of the runs that are not refused; copies of a run count once.
         remarks: Sentences on all runs.
     """
 
@@ -142,6 +148,7 @@ def read_board(
     pricing = pricing or Pricing()
     board = Board(remarks=list(pricing.remarks))
     records: list[RunRecord] = []
+    first_places: dict[str, _Source] = {}
     with tempfile.TemporaryDirectory(prefix="mlbench-board-") as scratch:
         for found, source in _find(folder, Path(scratch), board):
             if is_trial(Path(source.member or source.path)):
@@ -157,8 +164,13 @@ def read_board(
             if problems:
                 board.refused[str(source)] = problems
                 continue
-            board.accepted += 1
             for record in of_run:
+                # load() finds copies at its paths, but each of them is loaded apart.
+                first = first_places.setdefault(identity(record), source)
+                if first is not source:
+                    board.remarks.append(f"{source} is a copy of {first}: it counts once")
+                    continue
+                board.accepted += 1
                 if stopped:
                     record = dataclasses.replace(record, state="failed", reached=False)
                 command = repeat_command(record, found)
@@ -199,6 +211,8 @@ def _find(folder: Path, scratch: Path, board: Board) -> Iterator[tuple[Path, _So
         yield found, _Source(found.relative_to(folder).as_posix())
     # Unpacked into numbered folders, because all archives have the same name.
     for number, archive in enumerate(sorted(folder.rglob(ARCHIVE))):
+        if not is_searched(archive.parent, folder):
+            continue
         source = archive.relative_to(folder).as_posix()
         target = scratch / str(number)
         try:

@@ -18,11 +18,11 @@ from mlbench_core.comparison.published import Metrics, count_ranks
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, replacing
-from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
+from mlbench_core.results.folder import FILES, RESULT, find_folders, is_searched, read_result
 from mlbench_core.results.lines import read_lines
 from mlbench_core.results.schema import check_result
 
-__all__ = ["MOST_UNPACKED_BYTES", "load", "save", "unpack"]
+__all__ = ["MOST_UNPACKED_BYTES", "identity", "load", "save", "unpack"]
 
 # Metrics of a long run have some megabytes. After parsing, more than this may not fit in memory.
 _MOST_JSON_BYTES = 256 << 20
@@ -78,17 +78,30 @@ def load(
                 "--wait' or 'mlbench download'"
             )
         for record in at_path:
-            try:
-                # Copies of a run differ only in the path from which they were read.
-                without_place = dataclasses.replace(record, source="", folder=None).as_json()
-                key = json.dumps(without_place, sort_keys=True, default=str)
-            except RecursionError as error:
-                raise ConfigurationError(
-                    f"{record.source} is nested hundreds of levels deep: remove it"
-                ) from error
+            key = identity(record)
             if key not in records or record.folder is not None:
                 records[key] = record
     return sorted(records.values(), key=lambda record: (record.workers or 0, record.name))
+
+
+def identity(record: RunRecord) -> str:
+    """Return a text that is equal for copies of a run.
+
+    They differ only in the path from which they were read, which remarks may have, too.
+
+    Args:
+        record: The run.
+
+    Raises:
+        ConfigurationError: A setting of the run is nested too deeply.
+    """
+    try:
+        without_place = dataclasses.replace(record, source="", folder=None, remarks=())
+        return json.dumps(without_place.as_json(), sort_keys=True, default=str)
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"{record.source} is nested hundreds of levels deep: remove it"
+        ) from error
 
 
 def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunRecord]:
@@ -108,7 +121,7 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
     for file in sorted(itertools.chain(path.rglob("*.json"), path.rglob("*.zip"))):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
         in_folder = file.with_suffix("") in folders or not folders.isdisjoint(file.parents)
-        if file.is_file() and not in_folder:
+        if file.is_file() and is_searched(file.parent, path) and not in_folder:
             yield from _load(file, unreadable)
 
 

@@ -315,6 +315,10 @@ class RunRecord:
         run, goal = result.get("run") or {}, result.get("goal") or {}
         # All workers wait for the slowest one.
         times = _slowest(result.get("times"))
+        if not times.get("wall_s") and not times.get("train_s"):
+            # No raw line has times: the workers were killed in their first epoch, or the program
+            # has no tracker. The zeros are unknown times.
+            times = {}
         reached = goal.get("reached")
         # The parts of the goal that count only if it was reached.
         reached_goal: Mapping[str, Any] = {}

@@ -621,7 +621,7 @@ def cell(column: Column, row: Mapping[str, Any]) -> str:
     if value is None:
         # A row with a miss has no means, also of quantities that were measured.
         return "-" if row.get("missed") else column.missing
-    if column.key == "p" and value < 1e-4:
+    if column.key in ("p", "p_holm") and value < 1e-4:
         return "< 0.0001"
     if column.digits is None:
         return str(value)

@@ -18,10 +18,12 @@ __all__ = [
     "ONE_MACHINE",
     "UNEXPLAINED_SHARE",
     "Prediction",
+    "have_equal_steps",
     "largest_error",
     "network_of",
     "predict",
     "predict_time_to_goal",
+    "samples_of_step",
     "share_of_core",
     "slowest_cpu",
     "steps_of",
@@ -57,6 +59,9 @@ NOT_ADDED = "this is not added"
 # Below this share of a step, waiting without an explanation does not change what a prediction
 # means.
 UNEXPLAINED_SHARE = 0.1
+# Steps are the same work if their samples differ by no more than this share. The last batch of an
+# epoch may be smaller than others.
+_MOST_UNEQUAL = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,8 @@ def predict(
             of one worker predicts one worker only.
         network: The network.
         workers: Number of workers. Each has the batch size of the measured run.
-        alone: A run of one worker. Its compute time counts in place of that of ``record``.
+        alone: A run of one worker. Its compute time counts in place of that of ``record`` if their
+            steps have as many samples, see :func:`have_equal_steps`.
         critical_workers: Number of workers from which on more workers do not save steps; None if
             there is none.
 
@@ -269,7 +275,7 @@ def _read(record: RunRecord, predicted: int, alone: RunRecord | None) -> _Measur
     """Return the figures of a step of a measured run, to predict a number of workers."""
     # A worker alone shares neither cores nor caches, so its computation is the better measure.
     source = record
-    if alone is not None:
+    if alone is not None and have_equal_steps(record, alone):
         source = alone
     entries, workers, batches = record.collectives, record.workers, record.batches
     # With some methods, the collectives after the goal differ from those before it.
@@ -341,6 +347,31 @@ def steps_of(record: RunRecord) -> int:
     if record.reached and record.steps_to_goal:
         return record.steps_to_goal
     return record.batches or 1
+
+
+def have_equal_steps(record: RunRecord, alone: RunRecord) -> bool:
+    """Return True if a step of a worker is the same work as in a run of one worker.
+
+    It has as many samples. Some programs divide a batch among the workers.
+
+    Args:
+        record: The run.
+        alone: The run of one worker.
+
+    Returns:
+        False also if the samples were not counted.
+    """
+    samples, samples_alone = samples_of_step(record), samples_of_step(alone)
+    if samples is None or samples_alone is None:
+        return False
+    return abs(samples - samples_alone) <= _MOST_UNEQUAL * samples_alone
+
+
+def samples_of_step(record: RunRecord) -> float | None:
+    """Return the mean samples of a worker in a step; None if they were not counted."""
+    if not record.batches or record.samples_per_s is None or record.train_s is None:
+        return None
+    return record.samples_per_s * record.train_s / (record.batches * (record.workers or 1))
 
 
 def _compute_s(record: RunRecord) -> tuple[float, float]:

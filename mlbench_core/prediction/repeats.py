@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
-from mlbench_core.prediction.model import Prediction, predict
+from mlbench_core.prediction.model import Prediction, have_equal_steps, predict
 
 __all__ = ["predict_repeats", "starting_runs"]
 
@@ -20,8 +20,9 @@ def predict_repeats(
 ) -> list[Prediction]:
     """Predict each of the runs whose number of workers is nearest, at least 2.
 
-    A run of one worker gives the compute time. Without a run of several workers, only one worker
-    can be predicted.
+    Of two numbers that are equally near, the smaller one counts. A run of one worker gives the
+    compute time if its steps have as many samples. Without a run of several workers, only one
+    worker can be predicted.
 
     Args:
         records: Runs that differ only in network, number of workers and seed; at least one.
@@ -54,17 +55,19 @@ def starting_runs(
 ) -> tuple[Sequence[RunRecord], RunRecord | None]:
     """Return the runs from which :func:`predict_repeats` starts, and the run of one worker.
 
-    Without a run of several workers, the first run is the start, and it cannot be predicted from.
+    The second is None without one whose steps have as many samples. Without a run of several
+    workers, the first run is the start, and it cannot be predicted from.
     """
-    by_distance: dict[int, list[RunRecord]] = {}
+    by_distance: dict[tuple[int, int], list[RunRecord]] = {}
     for record in records:
         count = record.workers or 0
         if count > 1 and record.collectives is not None:
-            by_distance.setdefault(abs(count - workers), []).append(record)
+            # With the number itself, because runs of 2 and of 4 workers are not repeats.
+            by_distance.setdefault((abs(count - workers), count), []).append(record)
     starts = records[:1]
     if by_distance:
         starts = by_distance[min(by_distance)]
     for record in records:
-        if record.workers == 1 and record.batches:
+        if record.workers == 1 and all(have_equal_steps(start, record) for start in starts):
             return starts, record
     return starts, None

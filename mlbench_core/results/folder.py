@@ -37,6 +37,7 @@ __all__ = [
     "RESULT",
     "find_folders",
     "finish_folder",
+    "is_searched",
     "lacking",
     "lines_path",
     "prepare_folder",
@@ -231,7 +232,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 def find_folders(path: Path) -> Iterator[Path]:
     """Yield every result folder at or below a path, in order.
 
-    Earlier runs in folders ``earlier-N`` are left out.
+    Folders that :func:`is_searched` excludes are left out.
 
     Args:
         path: A result folder, or a folder with result folders at any depth.
@@ -240,10 +241,23 @@ def find_folders(path: Path) -> Iterator[Path]:
         yield path
         return
     for child in sorted(path.iterdir()):
-        is_left_out = child.name.startswith((".", "earlier-"))
         # A link may lead back to a folder above, and the search would never end.
-        if child.is_dir() and not child.is_symlink() and not is_left_out:
+        if child.is_dir() and not child.is_symlink() and is_searched(child, path):
             yield from find_folders(child)
+
+
+def is_searched(folder: Path, root: Path) -> bool:
+    """Return True if a search for results enters a folder.
+
+    It enters no folder ``earlier-N``, which has an earlier run, and no hidden one, which may have
+    an unfinished copy.
+
+    Args:
+        folder: The folder.
+        root: A folder above it, at which the search begins; its own name does not count.
+    """
+    names = folder.relative_to(root).parts
+    return not any(name.startswith((".", "earlier-")) for name in names)
 
 
 def verify_folder(folder: Path) -> list[str]:

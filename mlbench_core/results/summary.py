@@ -108,9 +108,9 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     hosts = {line.get("host") for line in starts}
     variables = environment.get("variables") or {}
     energy_j: float | None = None
-    # None, not 0, if no worker could read a counter.
     counted_j = _known(ends, "energy_j")
-    if counted_j:
+    # The sum of some workers would look like that of all.
+    if len(counted_j) == len(ends) >= number:
         energy_j = sum(counted_j)
     return {
         "schema_version": SCHEMA_VERSION,

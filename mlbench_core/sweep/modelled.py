@@ -18,7 +18,7 @@ from mlbench_core.comparison.record import CurvePoint, RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict
-from mlbench_core.prediction.model import NOT_ADDED
+from mlbench_core.prediction.model import NOT_ADDED, have_equal_steps
 
 __all__ = [
     "ModelledRecord",
@@ -29,15 +29,9 @@ __all__ = [
     "measured_run",
     "model_run",
     "on_networks",
-    "samples_of_step",
     "shared_caveats",
     "step_numbers",
 ]
-
-
-# Steps of two numbers of workers are the same work if their samples differ by no more than this
-# share. The last batch of an epoch may be smaller than others.
-_MOST_UNEQUAL = 0.1
 
 
 class SweepPlace(Protocol):
@@ -174,16 +168,14 @@ def at_full_speed(record: RunRecord, alone: Iterable[RunRecord]) -> RunRecord:
     Returns:
         The run; the same object if there is nothing to compare it with.
     """
-    own_s, samples = _compute_cpu_s(record), samples_of_step(record)
+    own_s = _compute_cpu_s(record)
     # A run of one worker is the one to which others are scaled.
-    if record.workers == 1 or not own_s or samples is None:
+    if record.workers == 1 or not own_s:
         return record
     found = []
     for other in alone:
-        other_s, other_samples = _compute_cpu_s(other), samples_of_step(other)
-        if other_s is None or other_samples is None:
-            continue
-        if abs(samples - other_samples) <= _MOST_UNEQUAL * other_samples:
+        other_s = _compute_cpu_s(other)
+        if other_s is not None and have_equal_steps(record, other):
             found.append(other_s)
     if not found:
         return record
@@ -203,13 +195,6 @@ def _compute_cpu_s(record: RunRecord) -> float | None:
     if not steps or record.compute_cpu_s is None:
         return None
     return record.compute_cpu_s / steps
-
-
-def samples_of_step(record: RunRecord) -> float | None:
-    """Return the mean samples of a worker in a step; None if they were not counted."""
-    if not record.batches or record.samples_per_s is None or record.train_s is None:
-        return None
-    return record.samples_per_s * record.train_s / (record.batches * (record.workers or 1))
 
 
 def _steps_of_times(record: RunRecord) -> int | None:

@@ -28,14 +28,13 @@ from mlbench_core.network.description import Network
 from mlbench_core.network.named import NETWORKS, get_network
 from mlbench_core.prediction import predict_repeats
 from mlbench_core.prediction.check import check_repeats, widened
-from mlbench_core.prediction.model import share_of_core
+from mlbench_core.prediction.model import samples_of_step, share_of_core
 from mlbench_core.sweep.file import load_sweep
 from mlbench_core.sweep.folder import COPY, SweepFolder
 from mlbench_core.sweep.modelled import (
     ModelledRecord,
     Place,
     SweepPlace,
-    samples_of_step,
     shared_caveats,
     step_numbers,
 )

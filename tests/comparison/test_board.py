@@ -108,6 +108,20 @@ def test_a_run_that_was_stopped_at_its_limit_makes_its_row_worse(some_runs: Path
     assert rows_with(2) == {"centralized-sgd-2": "1", "local-sgd-2": "-"}
 
 
+def test_a_run_that_was_stopped_in_its_first_epoch_is_not_free(some_runs: Path) -> None:
+    stopped = some_runs / "local-sgd-2" / "r1"
+    (stopped / "result.json").unlink()
+    lines = (stopped / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    starts = [line for line in lines if '"kind":"start"' in line]
+    (stopped / "metrics.jsonl").write_text("".join(starts), encoding="utf-8")
+    board = read_board(some_runs, is_stopped=lambda _: True, is_trial=lambda _: False)
+    costs = {}
+    for row in board.headings[0].rows:
+        costs[row["runs"] - row["reached"]] = row["cost_per_success_s"]
+    assert costs.keys() == {0, 1}
+    assert costs[0] is not None and costs[1] is None
+
+
 def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     for name in ("good", "evil", "link", "damaged"):
@@ -143,6 +157,43 @@ def test_archives_are_read_and_cannot_write_outside(some_runs: Path, tmp_path: P
     assert not list(tmp_path.rglob("escaped.txt"))
     page = board_markdown("Board", board, packed, tmp_path / "board")
     assert "[runs/r1, runs/r2, runs/r3](../packed/good/runs.tar.xz)" in page
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="archives cannot be unpacked")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_copy_in_an_archive_counts_once(
+    some_runs: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs without a seed are not recognized by it."""
+    monkeypatch.setattr("mlbench_core.comparison.board.verify_folder", lambda folder: [])
+    mine = some_runs / "local-sgd-2"
+    shutil.rmtree(some_runs / "centralized-sgd-2")
+    shutil.rmtree(mine / "r3")
+    for folder in (mine / "r1", mine / "r2"):
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result["configuration"]["seed"] = None
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    if stopped:
+        lines = (mine / "r2" / "metrics.jsonl").read_text(encoding="utf-8")
+        without_seed = re.sub(r'"seed":\d+', '"seed":null', lines)
+        (mine / "r2" / "metrics.jsonl").write_text(without_seed, encoding="utf-8")
+        (mine / "r2" / "result.json").unlink()
+    with tarfile.open(mine / "runs.tar.xz", "w:xz") as tar:
+        tar.add(mine / "r1", "r1")
+        tar.add(mine / "r2", "r2")
+    board = read_board(some_runs, is_stopped=lambda _: True, is_trial=lambda _: False)
+    (heading,) = board.headings
+    (row,) = heading.rows
+    assert (row["runs"], row["reached"], board.accepted) == (2, 1 if stopped else 2, 2)
+    for name in ("r1", "r2"):
+        text = f"local-sgd-2/runs.tar.xz: {name} is a copy of local-sgd-2/{name}: it counts once"
+        assert text in board.remarks
+
+
+def test_archives_in_hidden_folders_are_left_out(some_runs: Path) -> None:
+    (some_runs / ".git").mkdir()
+    (some_runs / ".git" / "runs.tar.xz").write_bytes(b"no archive")
+    assert board_of(some_runs).refused == {}
 
 
 def test_an_archive_that_would_fill_the_disk_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_results_at_any_depth_count_once(tmp_path: Path) -> None:
     ]
 
 
+def test_earlier_runs_and_hidden_folders_are_left_out(tmp_path: Path) -> None:
+    """A run that was killed before its first line leaves only the earlier run in its folder."""
+    for name in ("earlier-1", ".new"):
+        write_run(tmp_path / "run" / name)
+        save(tmp_path / "run" / name / "deep" / "a.json", RUN, metrics_of(2, 1.0, 1.0))
+        write_zip(tmp_path / "run" / name / "b.zip", RUN, {})
+    assert load([tmp_path], empty_is_error=False) == []
+    # The name of the given folder itself does not count.
+    assert [record.name for record in load([tmp_path / "run" / "earlier-1"])] == ["earlier-1"]
+
+
 def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=1, finish=False)
     lines = folder / "metrics.rank-0.jsonl"
@@ -83,6 +95,13 @@ def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
     assert "has no result.json: the run did not end" in record.remarks[0]
     assert "half-written line is left out" in record.remarks[1]
     assert len(record.curve("val_global_Prec@1")) == 3
+
+
+def test_copies_of_a_killed_run_count_once(tmp_path: Path) -> None:
+    """Its remarks have the path of the folder."""
+    folder = write_run(tmp_path / "run", finish=False)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert [record.name for record in load([tmp_path])] == ["run"]
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:

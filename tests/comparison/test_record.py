@@ -57,6 +57,23 @@ def test_times_of_a_missed_goal_are_those_of_the_whole_run(tmp_path: Path) -> No
     assert (record.epochs_to_goal, record.seconds_per_epoch) == (None, 10.0)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_times_of_a_run_that_was_killed_in_its_first_epoch_are_unknown(
+    tmp_path: Path, workers: int
+) -> None:
+    settings = Configuration(workers=workers, goal=GOAL).to_dict()
+    for rank in range(workers):
+        sink = LinesSink(lines_path(tmp_path, rank), rank, "run", settings)
+        sink.event("start", {"resumed": False, "epoch": 0, "step": 0})
+        sink.record("train_loss", 1.0, 0, 5, 50.0)
+        sink.flush()
+    record = read(tmp_path)
+    assert (record.state, record.reached) == ("unfinished", False)
+    names = ("train_s", "total_s", "wall_s", "validation_s", "communication_exposed_s")
+    assert [getattr(record, name) for name in names] == [None] * 5
+    assert record.phases_s == {}
+
+
 def test_an_optimizer_that_reports_no_communication_hides_nothing(tmp_path: Path) -> None:
     result = read_result(write_run(tmp_path / "run"))
     for times in (result["times"]["slowest"], result["goal"]["times"]["slowest"]):

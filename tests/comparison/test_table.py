@@ -337,7 +337,8 @@ def test_numbers_have_the_digits_of_their_columns() -> None:
 def test_cells() -> None:
     assert cell(Column("x", "X", 2), {"x": None}) == "-"
     assert cell(Column("x", "X", 1), {"x": 1234.56}) == "1,234.6"
-    assert cell(Column("p", "P", 4), {"p": 3e-7}) == "< 0.0001"
+    for name in ("p", "p_holm"):
+        assert cell(Column(name, "P", 4), {name: 3e-7}) == "< 0.0001", "not 0.0000"
 
 
 def test_no_control_character_gets_into_a_table() -> None:

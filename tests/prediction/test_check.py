@@ -23,7 +23,7 @@ MESSAGE_S = collective_s("all_reduce", 4000, 2, get_network("datacenter"))
 
 def run(**changes: Any) -> RunRecord:
     """A run of 2 workers in datacenter without other load: 100 steps, each with 40 ms of
-    computation and one message, in whose time 1 ms is work."""
+    computation of 8 samples and one message, in whose time 1 ms is work."""
     entry = {"op": "all_reduce", "group": 2, "calls": 100, "bytes": 400_000, "overlapped": False}
     found = RunRecord(
         "two",
@@ -36,7 +36,13 @@ def run(**changes: Any) -> RunRecord:
         batches=100,
         collectives=[entry],
     )
-    return dataclasses.replace(found, **changes)
+    return with_samples(dataclasses.replace(found, **changes), 8)
+
+
+def with_samples(record: RunRecord, samples: int) -> RunRecord:
+    """Return a run with this number of samples of a worker in a step."""
+    count = samples * (record.batches or 0) * (record.workers or 1)
+    return dataclasses.replace(record, samples_per_s=count / (record.train_s or 1.0))
 
 
 def alone(cpu_s: float) -> RunRecord:
@@ -75,7 +81,7 @@ def test_a_run_on_a_busy_machine_fails() -> None:
         alone(3.531524019), train_s=7.268879480998294, communication_exposed_s=0.0, batches=300,
         steps_s={"backprop": 3.4010708390018607},
     )  # fmt: skip
-    found = only_check(one, two, workers=4)
+    found = only_check(with_samples(one, 8), two, workers=4)
     assert found.measured_s == pytest.approx(0.0483961, rel=1e-5)
     # The messages, of 4.4 ms at 1 Gbit/s, are hidden behind the backward pass.
     assert found.model_s == pytest.approx(3.531524019 / 300)
@@ -126,6 +132,12 @@ def test_a_worker_alone_may_need_less_processor_time() -> None:
     assert found.measured_s > found.model_range_s[1]
     text = "40.00 ms of processor time, and in the run one, which the model uses, 20.00 ms"
     assert text in found.problem
+
+
+def test_a_worker_alone_with_another_batch_is_not_used() -> None:
+    found = only_check(with_samples(alone(8.0), 16), run())
+    assert found.holds and found.model_s == pytest.approx(found.measured_s)
+    assert "which the model uses" not in found.problem
 
 
 def test_a_step_can_be_shorter_than_by_the_model() -> None:

@@ -10,13 +10,15 @@ import pytest
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network, parse_network
-from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
+from mlbench_core.prediction import collective_s, predict, predict_repeats, predict_time_to_goal
 
 SLOW = "10mbit,40ms"
 
 
 def record(**changes: Any) -> RunRecord:
-    """A run of 4 workers: 100 steps of 50 ms, 10 ms of them waiting, until the goal."""
+    """A run of 4 workers: 100 steps of 50 ms, 10 ms of them waiting, until the goal.
+
+    Each worker has 32 samples in a step."""
     entry = {"op": "all_reduce", "group": 4, "calls": 200, "bytes": 200 * 4000, "overlapped": False}
     found = RunRecord(
         "measured",
@@ -29,6 +31,7 @@ def record(**changes: Any) -> RunRecord:
         steps_s={"backprop": 4.0},
         steps_to_goal=100,
         batches=200,
+        samples_per_s=4 * 32 * 200 / 10.0,
         collectives=[entry],
     )
     return dataclasses.replace(found, **changes)
@@ -98,11 +101,46 @@ def test_oversubscribed_processors_are_counted_out() -> None:
     assert predict(on_gpu, parse_network(SLOW), 1).step_s == pytest.approx(0.04)
 
 
-def test_a_run_of_one_worker_gives_the_compute_time() -> None:
+@pytest.mark.parametrize(
+    ("samples", "compute_s"),
+    [
+        pytest.param(32, 0.03, id="as many"),
+        pytest.param(35, 0.03, id="a smaller last batch"),
+        # divide_batch(128, 64, workers) gives 64 to one worker and 32 to each of four.
+        pytest.param(64, 0.04, id="a divided batch"),
+        pytest.param(None, 0.04, id="not counted"),
+    ],
+)
+def test_a_run_of_one_worker_with_as_many_samples_gives_the_compute_time(
+    samples: int | None, compute_s: float
+) -> None:
     alone = record(
-        configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0
-    )
-    assert predict(record(), parse_network(SLOW), 1, alone).step_s == pytest.approx(0.03)
+        configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0,
+        samples_per_s=None if samples is None else samples * 200 / 10.0,
+    )  # fmt: skip
+    network = parse_network(SLOW)
+    assert predict(record(), network, 1, alone).step_s == pytest.approx(compute_s)
+    (found,) = predict_repeats([alone, record()], network, 8)
+    assert found.step_s == pytest.approx(compute_s + found.exposed_s)
+    # One with as many samples counts wherever it is.
+    other = dataclasses.replace(alone, samples_per_s=32 * 200 / 10.0, time_to_goal_s=3.5)
+    (found,) = predict_repeats([alone, record(), other], network, 8)
+    assert found.step_s == pytest.approx(min(compute_s, 0.035) + found.exposed_s)
+
+
+def test_of_two_equally_near_numbers_of_workers_the_smaller_counts() -> None:
+    """A median over both would be the steps of neither."""
+    four = record()
+    entry = {**record().collectives[0], "group": 2}  # type: ignore[index]
+    two = record(
+        configuration=configured(workers=2), steps_to_goal=150, time_to_goal_s=7.5,
+        collectives=[entry],
+    )  # fmt: skip
+    for records in ([four, two], [two, four]):
+        (found,) = predict_repeats(records, parse_network(SLOW), 3)
+        assert found.steps == 100
+        assert found.assumption == "samples to the goal as measured with 2 workers"
+    assert len(predict_repeats([four, two, four], parse_network(SLOW), 4)) == 2
 
 
 def test_a_straggler_slows_the_computation_down() -> None:

@@ -67,3 +67,25 @@ def test_batches_of_no_time_count_in_the_quantiles() -> None:
     found = summarize([start(step=0), *ends], {})["batch_s"]
     assert found["p50"] == 0.0
     assert found["p90"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("of_workers", "sum_j"),
+    [
+        ([3.0, 4.5], 7.5),
+        ([0.0, 0.0], 0.0),
+        ([3.0, None], None),
+        # The second worker has no line, or no end.
+        ([3.0], None),
+        ([3.0, "killed"], None),
+    ],
+)
+def test_energy_is_that_of_all_workers_or_unknown(
+    of_workers: list[float | str | None], sum_j: float | None
+) -> None:
+    lines = []
+    for rank, energy_j in enumerate(of_workers):
+        lines.append({**start(step=0), "rank": rank, "configuration": {"workers": 2}})
+        if energy_j != "killed":
+            lines.append({**line("end", state="finished", energy_j=energy_j), "rank": rank})
+    assert summarize(lines, {})["energy_j"] == sum_j

@@ -404,6 +404,20 @@ def test_all_runs_are_judged_up_to_the_least_time_at_which_one_was_stopped() -> 
     assert not whole.judged_s and whole.cells[0].median_s == 4.5, "no run was stopped"
 
 
+def test_a_run_that_was_stopped_in_its_first_epoch_has_an_unknown_time(tmp_path: Path) -> None:
+    """It has no line with times. It is not a free miss, and does not end the others at 0 s."""
+    sweep = trials.make(tmp_path, FILE, lambda point, sweep: 10.0)
+    stopped = next(p for p in sweep.points() if (p.algorithm, p.workers) == ("power_sgd", 2))
+    (tmp_path / "runs" / stopped.name / "result.json").unlink()
+    found = page.read_outcome(tmp_path, sweep)
+    mine = found.cell("power_sgd", "mobile-lte", 2)
+    other = found.cell("local_sgd", "mobile-lte", 2)
+    assert mine is not None and other is not None
+    assert (mine.runs, mine.missed, mine.median_s, mine.cost_per_success_s) == (3, 1, 10.0, None)
+    assert (other.missed, other.cost_per_success_s) == (0, 10.0)
+    assert found.judged_s == {} and found.missed_text(mine) == "not within 1 min"
+
+
 def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     with (written / "table.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
