@@ -366,7 +366,7 @@ def _seconds(folder: Path) -> float:
 def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each run in each place, with the mean seconds of a step."""
     for cell in outcome.cells:
-        for record in cell.group.records:
+        for record, unjudged in zip(cell.group.records, cell.unjudged, strict=True):
             step_range_s: tuple[float, float] | None = None
             if isinstance(record, ModelledRecord):
                 step_range_s = record.step_range_s
@@ -380,7 +380,7 @@ def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
                 "reached": record.reached,
                 "steps_to_goal": record.steps_to_goal,
                 "time_to_goal_s": record.time_to_goal_s,
-                **step_numbers(record),
+                **step_numbers(unjudged),
                 "step_range_s": step_range_s,
                 "bytes_on_wire": record.bytes_on_wire,
                 "bytes_to_goal_of_worker": sent_per_worker(record),

@@ -414,7 +414,7 @@ def _known(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     """Return the entries of a row whose runs ended."""
     if cell.not_modelled:
         return {"error": cell.not_modelled}
-    records = cell.group.records
+    records = cell.unjudged
     steps = list(map(step_numbers, records))
     caveats: list[str] = []
     ranges = []
