@@ -137,9 +137,17 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         title: Title; by default, that of the sweep.
 
     Raises:
-        ConfigurationError: A result folder is damaged, or runs had different goals.
+        ConfigurationError: A result folder is damaged, or runs had different goals or that of a
+            fixed training time.
     """
     points, records, failed = SweepFolder(folder).results(sweep)
+    for record in records.values():
+        # The row of a modelled run says why it has no seconds.
+        if record.has_fixed_time and not sweep.is_modelled:
+            raise ConfigurationError(
+                f"the run {record.name} must have a value as its goal, not '{record.goal_text}': "
+                f"all such times are equal, so use mlbench compare {folder / RUNS} for the values"
+            )
     return gather(
         points,
         records,

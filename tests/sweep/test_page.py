@@ -525,3 +525,19 @@ def test_the_seconds_of_a_step_are_not_cut_at_the_limit() -> None:
         assert (entry["reached"], entry["time_to_goal_s"]) == (False, None)
         numbers = ("step_s", "compute_s", "exposed_s", "compute_share")
         assert [entry[name] for name in numbers] == [2.0, 1.5, 0.5, 0.75]
+
+
+def test_times_of_a_fixed_training_time_are_not_compared(tmp_path: Path) -> None:
+    """All of them are equal by definition."""
+    sweep = trials.make(tmp_path, FILE)
+    aim = {**GOAL, "threshold": None, "budget_s": 60.0}
+    for path in tmp_path.glob("runs/*/result.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["configuration"]["goal"] = aim
+        content["goal"].update(aim)
+        path.write_text(json.dumps(content), encoding="utf-8")
+    message = (
+        r"must have a value as its goal, not 'Prec@1 after 60 s of training': .* mlbench compare "
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        page.read_outcome(tmp_path, sweep)
