@@ -338,9 +338,14 @@ def compare_groups(
             f"baseline must be one of {quoted}, not {baseline!r}: give the label of a row"
         )
     rows: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     for each in series(groups):
-        rows += _rows(each, price)
-    _add_ratios(rows, baseline)
+        of_series = _rows(each, price)
+        rows += of_series
+        # The times of a goal with a fixed training time are equal by definition.
+        if not each.groups[0].records[0].has_fixed_time:
+            timed += of_series
+    _add_ratios(timed, baseline)
     # In the order of the groups, whatever the order of the series.
     order: dict[tuple[str, int], int] = {}
     for position, group in enumerate(groups):
@@ -425,8 +430,7 @@ def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
             base[row["workload"], row["workers"]] = row["mean_s"]
     for row in rows:
         mean = base.get((row["workload"], row["workers"]))
-        # The times of a goal with a fixed training time are equal by definition.
-        if mean and row["mean_s"] and row["goal_value"] is None:
+        if mean and row["mean_s"]:
             row["times_as_fast"] = mean / row["mean_s"]
 
 
@@ -456,7 +460,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "communication_exposed_s": _mean(group, "communication_exposed_s"),
         "communication_hidden_s": _mean(group, "communication_hidden_s"),
         "samples_per_s": _mean(group, "samples_per_s"),
-        "best": _mean(group, "best"),
+        "best": describe(_values_of_all(group, "best")).mean,
     }
     # Without a goal, or if it is not known, the columns stay empty.
     if known_values(map(operator.attrgetter("reached"), group.records)):
@@ -465,7 +469,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         for name in ("steps_to_goal", "tokens_to_goal"):
             row[name] = _mean(group, name)
     if group.records[0].has_fixed_time:
-        values = describe(group.values("goal_value"))
+        values = describe(_values_of_all(group, "goal_value"))
         row["goal_value"] = values.mean
         row["goal_value_standard_deviation"] = values.standard_deviation
     for name in ("bytes_sent", "bytes_on_wire"):
@@ -482,6 +486,17 @@ def _mean(group: Group, name: str) -> float | None:
     if not values:
         return None
     return statistics.fmean(values)
+
+
+def _values_of_all(group: Group, name: str) -> list[float]:
+    """Return an attribute of every run, to be averaged; an empty list if a run lacks it.
+
+    A metric that is not a number has no value, and without it the other runs would look better.
+    """
+    values = group.values(name)
+    if len(values) < len(group.records):
+        return []
+    return values
 
 
 def _workload_text(group: Group) -> str:

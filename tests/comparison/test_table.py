@@ -137,6 +137,24 @@ def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
     assert "VALUE" not in compare(repeats([9.0, 11.0])).as_markdown()
 
 
+def test_a_mean_value_needs_the_value_of_every_run() -> None:
+    """A metric that is NaN from the first validation has no value, and the others are no mean."""
+    goal = {"metric": "val_global_PPL", "threshold": None, "minimize": True, "budget_s": 60.0}
+    lost = [None, None, 150.0]
+    records = []
+    for record, value in zip(repeats([61.0, 61.0, 61.0], goal=goal), lost, strict=True):
+        records.append(replace(record, goal_value=value, best=value))
+    comparison = compare(
+        records, repeats([60.0, 60.0, 60.0], goal=goal, algorithm="a"), baseline="sgd"
+    )
+    rows = {row["label"]: row for row in comparison.rows}
+    names = ("runs", "reached", "missed", "goal_value", "goal_value_standard_deviation", "best")
+    assert [rows["sgd"][name] for name in names] == [3, 3, 0, None, None, None]
+    assert [row["times_as_fast"] for row in comparison.rows] == [None, None], "a fixed time"
+    (row,) = compare([replace(record, goal_value=150.0, best=150.0) for record in records]).rows
+    assert [row[name] for name in names] == [3, 3, 0, 150.0, 0.0, 150.0]
+
+
 def test_speed_up_efficiency_and_price() -> None:
     """Two workers take 6 instead of 10 seconds: index (2 / 1) * (6 / 10)^2 = 0.72."""
     comparison = compare(
