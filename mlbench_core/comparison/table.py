@@ -389,36 +389,31 @@ def _difference_text(name: str, values: Iterable[Any]) -> str:
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    seconds: dict[int, float] = {}
-    for group in groups:
-        total_s = _mean(group, "total_s")
-        if total_s and not group.records[0].has_fixed_time:
-            seconds[group.workers] = total_s
     # Without the time of the fewest workers there is no reference: that of more workers would look
-    # like a better one.
-    base = groups[0].workers
-    scale = {}
-    for group in groups:
-        if group.workers in seconds and base in seconds:
-            scale[group.workers] = _scaling(group, seconds, base, price)
+    # like a better one. Nor is there one if they ran on several numbers of hosts or GPUs.
+    base, *others = groups
+    has_base = all(group.workers > base.workers for group in others)
     rows = []
     for group in groups:
-        # Groups of equal workers on different numbers of hosts share one entry.
-        rows.append(_times(group, price) | scale.get(group.workers, {}))
+        row = _times(group, price)
+        if has_base and not group.records[0].has_fixed_time:
+            row |= _scaling(group, base, price)
+        rows.append(row)
     return rows
 
 
-def _scaling(
-    group: Group, seconds: Mapping[int, float], base: int, price: Price | None
-) -> dict[str, float]:
-    """Return the known columns that compare a group with that of ``base`` workers."""
-    total_s, compute_s = seconds[group.workers], _mean(group, "without_communication_s")
-    speedup = seconds[base] / total_s
-    columns = {"speedup": speedup, "efficiency": speedup * base / group.workers}
+def _scaling(group: Group, base: Group, price: Price | None) -> dict[str, float]:
+    """Return the known columns that compare a group with that of the fewest workers."""
+    total_s, base_s = _mean(group, "total_s"), _mean(base, "total_s")
+    if not total_s or not base_s:
+        return {}
+    compute_s = _mean(group, "without_communication_s")
+    speedup = base_s / total_s
+    columns = {"speedup": speedup, "efficiency": speedup * base.workers / group.workers}
     if compute_s:
-        columns["speedup_without_communication"] = seconds[base] / compute_s
+        columns["speedup_without_communication"] = base_s / compute_s
     if price is not None and price(total_s, group.workers) is not None:
-        columns["price_index"] = price_index(total_s, group.workers, seconds[base], base)
+        columns["price_index"] = price_index(total_s, group.workers, base_s, base.workers)
     return columns
 
 
@@ -427,7 +422,9 @@ def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
     base: dict[tuple[str, int], float | None] = {}
     for row in rows:
         if row["label"] == baseline:
-            base[row["workload"], row["workers"]] = row["mean_s"]
+            key = (row["workload"], row["workers"])
+            # Of equal workers on several numbers of hosts or GPUs, none is the baseline.
+            base[key] = None if key in base else row["mean_s"]
     for row in rows:
         mean = base.get((row["workload"], row["workers"]))
         if mean and row["mean_s"]:

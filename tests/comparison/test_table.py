@@ -179,6 +179,34 @@ def test_a_series_has_its_own_base() -> None:
     }
 
 
+def on_hosts(hosts: int, times: list[float | None], workers: int, **others: Any) -> list[RunRecord]:
+    return repeats(times, workers, machine={"cpu": "A", "hosts": hosts}, **others)
+
+
+def test_equal_workers_on_more_hosts_have_a_speed_up_of_their_own() -> None:
+    times = {(1, 1): 100.0, (2, 1): 50.0, (2, 2): 80.0}
+    records = [on_hosts(hosts, [time_s], workers) for (workers, hosts), time_s in times.items()]
+    comparison = compare(*records, price=lambda seconds, workers: seconds * workers)
+    found = {row["mean_s"]: (row["speedup"], row["efficiency"]) for row in comparison.rows}
+    assert found == {100.0: (1.0, 1.0), 50.0: (2.0, 1.0), 80.0: (1.25, 0.625)}
+    rest = {
+        row["mean_s"]: (row["speedup_without_communication"], row["price_index"])
+        for row in comparison.rows
+    }
+    # A quarter of each time is communication.
+    expected = {100.0: (4 / 3, 1.0), 50.0: (8 / 3, 0.5), 80.0: (5 / 3, 1.28)}
+    assert rest == {mean_s: pytest.approx(pair) for mean_s, pair in expected.items()}
+
+
+def test_two_rows_of_the_fewest_workers_are_no_base() -> None:
+    records = [on_hosts(1, [50.0], 2), on_hosts(2, [80.0], 2), on_hosts(2, [40.0], 4)]
+    other = on_hosts(1, [30.0], 2, algorithm="adam")
+    rows = compare(*records, other, baseline="sgd").rows
+    found = {row["mean_s"]: (row["speedup"], row["times_as_fast"]) for row in rows}
+    none = (None, None)
+    assert found == {30.0: (1.0, None), 50.0: none, 80.0: none, 40.0: (None, 1.0)}
+
+
 def test_each_pair_with_the_same_number_of_workers_is_tested() -> None:
     times = {"adam": [8.0, 8.2, 8.1], "sgd": [10.0, 10.4, 10.2], "lamb": [9.9, 10.6, 10.3]}
     records = [
