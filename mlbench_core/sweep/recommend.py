@@ -54,7 +54,7 @@ from mlbench_core.sweep.words import (
 __all__ = ["Advice", "Runs", "read_runs", "recommend"]
 
 _CROWDED = (
-    "measured with more workers than cores, so these times compare methods, and are too long for a "
+    "measured with more {} than cores, so these times compare methods, and are too long for a "
     "comparison with fewer workers"
 )
 _NUMBERS = (
@@ -421,7 +421,10 @@ def _known(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     for record in records:
         # A modelled time counts processor time, which a shared core does not make longer.
         if outcome.modelled is None and share_of_core(record) < 1:
-            caveats.append(_CROWDED)
+            noun = "workers"
+            if (record.configuration.get("threads") or 1) > 1:
+                noun = "threads"
+            caveats.append(_CROWDED.format(noun))
         if isinstance(record, ModelledRecord):
             caveats += record.caveats
             ranges.append(record.step_range_s)

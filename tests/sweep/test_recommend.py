@@ -307,3 +307,16 @@ def test_a_step_of_a_run_that_ended_at_the_limit_has_its_own_seconds() -> None:
             assert row["compute_share"] == pytest.approx(4.0 / 5.0)
             if missed is None:
                 assert row["samples_per_s"] == pytest.approx(2 * 32 / 5.0)
+
+
+def test_workers_that_share_cores_are_counted_with_their_threads() -> None:
+    found = runs(file={**FILE, "time": "measured"}, machine={"cores": 4, "hosts": 1})
+    text = " ".join(advice(found, 2, network="home-fibre").sentences)
+    assert "than cores" not in text
+    records = {}
+    for name, record in found.records.items():
+        configuration = {**record.configuration, "threads": 4}
+        records[name] = dataclasses.replace(record, configuration=configuration)
+    found = dataclasses.replace(found, records=records)
+    text = " ".join(advice(found, 2, network="home-fibre").sentences)
+    assert "home-fibre (2 workers): measured with more threads than cores" in text
