@@ -338,9 +338,14 @@ def compare_groups(
             f"baseline must be one of {quoted}, not {baseline!r}: give the label of a row"
         )
     rows: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     for each in series(groups):
-        rows += _rows(each, price)
-    _add_ratios(rows, baseline)
+        of_series = _rows(each, price)
+        rows += of_series
+        # The times of a goal with a fixed training time are equal by definition.
+        if not each.groups[0].records[0].has_fixed_time:
+            timed += of_series
+    _add_ratios(timed, baseline)
     # In the order of the groups, whatever the order of the series.
     order: dict[tuple[str, int], int] = {}
     for position, group in enumerate(groups):
@@ -384,36 +389,31 @@ def _difference_text(name: str, values: Iterable[Any]) -> str:
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    seconds: dict[int, float] = {}
-    for group in groups:
-        total_s = _mean(group, "total_s")
-        if total_s and not group.records[0].has_fixed_time:
-            seconds[group.workers] = total_s
     # Without the time of the fewest workers there is no reference: that of more workers would look
-    # like a better one.
-    base = groups[0].workers
-    scale = {}
-    for group in groups:
-        if group.workers in seconds and base in seconds:
-            scale[group.workers] = _scaling(group, seconds, base, price)
+    # like a better one. Nor is there one if they ran on several numbers of hosts or GPUs.
+    base, *others = groups
+    has_base = all(group.workers > base.workers for group in others)
     rows = []
     for group in groups:
-        # Groups of equal workers on different numbers of hosts share one entry.
-        rows.append(_times(group, price) | scale.get(group.workers, {}))
+        row = _times(group, price)
+        if has_base and not group.records[0].has_fixed_time:
+            row |= _scaling(group, base, price)
+        rows.append(row)
     return rows
 
 
-def _scaling(
-    group: Group, seconds: Mapping[int, float], base: int, price: Price | None
-) -> dict[str, float]:
-    """Return the known columns that compare a group with that of ``base`` workers."""
-    total_s, compute_s = seconds[group.workers], _mean(group, "without_communication_s")
-    speedup = seconds[base] / total_s
-    columns = {"speedup": speedup, "efficiency": speedup * base / group.workers}
+def _scaling(group: Group, base: Group, price: Price | None) -> dict[str, float]:
+    """Return the known columns that compare a group with that of the fewest workers."""
+    total_s, base_s = _mean(group, "total_s"), _mean(base, "total_s")
+    if not total_s or not base_s:
+        return {}
+    compute_s = _mean(group, "without_communication_s")
+    speedup = base_s / total_s
+    columns = {"speedup": speedup, "efficiency": speedup * base.workers / group.workers}
     if compute_s:
-        columns["speedup_without_communication"] = seconds[base] / compute_s
+        columns["speedup_without_communication"] = base_s / compute_s
     if price is not None and price(total_s, group.workers) is not None:
-        columns["price_index"] = price_index(total_s, group.workers, seconds[base], base)
+        columns["price_index"] = price_index(total_s, group.workers, base_s, base.workers)
     return columns
 
 
@@ -422,11 +422,12 @@ def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
     base: dict[tuple[str, int], float | None] = {}
     for row in rows:
         if row["label"] == baseline:
-            base[row["workload"], row["workers"]] = row["mean_s"]
+            key = (row["workload"], row["workers"])
+            # Of equal workers on several numbers of hosts or GPUs, none is the baseline.
+            base[key] = None if key in base else row["mean_s"]
     for row in rows:
         mean = base.get((row["workload"], row["workers"]))
-        # The times of a goal with a fixed training time are equal by definition.
-        if mean and row["mean_s"] and row["goal_value"] is None:
+        if mean and row["mean_s"]:
             row["times_as_fast"] = mean / row["mean_s"]
 
 
@@ -456,7 +457,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "communication_exposed_s": _mean(group, "communication_exposed_s"),
         "communication_hidden_s": _mean(group, "communication_hidden_s"),
         "samples_per_s": _mean(group, "samples_per_s"),
-        "best": _mean(group, "best"),
+        "best": describe(_values_of_all(group, "best")).mean,
     }
     # Without a goal, or if it is not known, the columns stay empty.
     if known_values(map(operator.attrgetter("reached"), group.records)):
@@ -465,7 +466,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         for name in ("steps_to_goal", "tokens_to_goal"):
             row[name] = _mean(group, name)
     if group.records[0].has_fixed_time:
-        values = describe(group.values("goal_value"))
+        values = describe(_values_of_all(group, "goal_value"))
         row["goal_value"] = values.mean
         row["goal_value_standard_deviation"] = values.standard_deviation
     for name in ("bytes_sent", "bytes_on_wire"):
@@ -482,6 +483,17 @@ def _mean(group: Group, name: str) -> float | None:
     if not values:
         return None
     return statistics.fmean(values)
+
+
+def _values_of_all(group: Group, name: str) -> list[float]:
+    """Return an attribute of every run, to be averaged; an empty list if a run lacks it.
+
+    A metric that is not a number has no value, and without it the other runs would look better.
+    """
+    values = group.values(name)
+    if len(values) < len(group.records):
+        return []
+    return values
 
 
 def _workload_text(group: Group) -> str:

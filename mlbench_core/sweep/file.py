@@ -100,6 +100,7 @@ _NOT_OF_SCRIPT = {
 }
 # Options of the script that the sweep gives itself.
 _OWN_OPTIONS = ("--seed", "--light", "--backend", "--run_id")
+_FIXED_TIME = "--goal-after"
 
 
 @dataclass(frozen=True)
@@ -389,6 +390,12 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     if "title" in content:
         title = _text(content, "title")
     variants = _variants(content, task)
+    # The options of a script that is measured unchanged are its own.
+    if not script and _own_option(_given_words(content, variants), (_FIXED_TIME,)):
+        raise ValueError(
+            f"arguments must not have {_FIXED_TIME}: a sweep compares times, which are equal after "
+            "a fixed training time, so use mlbench run, and mlbench compare for the values"
+        )
     return Sweep(
         title=title,
         variants=variants,
@@ -433,11 +440,7 @@ def _tuning(content: Mapping[str, Any], variants: Sequence[Variant]) -> Tuning |
             "goal must be given with tuning, which compares steps to the goal: "
             "write for example goal = 'val_loss<=1.5'"
         )
-    # All places, besides the tuning, in which the file may have a value of a tuned option.
-    given = [*content.get("arguments", []), *shlex.split(content.get("script", ""))]
-    given += shlex.split(content.get("command", ""))
-    for variant in variants:
-        given += variant.arguments
+    given = _given_words(content, variants)
     if option := _own_option(tuning.parameters):
         raise ValueError(f"parameter of tuning must not be {option}: the sweep gives it")
     if option := _own_option(given, tuning.parameters):
@@ -445,6 +448,15 @@ def _tuning(content: Mapping[str, Any], variants: Sequence[Variant]) -> Tuning |
     if option := _own_option(tuning.horizon, (*_OWN_OPTIONS, *tuning.parameters)):
         raise ValueError(f"horizon of tuning must not have {option}: the sweep gives it")
     return tuning
+
+
+def _given_words(content: Mapping[str, Any], variants: Iterable[Variant]) -> list[str]:
+    """Return the words for the script in all places of a file, except those of the tuning."""
+    given = [*content.get("arguments", []), *shlex.split(content.get("script", ""))]
+    given += shlex.split(content.get("command", ""))
+    for variant in variants:
+        given += variant.arguments
+    return given
 
 
 def _own_option(arguments: Sequence[str], options: Sequence[str] = _OWN_OPTIONS) -> str | None:

@@ -56,6 +56,9 @@ class Cell:
         planned: Number of runs that the sweep has for this cell.
         not_modelled: The reason why the seconds of its runs cannot be modelled; the group is then
             empty. Empty if they can, or are measured.
+        unjudged: The runs of the group, in its order, as they were before they were judged at a
+            limit. A run that went on after the limit has the steps of its whole training, so the
+            seconds of a step are those of these runs.
     """
 
     network: str | None
@@ -63,6 +66,7 @@ class Cell:
     failed: int = 0
     planned: int = 0
     not_modelled: str = ""
+    unjudged: tuple[RunRecord, ...] = ()
 
     @property
     def algorithm(self) -> str:
@@ -423,21 +427,24 @@ def gather(
     if not is_modelled:
         judged_s = _least_stopped_s(places, records)
     judged: dict[str, RunRecord] = {}
+    unjudged: dict[str, RunRecord] = {}
     names_of_cells: dict[tuple[str, str | None, int], list[str]] = {}
     for run in places:
         setting = _setting(run.network, run.workers)
         names_of_cells.setdefault((run.algorithm, *setting), []).append(run.name)
         if run.name in records:
-            record = _at_its_end(records[run.name])
+            record = unjudged[run.name] = _at_its_end(records[run.name])
             judged[run.name] = _judged(record, judged_s.get(setting, limit_s))
     check_comparable(list(judged.values()))
     cells = []
     for (algorithm, network, workers), names in names_of_cells.items():
         ended = []
+        before = []
         lost = 0
         for name in names:
             if name in judged:
                 ended.append(judged[name])
+                before.append(unjudged[name])
             if name in failed:
                 # It counts as a miss, but there is no record of it.
                 lost += 1
@@ -452,10 +459,10 @@ def gather(
         reason = next(filter(None, map(reasons.get, names)), "")
         if reason:
             # A median over the other seeds would say less than it seems to.
-            ended, lost = [], 0
+            ended, before, lost = [], [], 0
         if ended or lost or reason:
             group = Group(algorithm, workers, configuration, tuple(ended))
-            cells.append(Cell(network, group, lost, len(names), reason))
+            cells.append(Cell(network, group, lost, len(names), reason, tuple(before)))
     return Outcome(
         title=title,
         algorithms=tuple(dict.fromkeys(map(attrgetter("algorithm"), places))),
@@ -516,7 +523,8 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     """Return a run as if it had been stopped at a training time."""
     if not _is_late(record, limit_s):
         return record
-    # A goal that was reached later counts as missed, with the training up to the limit.
+    # A goal that was reached later counts as missed, with the training up to the limit. The steps
+    # stay those of the whole training, see Cell.unjudged.
     train_s = record.train_s
     if limit_s is not None and train_s is not None:
         train_s = min(train_s, limit_s)

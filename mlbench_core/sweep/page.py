@@ -137,9 +137,17 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         title: Title; by default, that of the sweep.
 
     Raises:
-        ConfigurationError: A result folder is damaged, or runs had different goals.
+        ConfigurationError: A result folder is damaged, or runs had different goals or that of a
+            fixed training time.
     """
     points, records, failed = SweepFolder(folder).results(sweep)
+    for record in records.values():
+        # The row of a modelled run says why it has no seconds.
+        if record.has_fixed_time and not sweep.is_modelled:
+            raise ConfigurationError(
+                f"the run {record.name} must have a value as its goal, not '{record.goal_text}': "
+                f"all such times are equal, so use mlbench compare {folder / RUNS} for the values"
+            )
     return gather(
         points,
         records,
@@ -366,7 +374,7 @@ def _seconds(folder: Path) -> float:
 def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
     """Yield the numbers of each run in each place, with the mean seconds of a step."""
     for cell in outcome.cells:
-        for record in cell.group.records:
+        for record, unjudged in zip(cell.group.records, cell.unjudged, strict=True):
             step_range_s: tuple[float, float] | None = None
             if isinstance(record, ModelledRecord):
                 step_range_s = record.step_range_s
@@ -380,7 +388,7 @@ def _records_json(outcome: Outcome) -> Iterator[dict[str, Any]]:
                 "reached": record.reached,
                 "steps_to_goal": record.steps_to_goal,
                 "time_to_goal_s": record.time_to_goal_s,
-                **step_numbers(record),
+                **step_numbers(unjudged),
                 "step_range_s": step_range_s,
                 "bytes_on_wire": record.bytes_on_wire,
                 "bytes_to_goal_of_worker": sent_per_worker(record),

@@ -53,7 +53,7 @@ from mlbench_core.sweep.words import (
 __all__ = ["Advice", "Runs", "read_runs", "recommend"]
 
 _CROWDED = (
-    "measured with more workers than cores, so these times compare methods, and are too long for a "
+    "measured with more {} than cores, so these times compare methods, and are too long for a "
     "comparison with fewer workers"
 )
 _NUMBERS = (
@@ -413,14 +413,17 @@ def _known(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     """Return the entries of a row whose runs ended."""
     if cell.not_modelled:
         return {"error": cell.not_modelled}
-    records = cell.group.records
+    records = cell.unjudged
     steps = list(map(step_numbers, records))
     caveats: list[str] = []
     ranges = []
     for record in records:
         # A modelled time counts processor time, which a shared core does not make longer.
         if outcome.modelled is None and share_of_core(record) < 1:
-            caveats.append(_CROWDED)
+            noun = "workers"
+            if (record.configuration.get("threads") or 1) > 1:
+                noun = "threads"
+            caveats.append(_CROWDED.format(noun))
         if isinstance(record, ModelledRecord):
             caveats += record.caveats
             ranges.append(record.step_range_s)

@@ -4,7 +4,8 @@ The rule, for each algorithm with each number of workers::
 
     1. the grid is default x factors, and each value is one run: a trial
     2. the best trial has the fewest steps to the goal; if none reached it, the best value of the
-       goal's metric; a trial that failed or diverged is the worst
+       goal's metric, as with the goal of a fixed training time; a trial that failed or diverged
+       is the worst
     3. of equal trials, the one nearest to the default counts, then the smaller value
     4. if the best is at an end of the grid, the grid grows by one value there, at most twice
     5. of several parameters, each is tuned with the best values of those before it
@@ -210,7 +211,8 @@ def score(record: RunRecord) -> Score:
             "give the script one, or remove [tuning]"
         )
     minimize = bool(record.goal.get("minimize"))
-    if record.reached:
+    # The steps until a fixed training time only say how fast the machine was.
+    if record.reached and not record.has_fixed_time:
         if record.steps_to_goal is None:
             raise ConfigurationError(
                 f"the trial {record.name} must record the step of its goal, by which values are "
@@ -219,7 +221,11 @@ def score(record: RunRecord) -> Score:
         return Score(record.steps_to_goal, record.best, minimize)
     if _has_diverged(record):
         return Score(minimize=minimize)
-    return Score(None, record.best, minimize)
+    value = record.best
+    if record.reached:
+        # The run may have gone on after the time.
+        value = record.goal_value
+    return Score(None, value, minimize)
 
 
 def _has_diverged(record: RunRecord) -> bool:

@@ -150,14 +150,16 @@ def _share_at(record: RunRecord, workers: int) -> Callable[[float | None], float
 def _median_run(cell: Cell) -> RunRecord:
     """Return the run with the median time to the goal; misses are longer than all others."""
 
-    def time_s(record: RunRecord) -> float:
+    def time_s(position: int) -> float:
+        record = cell.group.records[position]
         if not record.reached:
             return math.inf
         return record.time_to_goal_s or math.inf
 
-    ordered = sorted(cell.group.records, key=time_s)
+    ordered = sorted(range(cell.runs), key=time_s)
     # Of an even number, the lower one of the two in the middle: a mean of two is not a run.
-    return measured_run(ordered[(len(ordered) - 1) // 2])
+    middle = ordered[(cell.runs - 1) // 2]
+    return measured_run(cell.unjudged[middle])
 
 
 def bandwidth_text(bandwidth: float | None) -> str:

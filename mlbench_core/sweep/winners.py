@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.pool import Group, plural
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
@@ -26,6 +26,7 @@ __all__ = [
     "Predict",
     "predict_map",
     "shared_cores",
+    "sharing_text",
     "some_workers",
     "steps_between",
     "widest_cell",
@@ -143,6 +144,23 @@ def shared_cores(groups: Iterable[Group]) -> int:
         if cores < threads:
             shared = max(shared, cores)
     return shared
+
+
+def sharing_text(groups: Iterable[Group]) -> str:
+    """Return the words that workers shared cores; empty if each had its own.
+
+    Args:
+        groups: See :func:`shared_cores`.
+    """
+    groups = list(groups)
+    cores = shared_cores(groups)
+    if not cores:
+        return ""
+    who = f"More than {plural(cores, 'worker')}"
+    # Fewer workers than cores share them if each has several threads.
+    if any((group.configuration.get("threads") or 1) > 1 for group in groups):
+        who = f"Workers with more than {plural(cores, 'thread')} in all"
+    return f"{who} shared {plural(cores, 'core')}"
 
 
 def some_workers(several: Sequence[int]) -> Sequence[int]:

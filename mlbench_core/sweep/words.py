@@ -18,7 +18,7 @@ from mlbench_core.comparison.record import RunRecord
 from mlbench_core.sweep.modelled import ModelledRecord, Place, measured_run
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.tuning import Tuning
-from mlbench_core.sweep.winners import Map, shared_cores
+from mlbench_core.sweep.winners import Map, sharing_text
 
 __all__ = [
     "NOT_TUNED",
@@ -410,9 +410,9 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
         text += (
             f" One machine is enough on {places_text(loss)}: no algorithm had a lower median there."
         )
-    cores = shared_cores(outcome.groups)
-    if cores and outcome.modelled is None:
-        text += f" More than {plural(cores, 'worker')} shared {plural(cores, 'core')}."
+    shared = sharing_text(outcome.groups)
+    if shared and outcome.modelled is None:
+        text += f" {shared}."
     return [text]
 
 

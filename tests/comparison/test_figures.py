@@ -228,6 +228,14 @@ def test_a_group_with_a_miss_has_its_cost_per_success_or_the_time_of_all_runs() 
         drawing(figures.draw_speed_up, groups)
 
 
+def test_two_groups_of_the_fewest_workers_are_no_reference() -> None:
+    more_hosts = dataclasses.replace(record(1, 2), machine={**MACHINE, "hosts": 2})
+    with pytest.raises(
+        ConfigurationError, match="no configuration was run with several numbers of workers"
+    ):
+        drawing(figures.draw_speed_up, pool([record(1), more_hosts, record(2)]))
+
+
 def test_steps_are_stacked() -> None:
     drawn = drawing(figures.draw_steps, pool(repeats(2, (40.0, 44.0), communication=8.0)))
     bars = {

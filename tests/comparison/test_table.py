@@ -137,6 +137,24 @@ def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
     assert "VALUE" not in compare(repeats([9.0, 11.0])).as_markdown()
 
 
+def test_a_mean_value_needs_the_value_of_every_run() -> None:
+    """A metric that is NaN from the first validation has no value, and the others are no mean."""
+    goal = {"metric": "val_global_PPL", "threshold": None, "minimize": True, "budget_s": 60.0}
+    lost = [None, None, 150.0]
+    records = []
+    for record, value in zip(repeats([61.0, 61.0, 61.0], goal=goal), lost, strict=True):
+        records.append(replace(record, goal_value=value, best=value))
+    comparison = compare(
+        records, repeats([60.0, 60.0, 60.0], goal=goal, algorithm="a"), baseline="sgd"
+    )
+    rows = {row["label"]: row for row in comparison.rows}
+    names = ("runs", "reached", "missed", "goal_value", "goal_value_standard_deviation", "best")
+    assert [rows["sgd"][name] for name in names] == [3, 3, 0, None, None, None]
+    assert [row["times_as_fast"] for row in comparison.rows] == [None, None], "a fixed time"
+    (row,) = compare([replace(record, goal_value=150.0, best=150.0) for record in records]).rows
+    assert [row[name] for name in names] == [3, 3, 0, 150.0, 0.0, 150.0]
+
+
 def test_speed_up_efficiency_and_price() -> None:
     """Two workers take 6 instead of 10 seconds: index (2 / 1) * (6 / 10)^2 = 0.72."""
     comparison = compare(
@@ -159,6 +177,34 @@ def test_a_series_has_its_own_base() -> None:
         ("sgd", 1): 1.0,
         ("sgd", 2): 2.0,
     }
+
+
+def on_hosts(hosts: int, times: list[float | None], workers: int, **others: Any) -> list[RunRecord]:
+    return repeats(times, workers, machine={"cpu": "A", "hosts": hosts}, **others)
+
+
+def test_equal_workers_on_more_hosts_have_a_speed_up_of_their_own() -> None:
+    times = {(1, 1): 100.0, (2, 1): 50.0, (2, 2): 80.0}
+    records = [on_hosts(hosts, [time_s], workers) for (workers, hosts), time_s in times.items()]
+    comparison = compare(*records, price=lambda seconds, workers: seconds * workers)
+    found = {row["mean_s"]: (row["speedup"], row["efficiency"]) for row in comparison.rows}
+    assert found == {100.0: (1.0, 1.0), 50.0: (2.0, 1.0), 80.0: (1.25, 0.625)}
+    rest = {
+        row["mean_s"]: (row["speedup_without_communication"], row["price_index"])
+        for row in comparison.rows
+    }
+    # A quarter of each time is communication.
+    expected = {100.0: (4 / 3, 1.0), 50.0: (8 / 3, 0.5), 80.0: (5 / 3, 1.28)}
+    assert rest == {mean_s: pytest.approx(pair) for mean_s, pair in expected.items()}
+
+
+def test_two_rows_of_the_fewest_workers_are_no_base() -> None:
+    records = [on_hosts(1, [50.0], 2), on_hosts(2, [80.0], 2), on_hosts(2, [40.0], 4)]
+    other = on_hosts(1, [30.0], 2, algorithm="adam")
+    rows = compare(*records, other, baseline="sgd").rows
+    found = {row["mean_s"]: (row["speedup"], row["times_as_fast"]) for row in rows}
+    none = (None, None)
+    assert found == {30.0: (1.0, None), 50.0: none, 80.0: none, 40.0: (None, 1.0)}
 
 
 def test_each_pair_with_the_same_number_of_workers_is_tested() -> None:

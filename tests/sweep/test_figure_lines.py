@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlbench_core.sweep.figures.panels import algorithm_looks
 from mlbench_core.sweep.file import parse_sweep
 from mlbench_core.sweep.outcome import Outcome
 from mlbench_core.sweep.utilization import predict_utilization
-from mlbench_core.sweep.words import per_network
+from mlbench_core.sweep.words import per_network, summary
 from tests.sweep.test_modelled import FILE, gathered
 from tests.sweep.test_page import cell, outcome
 
@@ -123,3 +124,30 @@ def test_words_say_what_the_second_machine_buys() -> None:
     assert sentence.endswith("2 workers 82.0 s (a): 0.50 times as fast; not tested.")
     *_, sentence = per_network(outcome(*alone, cell("a", "slow", 2, None)), "slow")
     assert sentence.endswith("(a), and no algorithm with 2 workers has a median.")
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "text"),
+    [
+        (2, 4, "Workers with more than 4 threads in all shared 4 cores"),
+        (8, 1, "More than 4 workers shared 4 cores"),
+        (4, 1, ""),
+    ],
+)
+def test_workers_that_share_cores_are_counted_with_their_threads(
+    workers: int, threads: int, text: str
+) -> None:
+    cells = []
+    for one in (cell("a", None, 1, 40.0), cell("a", "fast", workers, 30.0)):
+        (record,) = one.group.records
+        record = dataclasses.replace(record, machine={"cores": 4, "hosts": 1})
+        configuration = {**one.group.configuration, "threads": threads}
+        group = dataclasses.replace(one.group, configuration=configuration, records=(record,))
+        cells.append(dataclasses.replace(one, group=group))
+    found = outcome(*cells)
+    words, caption = " ".join(summary(found)), draw(found, 0, "fast").caption
+    if text:
+        assert f" {text}." in words
+        assert f" {text}, so their times are longer than those on as many machines." in caption
+    else:
+        assert " shared " not in words + caption

@@ -40,6 +40,14 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
             "arguments of 'x' must not have --seed",
         ),
         ({"arguments": ["--light"]}, "arguments must not have --light"),
+        (
+            {"arguments": ["--goal-after", "60"]},
+            "arguments must not have --goal-after: a sweep compares times",
+        ),
+        (
+            {"variants": [{"name": "x", "arguments": ["--goal-after=60"]}]},
+            "arguments must not have --goal-after",
+        ),
         ({"workers": [0]}, "workers must be whole numbers from 1 to 250, not [0]"),
         ({"workers": [2]}, "networks must be given for several workers"),
         ({"workers": [2], "networks": ["lan"]}, "network must be a name, a .toml file or a text"),
@@ -138,6 +146,17 @@ def test_a_method_that_replaces_the_optimizer_is_not_for_a_sweep(method: str, wo
     end = f": a sweep keeps the script's optimizer, so use mlbench run with {words}"
     with pytest.raises(ConfigurationError, match=rf"^methods must .*{re.escape(end)}$"):
         parse_sweep({**SCRIPT, "methods": [method]})
+
+
+def test_a_fixed_training_time_is_refused_unless_a_script_has_an_option_of_that_name() -> None:
+    words = "train.py --seed {seed} --goal-after 60"
+    variants = [{"name": "x", "arguments": []}]
+    with pytest.raises(ValueError, match="must not have --goal-after"):
+        parse_sweep({"command": words, "workers": [1], "variants": variants})
+    assert parse_sweep({**SCRIPT, "script": words}).script[-1] == "60"
+    # The trials of a tuning are compared by their values.
+    tuning = {"parameter": "--lr", "default": 0.1, "horizon": ["--goal-after", "60"]}
+    assert parse_sweep({**LEAST, "tuning": tuning}).tuning is not None
 
 
 def test_the_methods_of_a_script_are_its_algorithms(tmp_path: Path) -> None:

@@ -521,3 +521,37 @@ def test_runs_without_a_goal_have_the_time_of_the_whole_training() -> None:
     assert rows[0]["times_as_fast"] == 2
     assert [(row["epochs_to_goal"], row["steps_to_goal"]) for row in rows] == [(None, 20)] * 2
     assert "Steps to goal" in [column.header for column in known_columns(rows)]
+
+
+def test_the_seconds_of_a_step_are_not_cut_at_the_limit() -> None:
+    """Of 20 steps of 2 s, one run reached its goal after 15, and the other one did not."""
+    whole: dict[str, Any] = {"train_s": 40.0, "batches": 20}
+    runs = [
+        dataclasses.replace(run(1, None), **whole, communication_exposed_s=10.0),
+        dataclasses.replace(run(2, 30.0), **whole, communication_exposed_s=7.5, steps_to_goal=15),
+    ]
+    points = [Point(record.name, "sgd", 2, "fast", seed, {}) for seed, record in enumerate(runs)]
+    records = {record.name: record for record in runs}
+    found = gather(points, records, outcome().networks, limit_s=25.0)
+    (cell,) = found.cells
+    assert cell.missed == 2 and [record.train_s for record in cell.group.records] == [25.0, 25.0]
+    for entry in page._records_json(found):
+        assert (entry["reached"], entry["time_to_goal_s"]) == (False, None)
+        numbers = ("step_s", "compute_s", "exposed_s", "compute_share")
+        assert [entry[name] for name in numbers] == [2.0, 1.5, 0.5, 0.75]
+
+
+def test_times_of_a_fixed_training_time_are_not_compared(tmp_path: Path) -> None:
+    """All of them are equal by definition."""
+    sweep = trials.make(tmp_path, FILE)
+    aim = {**GOAL, "threshold": None, "budget_s": 60.0}
+    for path in tmp_path.glob("runs/*/result.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["configuration"]["goal"] = aim
+        content["goal"].update(aim)
+        path.write_text(json.dumps(content), encoding="utf-8")
+    message = (
+        r"must have a value as its goal, not 'Prec@1 after 60 s of training': .* mlbench compare "
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        page.read_outcome(tmp_path, sweep)

@@ -293,3 +293,30 @@ def test_without_samples_or_runs_of_several_workers_there_is_no_advice() -> None
     _, text, *others = advice(dataclasses.replace(found, records=alone), 4).sentences
     assert text.endswith("so no advice. One machine trains 1,600 a second with centralized_sgd.")
     assert any("there is no run of several workers to predict from" in other for other in others)
+
+
+def test_a_step_of_a_run_that_ended_at_the_limit_has_its_own_seconds() -> None:
+    """A run goes on for some steps after the limit, which have their seconds, too."""
+    measured = runs(file={**FILE, "time": "measured"})
+    for found, missed in ((measured, 3), (without_goal(measured), None)):
+        # The least training takes 500 s.
+        found = dataclasses.replace(found, limit_s=300.0)
+        for row in advice(found, 2, network="home-fibre").rows:
+            assert (row["seconds"], row["missed"]) == ("measured", missed)
+            assert row["step_s"] == pytest.approx(5.0)
+            assert row["compute_share"] == pytest.approx(4.0 / 5.0)
+            if missed is None:
+                assert row["samples_per_s"] == pytest.approx(2 * 32 / 5.0)
+
+
+def test_workers_that_share_cores_are_counted_with_their_threads() -> None:
+    found = runs(file={**FILE, "time": "measured"}, machine={"cores": 4, "hosts": 1})
+    text = " ".join(advice(found, 2, network="home-fibre").sentences)
+    assert "than cores" not in text
+    records = {}
+    for name, record in found.records.items():
+        configuration = {**record.configuration, "threads": 4}
+        records[name] = dataclasses.replace(record, configuration=configuration)
+    found = dataclasses.replace(found, records=records)
+    text = " ".join(advice(found, 2, network="home-fibre").sentences)
+    assert "home-fibre (2 workers): measured with more threads than cores" in text

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlbench_core.sweep.runner import Runner
 from mlbench_core.sweep.search import Score, Search, score
 from mlbench_core.sweep.words import tuning_rule
 from mlbench_core.tasks import option_value
-from tests.results.helpers import write_run
+from tests.results.helpers import GOAL, write_run
 from tests.sweep.master import Killed, MemoryMaster, plain
 from tests.sweep.test_runner import Ends
 
@@ -282,6 +283,28 @@ def test_a_trial_without_a_goal_ends_the_sweep(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", goal=None)
     with pytest.raises(ConfigurationError, match="the trial run must have a goal"):
         score(load([folder])[0])
+
+
+def test_trials_of_a_fixed_training_time_are_compared_by_their_value(tmp_path: Path) -> None:
+    goal = {**GOAL, "threshold": None, "budget_s": 25.0}
+    records = []
+    # With epochs of 20 s, a run has fewer steps by then. The first one goes on to a better value.
+    for name, epoch_s, accuracies in (
+        ("good", 10.0, (70.0, 90.0, 80.0, 95.0)),
+        ("slow", 20.0, (70.0, 85.0)),
+        ("diverged", 10.0, (90.0, 80.0, math.nan)),
+    ):
+        folder = tmp_path / name
+        write_run(folder, epoch_s=epoch_s, accuracies=accuracies, goal=goal)
+        records += load([folder])
+    assert [record.reached for record in records] == [True] * 3
+    found = list(map(score, records))
+    assert found == [Score(None, 90.0), Score(None, 85.0), Score()]
+    assert sorted(found, key=lambda each: each.rank) == found
+    for record in records[:2]:
+        smaller = {**record.configuration, "goal": {**goal, "minimize": True}}
+        value = record.goal_value
+        assert score(replace(record, configuration=smaller)) == Score(None, value, minimize=True)
 
 
 def test_the_horizon_is_that_of_the_trials_alone(tmp_path: Path) -> None:

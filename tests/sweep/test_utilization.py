@@ -8,6 +8,7 @@ import pytest
 
 from mlbench_core.network.description import Link, Network
 from mlbench_core.sweep.file import parse_sweep
+from mlbench_core.sweep.outcome import gather
 from mlbench_core.sweep.tables import utilization_rows
 from mlbench_core.sweep.utilization import (
     bandwidth_needed,
@@ -83,3 +84,18 @@ def test_at_most_three_numbers_of_workers_have_a_figure() -> None:
     assert some_workers((2, 4)) == (2, 4)
     assert some_workers((2, 4, 8, 16, 32)) == (2, 8, 32)
     assert some_workers((2, 4, 8, 16, 32, 64)) == (4, 16, 64)
+
+
+def test_a_limit_does_not_make_a_step_shorter() -> None:
+    """Without processor time, the prediction starts from the measured seconds."""
+    sweep = parse_sweep({**FILE, "time": "measured"})
+    missed = {"reached": False, "time_to_goal_s": None, "steps_to_goal": None}
+    no_cpu = {"compute_cpu_s": None, "communication_cpu_s": None}
+    records = {}
+    for point in sweep.points():
+        records[point.name] = result(point.algorithm, point.workers, **missed, **no_cpu)
+    found = []
+    for limit_s in (None, 300.0):
+        outcome = gather(sweep.points(), records, sweep.networks, limit_s=limit_s)
+        found.append(predict_utilization(outcome, 2))
+    assert found[0] is not None and found[0] == found[1]

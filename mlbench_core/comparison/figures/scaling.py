@@ -173,8 +173,10 @@ def scaling_series(groups: Sequence[Group]) -> list[Series]:
     has_several = False
     for one in series(groups):
         timed = [group for group in one.groups if group.values("total_s")]
-        # Without the time of the fewest workers, a series has no reference.
-        if timed and timed[0] is one.groups[0]:
+        base, *others = one.groups
+        # Without a single time of the fewest workers, a series has no reference.
+        is_single = all(group.workers > base.workers for group in others)
+        if timed and timed[0] is base and is_single:
             every.append(Series(one.label, tuple(timed)))
             has_several = has_several or len(timed) > 1
     if not has_several:

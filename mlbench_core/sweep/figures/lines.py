@@ -15,7 +15,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
-from mlbench_core.comparison.pool import plural
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.sweep.figures.panels import (
@@ -31,7 +30,7 @@ from mlbench_core.sweep.figures.panels import (
 )
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 from mlbench_core.sweep.utilization import ROUND_TRIP_S, SHARES, Utilization
-from mlbench_core.sweep.winners import shared_cores
+from mlbench_core.sweep.winners import sharing_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -342,12 +341,9 @@ def _curve_caption(outcome: Outcome, curve: Curve, cells: Sequence[Cell]) -> str
             )
         else:
             sentences.append("The intervals are in the table.")
-    cores = shared_cores(outcome.groups)
-    if cores and curve.has_networks and outcome.modelled is None:
-        sentences.append(
-            f"More than {plural(cores, 'worker')} shared {plural(cores, 'core')}, so their times "
-            "are longer than those on as many machines."
-        )
+    shared = sharing_text(outcome.groups)
+    if shared and curve.has_networks and outcome.modelled is None:
+        sentences.append(f"{shared}, so their times are longer than those on as many machines.")
     if any(curve.value(cell) is not None and not cell.complete for cell in cells):
         sentences.append("Open mark on a line: a run missed the goal.")
     if any(_has_no_value(curve, cell) for cell in cells):
