@@ -456,7 +456,7 @@ class StepClock:
         self.pass_on()
         self._read_losses()
         if self.optimizer is not None:
-            self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+            self.tracker.learning_rate = _number(self.optimizer.param_groups[0].get("lr"))
         self.tracker.epoch_end()
 
     def pass_on(self) -> None:
@@ -506,3 +506,11 @@ class StepClock:
         self._seen_samples = self._seen_tokens = 0
         self.is_open, self.is_evaluating = True, False
         self._label = "other"
+
+
+def _number(value: Any) -> float | None:
+    """Return a number or a tensor of one as a float; None for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

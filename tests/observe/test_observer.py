@@ -250,6 +250,26 @@ def test_learning_rate_is_read_once_per_interval() -> None:
     assert watched.tracker.summary().batches == 3
 
 
+@pytest.mark.parametrize("group", [{}, {"lr": None}])
+def test_optimizer_without_a_learning_rate(group: dict[str, Any]) -> None:
+    """As Adafactor of transformers, which computes its own, and as optimizers without a rate."""
+
+    class WithoutRate(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, group)
+
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = nn.Linear(2, 1)
+    with observer() as watched:
+        optimizer = WithoutRate(model.parameters())
+        model(torch.ones(3, 2)).mean().backward()
+        optimizer.step()
+    assert watched.tracker.learning_rate is None
+    assert watched.clock.steps == 1
+
+
 def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
     teacher = nn.Linear(2, 2)
     model = nn.Linear(2, 2)
