@@ -461,6 +461,9 @@ class StepClock:
 
     def pass_on(self) -> None:
         """Pass times, communication, and the data of the finished steps on to the tracker."""
+        # A script may print a metric before it trains.
+        if self.began_s is None:
+            return
         if self._times is self._host_times:
             self._host_times.pass_on()
         self.traffic.end_interval(self.tracker)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from mlbench_core.observe import steps
+from mlbench_core.observe import host_times, steps
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
 from mlbench_core.tracking.tracker import Tracker
@@ -268,6 +268,16 @@ def test_optimizer_without_a_learning_rate(group: dict[str, Any]) -> None:
         optimizer.step()
     assert watched.tracker.learning_rate is None
     assert watched.clock.steps == 1
+
+
+def test_work_before_training_is_not_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric that the script prints before its first batch passes no times on."""
+    monkeypatch.setattr(host_times, "work_s", lambda: 1000.0)
+    with observer() as watched:
+        watched.clock.pass_on()
+        train(1)
+    # All readings of the clock are the same.
+    assert watched.tracker.totals()["compute_cpu_s"] == 0.0
 
 
 def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
