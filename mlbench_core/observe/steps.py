@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["StepClock"]
 
 # With several optimizers, the last one of a cycle ends the step. It is known as soon as all of them
-# have stepped. One that takes none in this number of steps counts as unused.
+# have stepped. One that takes none in this number of steps, or in two steps of each optimizer,
+# counts as unused.
 _LONGEST_CYCLE = 16
 # Marks of the host's clock that are kept before they are added up, about 1 MB.
 _MOST_MARKS = 10_000
@@ -411,10 +412,11 @@ class StepClock:
             self._since_last = 0
             return True
         self._since_last += 1
-        if self._waits and self._since_last < _LONGEST_CYCLE:
+        longest = max(_LONGEST_CYCLE, 2 * len(self._known))
+        if self._waits and self._since_last < longest:
             return False
         # All have stepped, or the last one so far is not used any more.
-        if last is None or self._waits or self._since_last >= _LONGEST_CYCLE:
+        if last is None or self._waits or self._since_last >= longest:
             self._waited_for.clear()
             self._waits = False
             self._last = weakref.ref(optimizer)

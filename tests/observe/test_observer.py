@@ -117,6 +117,19 @@ def test_unused_optimizer_delays_steps_only_at_first() -> None:
     assert watched.clock.steps == 25
 
 
+def test_an_optimizer_for_each_parameter() -> None:
+    """They step during the backward pass, to free each gradient at once."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    with observer() as watched:
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+        for _ in range(5):
+            model(torch.ones(3, 2)).mean().backward()
+    assert len(optimizers) == 20
+    assert watched.clock.steps == 5
+
+
 def test_an_optimizer_made_within_a_step_is_a_part_of_it() -> None:
     """As DiLoCo's outer optimizer, it does not belong to the cycle of the script's optimizers."""
     weight = nn.Parameter(torch.ones(1))
