@@ -56,6 +56,9 @@ class LossObserver:
             if clock.is_in_backward or get_ident() != clock.thread:
                 original(tensors, *args, **kwargs)
                 return
+            # A generator can be read once. An edge of the graph is a tuple of a class of its own.
+            if not isinstance(tensors, (Tensor, tuple)):
+                tensors = tuple(tensors)
             self._keep(tensors)
             clock.backward_begins()
             try:
@@ -140,15 +143,15 @@ def _local(loss: Any) -> Tensor | None:
 
 
 def _values(losses: list[float | Tensor]) -> Any:
-    """Yield numbers; those on a device are copied at once."""
-    tensors = [loss.reshape(()).double() for loss in losses if isinstance(loss, Tensor)]
-    numbers: list[float] = []
-    if tensors:
-        # One copy for all, because each one waits for the device.
-        numbers = torch.stack(tensors).tolist()
-    copied = iter(numbers)
+    """Yield numbers; those on the same device are copied at once."""
+    tensors: dict[torch.device, list[Tensor]] = {}
     for loss in losses:
         if isinstance(loss, Tensor):
-            yield next(copied)
+            tensors.setdefault(loss.device, []).append(loss.reshape(()))
+    # One copy for all of a device, because each one waits for it.
+    copied = {device: iter(torch.stack(there).tolist()) for device, there in tensors.items()}
+    for loss in losses:
+        if isinstance(loss, Tensor):
+            yield next(copied[loss.device])
         else:
             yield loss
