@@ -43,6 +43,8 @@ class LossObserver:
         self._steps: list[_Step] = []
         self._scaled: Tensor | None = None
         self._unscaled: Tensor | None = None
+        # The number of micro-batches by which the script has divided losses.
+        self._accumulated = 1
 
     def install(self, patches: Patches, clock: StepClock) -> None:
         """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls too."""
@@ -117,10 +119,13 @@ class LossObserver:
         for number, (position, micro) in enumerate(steps, 1):
             count, total = len(micro), 0.0
             for _, divisor in micro:
-                value = next(values)
-                # Another factor than their number is a part of the loss.
-                if round(divisor) == count:
-                    value *= count
+                value, factor = next(values), round(divisor)
+                # The last step of an epoch may have fewer, and divide by the usual number.
+                # Another factor is a part of the loss.
+                if factor in (count, self._accumulated):
+                    value *= factor
+                    if count > 1:
+                        self._accumulated = factor
                 total += value
             mean = total / count
             if self.first is None:

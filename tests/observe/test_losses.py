@@ -76,3 +76,17 @@ def test_backward_from_an_edge_of_the_graph() -> None:
     assert weight.grad is not None
     assert weight.grad.item() == 2.0
     assert watched.losses.first is None
+
+
+def test_loss_of_a_shorter_last_step() -> None:
+    """The data of an epoch ends after two of four micro-batches."""
+    with Observer(Tracker([], "run", 0, progress=False)) as watched:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for count in (4, 2, 4, 1):
+            for _ in range(count):
+                (model(torch.full((1, 1), 6.0)).sum() / 4).backward()
+            optimizer.step()
+    recorded = [entry[2] for entry in watched.tracker.history if entry[1] == "train_loss"]
+    assert recorded == [6.0] * 4
