@@ -177,9 +177,11 @@ class StepClock:
         """
         if self.is_open:
             self._mark(("batch_load", perf_counter()))
-            self._label = "fwd_pass"
             self.has_fetched = True
+            # After the last batch, a script may save a checkpoint.
+            self._label = "other"
             if batch is not None:
+                self._label = "fwd_pass"
                 samples, tokens = count_data(batch, dimension)
                 self._fetched_samples += samples
                 self._fetched_tokens += tokens
@@ -198,6 +200,21 @@ class StepClock:
             samples, tokens = count_data(batch, dimension)
             self._fetched_samples += samples
             self._fetched_tokens += tokens
+
+    def loading_begins(self, is_training: bool) -> None:
+        """Note that the script makes an iterator of a DataLoader, which may start its workers.
+
+        Args:
+            is_training: True if gradients are enabled.
+        """
+        # Those of the first iterator start before training.
+        if self.began_s is not None:
+            self.fetch_begins(is_training)
+
+    def loading_ends(self) -> None:
+        """Note that the script has an iterator of a DataLoader."""
+        if self.is_open:
+            self._mark(("batch_load", perf_counter()))
 
     def read_again(self, loader: int) -> None:
         """Note that the script reads a DataLoader from its beginning.

@@ -344,6 +344,34 @@ def test_model_that_trains_in_evaluation_mode() -> None:
     assert (summary.batches, summary.validation_s) == (3, 0.0)
 
 
+def test_times_between_two_epochs() -> None:
+    """A checkpoint is saved, an evaluation follows, and each DataLoader starts its workers."""
+
+    class Slow(DataLoader[torch.Tensor]):
+        def _get_iterator(self) -> Any:
+            time.sleep(0.02)
+            return super()._get_iterator()
+
+    model = nn.Linear(2, 1)
+    loader, other = (Slow(torch.ones(4, 2), batch_size=2) for _ in range(2))
+    with observer() as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for batch in loader:
+                model(batch).mean().backward()
+                optimizer.step()
+            time.sleep(0.05)
+            with torch.no_grad():
+                for batch in other:
+                    model(batch)
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 4
+    assert totals["steps_s"]["other"] >= 0.1
+    assert totals["validation_s"] >= 0.04
+    # The first iterator was made before training.
+    assert totals["steps_s"]["batch_load"] >= 0.02
+
+
 def test_pass_without_gradients_within_a_step_is_not_an_evaluation() -> None:
     """As for pseudo-labels: gradients follow before the next batch."""
     model = nn.Linear(2, 2)
