@@ -13,10 +13,12 @@ makes no ``torch.optim.Optimizer`` updates its weights by hand. Then the backwar
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.observe.communication.traffic import Traffic
@@ -363,6 +365,9 @@ class StepClock:
         Returns:
             The arguments with an observed closure; None for those without one.
         """
+        if self.optimizer_depth:
+            # After an exception in a step, torch calls no hook.
+            self.optimizer_depth = _steps_around(inspect.currentframe())
         self.optimizer_depth += 1
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
@@ -528,6 +533,18 @@ class StepClock:
         self._seen_samples = self._seen_tokens = 0
         self.is_open, self.is_evaluating = True, False
         self._label = "other"
+
+
+def _steps_around(hook: FrameType | None) -> int:
+    """Return the number of optimizers' steps that run around the one that has called a hook."""
+    assert hook is not None and hook.f_back is not None, "torch calls the hooks in Python"
+    # torch calls it in the function that it puts around the step of every optimizer.
+    frame, count = hook.f_back, 0
+    code = frame.f_code
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code is code
+    return count
 
 
 def _number(value: Any) -> float | None:

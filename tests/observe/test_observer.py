@@ -117,6 +117,35 @@ def test_unused_optimizer_delays_steps_only_at_first() -> None:
     assert watched.clock.steps == 25
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_an_exception_in_a_step_ends_no_counting(other: bool) -> None:
+    """A script may catch it, and go on with the same or with another optimizer."""
+
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise FloatingPointError
+            # The step of the base class is a step within this one.
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(1))
+    # torch puts its function around the step of a class when the first one is made.
+    torch.optim.SGD([weight], lr=0.1)
+    with observer() as watched:
+        optimizer: torch.optim.Optimizer = Failing([weight], lr=0.1)
+        for step in range(4):
+            weight.sum().backward()
+            try:
+                optimizer.step()
+            except FloatingPointError:
+                Failing.fails = False
+                if other:
+                    optimizer = torch.optim.SGD([weight], lr=0.1)
+            assert watched.clock.steps == step
+
+
 def test_an_optimizer_for_each_parameter() -> None:
     """They step during the backward pass, to free each gradient at once."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
