@@ -57,6 +57,7 @@ class StepClock:
             since the first batch.
         on_begin: Called before training begins.
         interval_s: Seconds of an interval.
+        exchange: Called with the last optimizer of a step, before the step ends.
 
     Attributes:
         is_open: True while training time is measured: since the first batch, outside evaluations.
@@ -80,6 +81,7 @@ class StepClock:
         end_step: Callable[[tuple[int, float]], None],
         on_begin: Callable[[], None],
         interval_s: float = 1.0,
+        exchange: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
     ) -> None:
         self.tracker = tracker
         self._host_times = HostTimes(tracker)
@@ -108,6 +110,7 @@ class StepClock:
         self._read_losses = read_losses
         self._end_step = end_step
         self._on_begin = on_begin
+        self._exchange = exchange
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self.thread = threading.get_ident()
@@ -408,20 +411,29 @@ class StepClock:
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
-        self.optimizer_depth -= 1
-        # A set that is empty once stays empty until the script makes an optimizer.
-        if self._waits:
+        # A set that is empty once stays empty until the script makes an optimizer. Before training,
+        # a function of a checkpoint may take steps to create the state, in another order.
+        if self._waits and self.is_open:
             self._waited_for.discard(optimizer)
             self._waits = bool(self._waited_for)
         # An optimizer that steps inside another one is a part of it.
-        if self.optimizer_depth or not self.is_open:
+        if self.optimizer_depth > 1:
+            self.optimizer_depth -= 1
+            return
+        # Steps outside of training have no order.
+        ends_step = not self.is_open or self._ends_step(optimizer)
+        if ends_step:
+            # An optimizer that a method has is a part of this step, too.
+            self._exchange(optimizer)
+        self.optimizer_depth = 0
+        if not self.is_open:
             return
         self._mark(("opt_step", perf_counter()))
         self._label = "other"
         # A step in a hook of a parameter ends within the backward pass.
         if self.is_in_backward:
             self._label = "backprop"
-        if self._ends_step(optimizer):
+        if ends_step:
             self.optimizer = optimizer
             self.end_step()
 
