@@ -25,6 +25,7 @@ from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.host_times import BATCH_END, HostTimes
 from mlbench_core.observe.samples import count_data
 from mlbench_core.processor_time import work_s
+from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -132,11 +133,14 @@ class StepClock:
         self._on_begin()
         self.tracker.start()
         self.began_s = self._start_s = perf_counter()
+        self._choose_clock()
+        self.is_open = True
+
+    def _choose_clock(self, again: bool = False) -> None:
         # The events of a device are recorded where they happen.
-        if self.tracker.prepare():
+        if self.tracker.prepare(again):
             self._times, self._mark = self.tracker, self._mark_on_device
         self._times.batch_start()
-        self.is_open = True
 
     def _mark_on_device(self, mark: tuple[str, float]) -> None:
         name, _ = mark
@@ -282,6 +286,11 @@ class StepClock:
             self._training_goes_on()
         if self.began_s is None:
             self.begin()
+        # A script may look at a batch before it uses CUDA.
+        elif self.steps == 0 and self._times is self._host_times and cuda_in_use():
+            self._mark(("fwd_pass", perf_counter()))
+            self._host_times.pass_on()
+            self._choose_clock(again=True)
         self.is_in_backward = True
         if self._fetched_samples:
             self._use_batches()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from mlbench_core.observe import host_times, steps
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
+from mlbench_core.tracking import tracker as tracking
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.processes import wait_for
 
@@ -81,7 +82,7 @@ def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without a device, the tracker takes the host's clock at each mark.
-    monkeypatch.setattr(Tracker, "prepare", lambda tracker: True)
+    monkeypatch.setattr(Tracker, "prepare", lambda tracker, again: True)
     with observer(interval_s=0.0) as watched:
         train(3)
         assert watched.clock._host_times.marks == []
@@ -89,6 +90,48 @@ def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
     assert totals["batches"] == 3
     assert {"fwd_pass", "backprop", "opt_step", "other"} <= set(totals["steps_s"])
     assert 0 < sum(totals["steps_s"].values()) <= totals["train_s"] <= totals["wall_s"]
+
+
+class _Device:
+    """A device clock that keeps the names of the steps."""
+
+    def __init__(self, *_: Any) -> None:
+        self.names: list[str] = []
+
+    def mark(self, name: str) -> None:
+        self.names.append(name)
+
+    def batch_start(self) -> None:
+        pass
+
+    def batch_end(self) -> None:
+        pass
+
+    def drain(self, wait: bool = False) -> None:
+        pass
+
+
+def test_a_script_that_looks_at_a_batch_before_it_uses_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_in_use = False
+    for module in (steps, tracking):
+        monkeypatch.setattr(module, "cuda_in_use", lambda: is_in_use)
+    monkeypatch.setattr(tracking, "DeviceClock", _Device)
+    with observer() as watched:
+        next(iter(DataLoader(torch.ones(6, 2), batch_size=2)))
+        assert watched.tracker._device is None
+        is_in_use = True
+        train(2)
+        device: Any = watched.tracker._device
+        assert watched.clock._host_times.marks == []
+    step = ["backprop", "opt_step", "other"]
+    assert device.names == ["fwd_pass", *step, "fwd_pass", *step]
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 2
+    # The time of the batch that it looked at.
+    assert totals["steps_s"]["batch_load"] > 0
+    assert totals["compute_cpu_s"] is None
 
 
 def test_torch_is_left_as_it_was() -> None:
