@@ -22,8 +22,8 @@ __all__ = ["DataObserver"]
 class DataObserver:
     """Measure the wait for batches, count their samples, and notice evaluations.
 
-    An evaluation begins with ``model.eval()`` or with a batch that is fetched without gradients. It
-    ends with ``model.train()`` or with a batch that is fetched with gradients.
+    An evaluation begins with ``model.eval()``, or if a DataLoader is read without gradients. It
+    ends with ``model.train()``, or if a DataLoader is read with gradients.
 
     Args:
         clock: The clock of the steps.
@@ -54,7 +54,13 @@ class DataObserver:
     def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def observed(loader: Any) -> Any:
+            is_training_thread = get_ident() == self._clock.thread
+            if is_training_thread:
+                self._clock.loading_begins(torch.is_grad_enabled())
             iterator = original(loader)
+            if is_training_thread:
+                self._clock.loading_ends()
+                self._clock.read_again(id(loader))
             self._note_origin(loader, iterator)
             # The iterator stays the same object; the class that has its __next__ is observed.
             for kind in type(iterator).__mro__:
@@ -69,8 +75,6 @@ class DataObserver:
 
     def _note_origin(self, loader: Any, iterator: Any) -> None:
         """Note which loader an iterator is of, and how many samples are in its batches."""
-        if get_ident() == self._clock.thread:
-            self._clock.read_again(id(loader))
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self._origins[id(iterator)] = id(loader), 0
         if isinstance(size, int):

@@ -43,6 +43,8 @@ class LossObserver:
         self._steps: list[_Step] = []
         self._scaled: Tensor | None = None
         self._unscaled: Tensor | None = None
+        # The number of micro-batches by which the script has divided losses.
+        self._accumulated = 1
 
     def install(self, patches: Patches, clock: StepClock) -> None:
         """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls too."""
@@ -56,6 +58,9 @@ class LossObserver:
             if clock.is_in_backward or get_ident() != clock.thread:
                 original(tensors, *args, **kwargs)
                 return
+            # A generator can be read once. An edge of the graph is a tuple of a class of its own.
+            if not isinstance(tensors, (Tensor, tuple)):
+                tensors = tuple(tensors)
             self._keep(tensors)
             clock.backward_begins()
             try:
@@ -114,10 +119,13 @@ class LossObserver:
         for number, (position, micro) in enumerate(steps, 1):
             count, total = len(micro), 0.0
             for _, divisor in micro:
-                value = next(values)
-                # Another factor than their number is a part of the loss.
-                if round(divisor) == count:
-                    value *= count
+                value, factor = next(values), round(divisor)
+                # The last step of an epoch may have fewer, and divide by the usual number.
+                # Another factor is a part of the loss.
+                if factor in (count, self._accumulated):
+                    value *= factor
+                    if count > 1:
+                        self._accumulated = factor
                 total += value
             mean = total / count
             if self.first is None:
@@ -140,15 +148,15 @@ def _local(loss: Any) -> Tensor | None:
 
 
 def _values(losses: list[float | Tensor]) -> Any:
-    """Yield numbers; those on a device are copied at once."""
-    tensors = [loss.reshape(()).double() for loss in losses if isinstance(loss, Tensor)]
-    numbers: list[float] = []
-    if tensors:
-        # One copy for all, because each one waits for the device.
-        numbers = torch.stack(tensors).tolist()
-    copied = iter(numbers)
+    """Yield numbers; those on the same device are copied at once."""
+    tensors: dict[torch.device, list[Tensor]] = {}
     for loss in losses:
         if isinstance(loss, Tensor):
-            yield next(copied)
+            tensors.setdefault(loss.device, []).append(loss.reshape(()))
+    # One copy for all of a device, because each one waits for it.
+    copied = {device: iter(torch.stack(there).tolist()) for device, there in tensors.items()}
+    for loss in losses:
+        if isinstance(loss, Tensor):
+            yield next(copied[loss.device])
         else:
             yield loss

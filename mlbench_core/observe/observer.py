@@ -69,7 +69,9 @@ class Observer:
         end_step = self.losses.end_step
         if methods:
             end_step = self._end_step
-        self.clock = StepClock(tracker, Traffic(), self._read, end_step, on_begin, interval_s)
+        self.clock = StepClock(
+            tracker, Traffic(), self._read, end_step, on_begin, interval_s, self._exchange
+        )
         self.data = DataObserver(self.clock)
         self.communication = CommunicationObserver(self.clock, methods)
         self._patches = Patches()
@@ -86,7 +88,6 @@ class Observer:
         hooks = [register_optimizer_step_pre_hook(clock.before_optimizer)]
         if self._methods:
             hooks.append(register_optimizer_step_pre_hook(self._check_methods))
-            hooks.append(register_optimizer_step_post_hook(self._exchange))
             self._replace_optimizers()
             patches.replace(torch.amp.GradScaler, "scale", self._scale)
         hooks.append(register_optimizer_step_post_hook(clock.after_optimizer))
@@ -122,12 +123,10 @@ class Observer:
             if not self.communication.models:
                 raise refusal(method.choice, "no DDP")
 
-    def _exchange(self, optimizer: Optimizer, *_: Any) -> None:
-        """Let the methods act on the weights; a hook after each step."""
-        # An optimizer inside another one does not end an update.
-        if self.clock.optimizer_depth == 1:
-            for method in self._methods:
-                method.after_step(optimizer)
+    def _exchange(self, optimizer: Optimizer) -> None:
+        """Let the methods act on the weights, after the last optimizer of a step."""
+        for method in self._methods:
+            method.after_step(optimizer)
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Refuse a GradScaler with a method on weights."""

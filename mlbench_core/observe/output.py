@@ -57,7 +57,8 @@ def parse_metric(text: str) -> Metric:
         text: ``NAME=REGEX``. A name without the prefix ``train_`` or ``val_`` gets ``val_``.
 
     Raises:
-        ConfigurationError: The text has another form, or the expression has no group.
+        ConfigurationError: The text has another form, the expression has no group, or the name is
+            that of the loss that is observed anyway.
 
     Example:
         >>> parse_metric("loss=val loss ([0-9.]+)").name
@@ -68,6 +69,11 @@ def parse_metric(text: str) -> Metric:
         raise ConfigurationError(
             f"--metric must be NAME=REGEX, not {text!r}: write for example "
             "--metric 'val_loss=val loss ([0-9.]+)'"
+        )
+    if name in _OBSERVED:
+        raise ConfigurationError(
+            f"--metric must not be named {name!r}, which is the loss that the script passes to "
+            "backward(): write for example --metric 'train_printed_loss=...'"
         )
     try:
         regex = re.compile(pattern)

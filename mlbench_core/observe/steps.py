@@ -13,16 +13,19 @@ makes no ``torch.optim.Optimizer`` updates its weights by hand. Then the backwar
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.host_times import BATCH_END, HostTimes
 from mlbench_core.observe.samples import count_data
 from mlbench_core.processor_time import work_s
+from mlbench_core.tracking.clock import cuda_in_use
 from mlbench_core.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["StepClock"]
 
 # With several optimizers, the last one of a cycle ends the step. It is known as soon as all of them
-# have stepped. One that takes none in this number of steps counts as unused.
+# have stepped. One that takes none in this number of steps, or in two steps of each optimizer,
+# counts as unused.
 _LONGEST_CYCLE = 16
 # Marks of the host's clock that are kept before they are added up, about 1 MB.
 _MOST_MARKS = 10_000
@@ -54,6 +58,7 @@ class StepClock:
             since the first batch.
         on_begin: Called before training begins.
         interval_s: Seconds of an interval.
+        exchange: Called with the last optimizer of a step, before the step ends.
 
     Attributes:
         is_open: True while training time is measured: since the first batch, outside evaluations.
@@ -77,6 +82,7 @@ class StepClock:
         end_step: Callable[[tuple[int, float]], None],
         on_begin: Callable[[], None],
         interval_s: float = 1.0,
+        exchange: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
     ) -> None:
         self.tracker = tracker
         self._host_times = HostTimes(tracker)
@@ -105,6 +111,7 @@ class StepClock:
         self._read_losses = read_losses
         self._end_step = end_step
         self._on_begin = on_begin
+        self._exchange = exchange
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self.thread = threading.get_ident()
@@ -126,11 +133,14 @@ class StepClock:
         self._on_begin()
         self.tracker.start()
         self.began_s = self._start_s = perf_counter()
+        self._choose_clock()
+        self.is_open = True
+
+    def _choose_clock(self, again: bool = False) -> None:
         # The events of a device are recorded where they happen.
-        if self.tracker.prepare():
+        if self.tracker.prepare(again):
             self._times, self._mark = self.tracker, self._mark_on_device
         self._times.batch_start()
-        self.is_open = True
 
     def _mark_on_device(self, mark: tuple[str, float]) -> None:
         name, _ = mark
@@ -176,9 +186,11 @@ class StepClock:
         """
         if self.is_open:
             self._mark(("batch_load", perf_counter()))
-            self._label = "fwd_pass"
             self.has_fetched = True
+            # After the last batch, a script may save a checkpoint.
+            self._label = "other"
             if batch is not None:
+                self._label = "fwd_pass"
                 samples, tokens = count_data(batch, dimension)
                 self._fetched_samples += samples
                 self._fetched_tokens += tokens
@@ -197,6 +209,21 @@ class StepClock:
             samples, tokens = count_data(batch, dimension)
             self._fetched_samples += samples
             self._fetched_tokens += tokens
+
+    def loading_begins(self, is_training: bool) -> None:
+        """Note that the script makes an iterator of a DataLoader, which may start its workers.
+
+        Args:
+            is_training: True if gradients are enabled.
+        """
+        # Those of the first iterator start before training.
+        if self.began_s is not None:
+            self.fetch_begins(is_training)
+
+    def loading_ends(self) -> None:
+        """Note that the script has an iterator of a DataLoader."""
+        if self.is_open:
+            self._mark(("batch_load", perf_counter()))
 
     def read_again(self, loader: int) -> None:
         """Note that the script reads a DataLoader from its beginning.
@@ -259,6 +286,11 @@ class StepClock:
             self._training_goes_on()
         if self.began_s is None:
             self.begin()
+        # A script may look at a batch before it uses CUDA.
+        elif self.steps == 0 and self._times is self._host_times and cuda_in_use():
+            self._mark(("fwd_pass", perf_counter()))
+            self._host_times.pass_on()
+            self._choose_clock(again=True)
         self.is_in_backward = True
         if self._fetched_samples:
             self._use_batches()
@@ -345,6 +377,9 @@ class StepClock:
         Returns:
             The arguments with an observed closure; None for those without one.
         """
+        if self.optimizer_depth:
+            # After an exception in a step, torch calls no hook.
+            self.optimizer_depth = _steps_around(inspect.currentframe())
         self.optimizer_depth += 1
         self.has_optimizer = True
         if self.optimizer_depth == 1 and self.is_open:
@@ -385,20 +420,29 @@ class StepClock:
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         """Note that the step of an optimizer has ended; a hook for all optimizers of torch."""
-        self.optimizer_depth -= 1
-        # A set that is empty once stays empty until the script makes an optimizer.
-        if self._waits:
+        # A set that is empty once stays empty until the script makes an optimizer. Before training,
+        # a function of a checkpoint may take steps to create the state, in another order.
+        if self._waits and self.is_open:
             self._waited_for.discard(optimizer)
             self._waits = bool(self._waited_for)
         # An optimizer that steps inside another one is a part of it.
-        if self.optimizer_depth or not self.is_open:
+        if self.optimizer_depth > 1:
+            self.optimizer_depth -= 1
+            return
+        # Steps outside of training have no order.
+        ends_step = not self.is_open or self._ends_step(optimizer)
+        if ends_step:
+            # An optimizer that a method has is a part of this step, too.
+            self._exchange(optimizer)
+        self.optimizer_depth = 0
+        if not self.is_open:
             return
         self._mark(("opt_step", perf_counter()))
         self._label = "other"
         # A step in a hook of a parameter ends within the backward pass.
         if self.is_in_backward:
             self._label = "backprop"
-        if self._ends_step(optimizer):
+        if ends_step:
             self.optimizer = optimizer
             self.end_step()
 
@@ -411,10 +455,11 @@ class StepClock:
             self._since_last = 0
             return True
         self._since_last += 1
-        if self._waits and self._since_last < _LONGEST_CYCLE:
+        longest = max(_LONGEST_CYCLE, 2 * len(self._known))
+        if self._waits and self._since_last < longest:
             return False
         # All have stepped, or the last one so far is not used any more.
-        if last is None or self._waits or self._since_last >= _LONGEST_CYCLE:
+        if last is None or self._waits or self._since_last >= longest:
             self._waited_for.clear()
             self._waits = False
             self._last = weakref.ref(optimizer)
@@ -456,11 +501,14 @@ class StepClock:
         self.pass_on()
         self._read_losses()
         if self.optimizer is not None:
-            self.tracker.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+            self.tracker.learning_rate = _number(self.optimizer.param_groups[0].get("lr"))
         self.tracker.epoch_end()
 
     def pass_on(self) -> None:
         """Pass times, communication, and the data of the finished steps on to the tracker."""
+        # A script may print a metric before it trains.
+        if self.began_s is None:
+            return
         if self._times is self._host_times:
             self._host_times.pass_on()
         self.traffic.end_interval(self.tracker)
@@ -506,3 +554,23 @@ class StepClock:
         self._seen_samples = self._seen_tokens = 0
         self.is_open, self.is_evaluating = True, False
         self._label = "other"
+
+
+def _steps_around(hook: FrameType | None) -> int:
+    """Return the number of optimizers' steps that run around the one that has called a hook."""
+    assert hook is not None and hook.f_back is not None, "torch calls the hooks in Python"
+    # torch calls it in the function that it puts around the step of every optimizer.
+    frame, count = hook.f_back, 0
+    code = frame.f_code
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code is code
+    return count
+
+
+def _number(value: Any) -> float | None:
+    """Return a number or a tensor of one as a float; None for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

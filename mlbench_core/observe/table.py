@@ -74,6 +74,13 @@ def size(value: float | None) -> str | None:
     return f"{value / 1000:.2f} GB"
 
 
+def _before(totals: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the totals after the first step; none if no step followed."""
+    if totals["batches"] > first["batches"]:
+        return first
+    return {}
+
+
 def _rows_of_a_step(numbers: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the rows of the parts of a step of one worker.
 
@@ -82,11 +89,9 @@ def _rows_of_a_step(numbers: Mapping[str, Any], first: Mapping[str, Any]) -> dic
         first: Totals after the first step, which also compiles and allocates; the times of a step
             are those of the others.
     """
+    before = _before(numbers, first)
     steps = numbers["batches"]
-    later = steps - first["batches"]
-    before = first
-    if later <= 0:
-        before, later = {}, max(1, steps)
+    later = max(1, steps - before.get("batches", 0))
 
     def per_step(name: str) -> float:
         return float(numbers[name] - before.get(name, 0.0)) / later
@@ -123,7 +128,7 @@ def run_rows(
     Args:
         totals: Totals of the tracker at the end.
         first: Totals after the first step, which also compiles and allocates. The
-            times of a step are those of the later ones.
+            times of a step and the data per second are those of the later ones.
         world_size: Number of workers.
         losses: The losses in their order; empty if none was seen.
     """
@@ -142,11 +147,12 @@ def run_rows(
             # It is a part of the backward pass then.
             rows["  waiting"] = rows["compute utilization"] = None
     rows["samples per second"] = None
+    before = _before(totals, first)
+    train_s = totals["train_s"] - before.get("train_s", 0.0)
     for name in ("samples", "tokens"):
-        count = totals[name]
-        if count and totals["train_s"]:
-            rate = count * world_size / totals["train_s"]
-            rows[f"{name} per second"] = f"{rate:,.1f}"
+        count = totals[name] - before.get(name, 0)
+        if count and train_s:
+            rows[f"{name} per second"] = f"{count * world_size / train_s:,.1f}"
     rows["loss"] = None
     if losses:
         rows["loss"] = f"{losses[0]:.6g} first, {losses[-1]:.6g} last"

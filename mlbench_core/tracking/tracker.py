@@ -481,12 +481,17 @@ class Tracker(PhaseTimes):
                 self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self)
             )
 
-    def prepare(self) -> bool:
+    def prepare(self, again: bool = False) -> bool:
         """Choose the clock, as the start of the first batch does.
+
+        Args:
+            again: True to choose it again, between batches, because CUDA is in use only now.
 
         Returns:
             True if it is that of a CUDA device.
         """
+        if again:
+            self._prepared = False
         if not self._prepared:
             self._before_batch()
         return self._device is not None

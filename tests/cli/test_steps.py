@@ -12,7 +12,7 @@ from mlbench_core.comparison.record import RunRecord
 
 FIRST = {
     "batches": 1, "train_s": 5.0, "compute_s": 4.0, "communication_s": 1.0, "preprocess_s": 0.0,
-    "metrics_s": 0.0, "samples": 0, "tokens": 0, "wall_s": 5.0, "validation_s": 0.0,
+    "metrics_s": 0.0, "samples": 8, "tokens": 0, "wall_s": 5.0, "validation_s": 0.0,
     "communication_total_s": 1.0, "communication_exposed_s": 1.0, "communication_size_bytes": 8,
     "communication_wire_bytes": 8, "communication_measured": True, "exchanges": 1,
     "steps_s": {"backprop": 4.0, "opt_step": 0.0},
@@ -20,7 +20,7 @@ FIRST = {
 LAST = {
     **FIRST, "batches": 3, "train_s": 5.1, "compute_s": 4.06, "communication_s": 1.04,
     "communication_total_s": 1.1, "communication_exposed_s": 1.04, "communication_wire_bytes": 24,
-    "steps_s": {"backprop": 4.04, "opt_step": 0.02},
+    "samples": 24, "steps_s": {"backprop": 4.04, "opt_step": 0.02},
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_the_parts_of_a_step_are_those_without_the_first_step(
         # One worker sends nothing.
         ["hidden communication", "-", "20.00 ms a step"],
         ["bytes on the wire", "-", "8 B a step"],
-        ["samples per second", "not measured", "not measured"],
+        ["samples per second", "160.0", "320.0"],
         ["loss", *["2.5 first, 0.5 last"] * 2],
     ]
     show_unmeasured(records[0])

@@ -227,6 +227,22 @@ def test_method_on_weights_sends_them_every_period(runner: Runner) -> None:
     ]
 
 
+@pytest.mark.parametrize("arguments", [[], ["state"]])
+def test_method_on_weights_acts_after_all_optimizers_of_a_step(
+    runner: Runner, arguments: list[str]
+) -> None:
+    options = ("--method", "local_sgd:period=1")
+    run = runner.run("two_optimizers", 2, options=options, arguments=arguments)
+    assert run.statuses == [0, 0], run.logs
+    assert run.result["batches"] == 5
+    first, second = (report["after"] for report in run.reports)
+    assert first == second
+    # The workers have different losses.
+    assert run.reports[0]["losses"] != run.reports[1]["losses"]
+    (end,) = run.lines("end")
+    assert sum(entry["calls"] for entry in end["collectives"]) == 5
+
+
 def test_optimizer_takes_the_place_of_the_script_s(runner: Runner) -> None:
     run = runner.run("compiled", 2, options=("--optimizer", "muon:lr=0.01"))
     assert run.statuses == [0, 0], run.logs

@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from mlbench_core.observe import steps
+from mlbench_core.observe import host_times, steps
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
+from mlbench_core.tracking import tracker as tracking
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.processes import wait_for
 
@@ -81,7 +82,7 @@ def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without a device, the tracker takes the host's clock at each mark.
-    monkeypatch.setattr(Tracker, "prepare", lambda tracker: True)
+    monkeypatch.setattr(Tracker, "prepare", lambda tracker, again: True)
     with observer(interval_s=0.0) as watched:
         train(3)
         assert watched.clock._host_times.marks == []
@@ -89,6 +90,48 @@ def test_with_the_clock_of_a_device_the_tracker_takes_the_marks_itself(
     assert totals["batches"] == 3
     assert {"fwd_pass", "backprop", "opt_step", "other"} <= set(totals["steps_s"])
     assert 0 < sum(totals["steps_s"].values()) <= totals["train_s"] <= totals["wall_s"]
+
+
+class _Device:
+    """A device clock that keeps the names of the steps."""
+
+    def __init__(self, *_: Any) -> None:
+        self.names: list[str] = []
+
+    def mark(self, name: str) -> None:
+        self.names.append(name)
+
+    def batch_start(self) -> None:
+        pass
+
+    def batch_end(self) -> None:
+        pass
+
+    def drain(self, wait: bool = False) -> None:
+        pass
+
+
+def test_a_script_that_looks_at_a_batch_before_it_uses_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_in_use = False
+    for module in (steps, tracking):
+        monkeypatch.setattr(module, "cuda_in_use", lambda: is_in_use)
+    monkeypatch.setattr(tracking, "DeviceClock", _Device)
+    with observer() as watched:
+        next(iter(DataLoader(torch.ones(6, 2), batch_size=2)))
+        assert watched.tracker._device is None
+        is_in_use = True
+        train(2)
+        device: Any = watched.tracker._device
+        assert watched.clock._host_times.marks == []
+    step = ["backprop", "opt_step", "other"]
+    assert device.names == ["fwd_pass", *step, "fwd_pass", *step]
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 2
+    # The time of the batch that it looked at.
+    assert totals["steps_s"]["batch_load"] > 0
+    assert totals["compute_cpu_s"] is None
 
 
 def test_torch_is_left_as_it_was() -> None:
@@ -115,6 +158,48 @@ def test_unused_optimizer_delays_steps_only_at_first() -> None:
         del unused
     # The first 16 steps count as one.
     assert watched.clock.steps == 25
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_an_exception_in_a_step_ends_no_counting(other: bool) -> None:
+    """A script may catch it, and go on with the same or with another optimizer."""
+
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise FloatingPointError
+            # The step of the base class is a step within this one.
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(1))
+    # torch puts its function around the step of a class when the first one is made.
+    torch.optim.SGD([weight], lr=0.1)
+    with observer() as watched:
+        optimizer: torch.optim.Optimizer = Failing([weight], lr=0.1)
+        for step in range(4):
+            weight.sum().backward()
+            try:
+                optimizer.step()
+            except FloatingPointError:
+                Failing.fails = False
+                if other:
+                    optimizer = torch.optim.SGD([weight], lr=0.1)
+            assert watched.clock.steps == step
+
+
+def test_an_optimizer_for_each_parameter() -> None:
+    """They step during the backward pass, to free each gradient at once."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    with observer() as watched:
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+        for _ in range(5):
+            model(torch.ones(3, 2)).mean().backward()
+    assert len(optimizers) == 20
+    assert watched.clock.steps == 5
 
 
 def test_an_optimizer_made_within_a_step_is_a_part_of_it() -> None:
@@ -250,6 +335,36 @@ def test_learning_rate_is_read_once_per_interval() -> None:
     assert watched.tracker.summary().batches == 3
 
 
+@pytest.mark.parametrize("group", [{}, {"lr": None}])
+def test_optimizer_without_a_learning_rate(group: dict[str, Any]) -> None:
+    """As Adafactor of transformers, which computes its own, and as optimizers without a rate."""
+
+    class WithoutRate(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, group)
+
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = nn.Linear(2, 1)
+    with observer() as watched:
+        optimizer = WithoutRate(model.parameters())
+        model(torch.ones(3, 2)).mean().backward()
+        optimizer.step()
+    assert watched.tracker.learning_rate is None
+    assert watched.clock.steps == 1
+
+
+def test_work_before_training_is_not_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric that the script prints before its first batch passes no times on."""
+    monkeypatch.setattr(host_times, "work_s", lambda: 1000.0)
+    with observer() as watched:
+        watched.clock.pass_on()
+        train(1)
+    # All readings of the clock are the same.
+    assert watched.tracker.totals()["compute_cpu_s"] == 0.0
+
+
 def test_teacher_in_evaluation_mode_is_not_an_evaluation() -> None:
     teacher = nn.Linear(2, 2)
     model = nn.Linear(2, 2)
@@ -299,6 +414,34 @@ def test_model_that_trains_in_evaluation_mode() -> None:
             optimizer.step()
     summary = watched.tracker.summary()
     assert (summary.batches, summary.validation_s) == (3, 0.0)
+
+
+def test_times_between_two_epochs() -> None:
+    """A checkpoint is saved, an evaluation follows, and each DataLoader starts its workers."""
+
+    class Slow(DataLoader[torch.Tensor]):
+        def _get_iterator(self) -> Any:
+            time.sleep(0.02)
+            return super()._get_iterator()
+
+    model = nn.Linear(2, 1)
+    loader, other = (Slow(torch.ones(4, 2), batch_size=2) for _ in range(2))
+    with observer() as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for batch in loader:
+                model(batch).mean().backward()
+                optimizer.step()
+            time.sleep(0.05)
+            with torch.no_grad():
+                for batch in other:
+                    model(batch)
+    totals = watched.tracker.totals()
+    assert totals["batches"] == 4
+    assert totals["steps_s"]["other"] >= 0.1
+    assert totals["validation_s"] >= 0.04
+    # The first iterator was made before training.
+    assert totals["steps_s"]["batch_load"] >= 0.02
 
 
 def test_pass_without_gradients_within_a_step_is_not_an_evaluation() -> None:

@@ -49,6 +49,7 @@ def test_goal_on_the_observed_loss() -> None:
         (["--metric", "loss", "train.py"], "--metric must be NAME=REGEX, not 'loss'"),
         (["--metric", "loss=([", "train.py"], "must have a regular expression"),
         (["--metric", "loss=loss", "train.py"], "must have a group around the number"),
+        (["--metric", "train_loss=(.*)", "train.py"], "--metric must not be named 'train_loss'"),
         (["--goal", "loss=3", "train.py"], "--goal must be NAME<=VALUE or NAME>=VALUE"),
         (["--goal", "loss<=nan", "train.py"], "--goal must be NAME<=VALUE or NAME>=VALUE"),
         (
