@@ -753,8 +753,14 @@ def _start(
         client.check(request)
     # Nothing is deleted for requests that would be refused.
     for request in requests:
-        if request["name"] in earlier:
+        if request["name"] not in earlier:
+            continue
+        try:
             client.delete(earlier[request["name"]]["id"])
+        except MasterRequestError as error:
+            # Somebody else may have deleted it.
+            if error.status != 404:
+                raise
     started: list[dict[str, Any]] = []
     for request in requests:
         try:

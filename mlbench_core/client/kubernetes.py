@@ -191,8 +191,8 @@ def _refuse_several(entries: list[Any], kind: str) -> None:
     if len(entries) > 1:
         names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
         raise MasterNotFoundError(
-            f"{len(entries)} {kind} have these labels ({names}): give more labels, or the "
-            "k8s_namespace of one that is alone in it"
+            f"{len(entries)} {kind} have these labels ({names}): give more labels, or a "
+            "k8s_namespace that has only one of them"
         )
 
 

@@ -87,7 +87,8 @@ def load(
 def identity(record: RunRecord) -> str:
     """Return a text that is equal for copies of a run.
 
-    They differ only in the path from which they were read, which remarks may have, too.
+    Copies differ only in the path from which they were read. Remarks may contain it, so they do
+    not count.
 
     Args:
         record: The run.

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["StepClock"]
 
 # With several optimizers, the last one of a cycle ends the step. It is known as soon as all of them
-# have stepped. One that takes none in this number of steps, or in two steps of each optimizer,
-# counts as unused.
+# have stepped. One that takes none in this number of steps counts as unused; with more than 8
+# optimizers, in twice their number.
 _LONGEST_CYCLE = 16
 # Marks of the host's clock that are kept before they are added up, about 1 MB.
 _MOST_MARKS = 10_000
@@ -58,7 +58,9 @@ class StepClock:
             since the first batch.
         on_begin: Called before training begins.
         interval_s: Seconds of an interval.
-        exchange: Called with the last optimizer of a step, before the step ends.
+        exchange: Called with the last optimizer of a step before the step ends, and outside of
+            training after each optimizer. If a forward pass of DDP follows the step of another
+            optimizer, it is called before this pass.
 
     Attributes:
         is_open: True while training time is measured: since the first batch, outside evaluations.
@@ -112,6 +114,8 @@ class StepClock:
         self._end_step = end_step
         self._on_begin = on_begin
         self._exchange = exchange
+        # The optimizer whose step no exchange has followed yet.
+        self._owed: weakref.ref[Any] | None = None
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self.thread = threading.get_ident()
@@ -247,6 +251,9 @@ class StepClock:
             model: The id of the DDP model.
             inputs: Its arguments. Their samples count if the script reads no DataLoader.
         """
+        # The last optimizer of a step may not be known yet, or take no steps any more.
+        if self._owed is not None and self.optimizer_depth == 0:
+            self._exchange_owed()
         if self.may_evaluate:
             # The pass without gradients was a part of this step, as for pseudo-labels.
             self._training_goes_on()
@@ -431,9 +438,10 @@ class StepClock:
             return
         # Steps outside of training have no order.
         ends_step = not self.is_open or self._ends_step(optimizer)
+        self._owed = weakref.ref(optimizer)
         if ends_step:
             # An optimizer that a method has is a part of this step, too.
-            self._exchange(optimizer)
+            self._exchange_owed()
         self.optimizer_depth = 0
         if not self.is_open:
             return
@@ -445,6 +453,15 @@ class StepClock:
         if ends_step:
             self.optimizer = optimizer
             self.end_step()
+
+    def _exchange_owed(self) -> None:
+        """Do the exchange after the latest step of an optimizer, if there was none yet."""
+        owed, self._owed = self._owed, None
+        if owed is None:
+            return
+        optimizer = owed()
+        if optimizer is not None:
+            self._exchange(optimizer)
 
     def _ends_step(self, optimizer: Any) -> bool:
         """Return True if an optimizer is the last one of the cycle."""

@@ -55,8 +55,8 @@ def starting_runs(
 ) -> tuple[Sequence[RunRecord], RunRecord | None]:
     """Return the runs from which :func:`predict_repeats` starts, and the run of one worker.
 
-    The second is None without one whose steps have as many samples. Without a run of several
-    workers, the first run is the start, and it cannot be predicted from.
+    The second is None without one whose steps have as many samples as those of a start. Without a
+    run of several workers, the first run is the start, and it cannot be predicted from.
     """
     by_distance: dict[tuple[int, int], list[RunRecord]] = {}
     for record in records:
@@ -68,6 +68,6 @@ def starting_runs(
     if by_distance:
         starts = by_distance[min(by_distance)]
     for record in records:
-        if record.workers == 1 and all(have_equal_steps(start, record) for start in starts):
+        if record.workers == 1 and any(have_equal_steps(start, record) for start in starts):
             return starts, record
     return starts, None

@@ -393,7 +393,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     # The options of a script that is measured unchanged are its own.
     if not script and _own_option(_given_words(content, variants), (_FIXED_TIME,)):
         raise ValueError(
-            f"arguments must not have {_FIXED_TIME}: a sweep compares times, which are equal after "
+            f"a sweep must not have {_FIXED_TIME}: it compares times, which are equal after "
             "a fixed training time, so use mlbench run, and mlbench compare for the values"
         )
     return Sweep(

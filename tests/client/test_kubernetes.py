@@ -184,7 +184,7 @@ def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(
         ValueError,
         match=(
             r"2 services have these labels \(lab/master, mlbench/master\): give more labels, or "
-            r"the k8s_namespace"
+            r"a k8s_namespace"
         ),
     ):
         ApiClient(in_cluster=False)

@@ -243,6 +243,23 @@ def test_method_on_weights_acts_after_all_optimizers_of_a_step(
     assert sum(entry["calls"] for entry in end["collectives"]) == 5
 
 
+def test_method_on_weights_acts_while_an_optimizer_takes_no_steps(runner: Runner) -> None:
+    options = ("--method", "local_sgd:period=1")
+    run = runner.run("two_optimizers", 2, options=options, arguments=["phases"])
+    assert run.statuses == [0, 0], run.logs
+    # Not after the step, because the other optimizer could follow, but before the next pass.
+    first, second = (report["before"] for report in run.reports)
+    assert first == second
+    first, second = (report["after"] for report in run.reports)
+    assert first != second
+
+
+def test_des_loc_refuses_a_script_with_two_optimizers(runner: Runner) -> None:
+    run = runner.run("two_optimizers", 2, options=("--method", "des_loc"))
+    assert run.statuses == [1, 1], run.logs
+    assert "des_loc cannot be used here: one optimizer must have all weights" in run.logs
+
+
 def test_optimizer_takes_the_place_of_the_script_s(runner: Runner) -> None:
     run = runner.run("compiled", 2, options=("--optimizer", "muon:lr=0.01"))
     assert run.statuses == [0, 0], run.logs

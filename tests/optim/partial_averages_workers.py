@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from mlbench_core.aggregation.pytorch import DESLOCAggregation, SPARTAAggregation
 from mlbench_core.optim.pytorch import DESLOC, SPARTA
@@ -91,6 +92,21 @@ def rare(rank: int) -> list[Tensor]:
     return history
 
 
+def frozen(rank: int) -> Tensor:
+    """The weights of a model with a frozen parameter that the optimizer leaves out."""
+    model = Weights(x=start(), y=torch.ones(3))
+    model.y.requires_grad_(False)
+    adam = AdamW([model.x], lr=0.05)
+    aggregation = DESLOCAggregation(period=2)
+    aggregation.watch(dict(model.named_parameters()), adam)
+    average = aggregation.agg_model()
+    for step in range(6):
+        model.x.grad = gradient(rank, model.x.detach(), step)
+        adam.step()
+        average(model, "avg_world")
+    return model.x.detach()
+
+
 def sparta(rank: int, group: Any) -> dict[str, Any]:
     """Against the reference, with its bytes, and resumed."""
 
@@ -141,6 +157,7 @@ def whole(rank: int) -> dict[str, Tensor]:
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "one without gradients": one_without_gradients(rank),
+        "frozen": frozen(rank),
         "rare": rare(rank),
         "spread": spread(rank),
         "whole": whole(rank),

@@ -107,6 +107,10 @@ def test_a_worker_without_gradients_of_a_coordinate_takes_no_giant_step(ranks: R
         assert history.diff(dim=0).abs().max() < 0.5
 
 
+def test_the_optimizer_may_leave_out_a_frozen_parameter(ranks: Ranks) -> None:
+    assert all(torch.equal(result["frozen"], ranks[0]["frozen"]) for result in ranks)
+
+
 def test_wrong_arguments_of_des_loc_are_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="second_moment_period must be"):

@@ -42,11 +42,11 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"arguments": ["--light"]}, "arguments must not have --light"),
         (
             {"arguments": ["--goal-after", "60"]},
-            "arguments must not have --goal-after: a sweep compares times",
+            "a sweep must not have --goal-after: it compares times",
         ),
         (
             {"variants": [{"name": "x", "arguments": ["--goal-after=60"]}]},
-            "arguments must not have --goal-after",
+            "a sweep must not have --goal-after",
         ),
         ({"workers": [0]}, "workers must be whole numbers from 1 to 250, not [0]"),
         ({"workers": [2]}, "networks must be given for several workers"),

@@ -218,8 +218,8 @@ class Aggregation(ABC):
         on some worker, and every floating-point buffer, such as the running mean and variance of a
         BatchNorm layer. Other buffers (counters) and parameters that have always been frozen are
         left alone. If there are such parameters, the workers first ask each other whether one of
-        them has trained one, by a message of 4 bytes for each. Values are written into the tensors'
-        own memory.
+        them has trained one, by a message of 4 bytes for each and 4 more. Values are written into
+        the tensors' own memory.
 
         Args:
             by_layer: Send each tensor in separate messages instead of all together.

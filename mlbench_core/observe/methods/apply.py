@@ -269,8 +269,16 @@ class _Weights:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Let an aggregation of moments find those of the optimizer that has taken a step."""
-        if self._moments is not None:
-            self._moments.watch(parameters_of(self._model), optimizer)
+        if self._moments is None:
+            return
+        named = parameters_of(self._model)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if any(param.requires_grad and param not in held for param in named.values()):
+            raise ValueError(
+                "one optimizer must have all weights that require gradients, because their moments "
+                "are averaged with them: train with one, or take another method"
+            )
+        self._moments.watch(named, optimizer)
 
     def aggregate(self) -> None:
         """Replace the weights by the workers' result, if it is due."""

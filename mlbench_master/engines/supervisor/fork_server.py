@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -108,8 +109,12 @@ class ForkServer:
         size = len(message).to_bytes(_SIZE_BYTES, "big")
         with self._lock:
             self._socket.settimeout(_START_S)
-            socket.send_fds(self._socket, [size], [held.fileno()])
-            self._socket.sendall(message)
+            try:
+                socket.send_fds(self._socket, [size], [held.fileno()])
+                self._socket.sendall(message)
+            except OSError:
+                self.close()  # it may have a part of the request
+                raise
             answer = json.loads(self._receive())
         if "error" in answer:
             raise OSError(answer["error"])
@@ -189,6 +194,7 @@ def _supervise(connection: socket.socket, folder: Path, env: dict[str, str]) -> 
         answer: dict[str, int | str] = {"pid": os.getpid()}
     # For example on a full disk. Otherwise the master would wait for the answer.
     except Exception as error:
+        traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {str(error)[:_LONGEST_ERROR]}"}
     connection.sendall(json.dumps(answer).encode())
     # The master notices the end of the fork server only if no copy of its socket is open.

@@ -20,15 +20,18 @@ if "state" in sys.argv:
     # They take steps of size 0, in another order than those of training.
     get_optimizer_state_dict(model, [second, first])
 torch.manual_seed(9 + dist.get_rank())
-losses, after = [], []
+losses, before, after = [], [], []
 report.begin()
 for _ in range(5):
     loss = model(torch.randn(4, 6)).square().mean()
+    before.append([param.tolist() for param in model.parameters()])
     loss.backward()
     for optimizer in (first, second):
-        optimizer.step()
+        # The second one may be for a later phase of training.
+        if optimizer is first or "phases" not in sys.argv:
+            optimizer.step()
         optimizer.zero_grad()
     losses.append(loss.item())
     after.append([param.tolist() for param in model.parameters()])
-report.save([model], losses, after=after)
+report.save([model], losses, before=before, after=after)
 dist.destroy_process_group()

@@ -160,13 +160,16 @@ class DESLOCAggregation(PeriodicAggregation):
         self._limit_first_moments(due)
 
     def _limit_first_moments(self, names: Iterable[str]) -> None:
-        """Limit averages of first moments if the second moments are still those of this worker."""
+        """Limit first moments that were averaged now, without the second moments."""
         betas = {}
         for group in self._groups:
             betas.update(dict.fromkeys(group["params"], group["betas"]))
         for name in names:
             parameter = self._parameters.get(name)
-            if parameter is None or self._due(name)[-1] != "exp_avg":
+            # A buffer has no moments, and the optimizer may leave out frozen parameters.
+            if parameter is None or parameter not in betas:
+                continue
+            if self._due(name)[-1] != "exp_avg":
                 continue
             first, second = betas[parameter]
             state = self._state.get(parameter)
