@@ -84,6 +84,8 @@ def prepare_database(database_engine: sa.Engine, metadata: sa.MetaData) -> None:
             connection.execute(sa.delete(versions))
             connection.execute(sa.insert(versions).values(version=int(HEAD)))
         _check_columns(connection, metadata)
+        # A file that cannot be written, or a full disk, is known here, with the name of the file.
+        connection.execute(sa.update(versions).values(version=versions.c.version))
         connection.commit()
 
 
