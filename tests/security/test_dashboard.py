@@ -138,6 +138,26 @@ def test_a_page_catches_up_after_the_master_was_away(tmp_path: Path, browser: Br
         wait_for(are_shown, what="the reason and the date")
 
 
+def test_a_page_goes_on_after_an_answer_that_cannot_be_shown(
+    tmp_path: Path, browser: Browser
+) -> None:
+    with server(tmp_path / "data", "--token", "sesame") as (base, _):
+        log_in(browser, base)
+        run = talking(base, tmp_path)
+        page = browser.open(f"{base}/runs/{run['id']}/")
+        wait_for(lambda: page.text("#state") == "started", what="the start")
+        time.sleep(1)  # the reading after the start is over
+        page(
+            "const read = XMLHttpRequest.prototype.getResponseHeader; "
+            "XMLHttpRequest.prototype.getResponseHeader = function () { "
+            "XMLHttpRequest.prototype.getResponseHeader = read; "
+            "window.hasFailed = true; throw new Error('broken'); }"
+        )
+        httpx.post(f"{base}/api/runs/{run['id']}/stop/", headers=HEADERS)
+        wait_for(lambda: page.text("#state") == "stopped", what="the end")
+        assert page("window.hasFailed")
+
+
 def test_the_log_of_the_page_and_of_the_events_fit_together(tmp_path: Path) -> None:
     """As the page's script joins them: each line has its number, and the page has that of the next
     line."""

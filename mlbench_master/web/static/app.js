@@ -26,6 +26,7 @@ export function on(kind, listener) {
 // One reading at a time, and another one after it if something happened meanwhile.
 let reading = false;
 let again = false;
+let giveUp = () => {};
 
 /**
  * Read the page again and replace its parts with the attribute data-live, which need an id.
@@ -41,7 +42,9 @@ export async function refresh() {
     if (parts.length) {
       giveFocusBack = () => {};
       const selectOOB = parts.map((part) => `#${part.id}`).join(",");
-      await htmx.ajax("GET", location.href, { source: "#main", target: "#main", swap: "none", selectOOB }).catch(() => {});
+      const failure = new Promise((resume) => { giveUp = resume; });
+      const answer = htmx.ajax("GET", location.href, { source: "#main", target: "#main", swap: "none", selectOOB });
+      await Promise.race([answer.catch(() => {}), failure]);
       giveFocusBack();
       document.dispatchEvent(new Event("refreshed"));
       tellAges();
@@ -72,6 +75,9 @@ document.addEventListener("htmx:beforeSwap", () => {
 });
 
 document.addEventListener("htmx:sendError", () => { again = true; }); // the master is away
+// The promise of htmx stays open if an answer cannot be shown, and a request without a limit may stay open, too.
+document.addEventListener("htmx:onLoadError", () => { again = true; giveUp(); });
+document.addEventListener("htmx:timeout", () => { again = true; });
 document.addEventListener("htmx:responseError", (event) => {
   const { status } = event.detail.xhr;
   if (status === 401) location.reload(); // to the login page
