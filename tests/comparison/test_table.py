@@ -138,7 +138,7 @@ def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
 
 
 def test_a_mean_value_needs_the_value_of_every_run() -> None:
-    """A metric that is NaN from the first validation has no value, and the others are no mean."""
+    """A metric that is NaN from the first validation has no value, so there is no mean."""
     goal = {"metric": "val_global_PPL", "threshold": None, "minimize": True, "budget_s": 60.0}
     lost = [None, None, 150.0]
     records = []
