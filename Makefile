@@ -54,12 +54,14 @@ types: $(VENV)/.installed-dev
 # the others.
 PAIRED = $(addprefix tests/,aggregation browser cli client comparison compat30 contracts controlflow faults master optim references results security \
 	dataset evaluation lr_scheduler models network observe ops prediction sweep tools tracking) $(wildcard tests/test_*.py tests/benchmarks/test_micro_*.py)
+# The tests on which the time goes are named at the end.
+SLOWEST = --durations=100 --durations-min=3
 test: lint types
 	$(MAKE) --no-print-directory --jobs 2 test-paired test-single
 test-paired: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOWEST) -n 2 --dist worksteal $(PAIRED)
 test-single: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOWEST) $(addprefix --ignore=,$(PAIRED))
 
 # Before a release, and after a change of what all optimizers share.
 test-thorough:
