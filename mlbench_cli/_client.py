@@ -248,7 +248,7 @@ class MasterClient(RestClient):
         Raises:
             ConfigurationError: The download is damaged.
         """
-        from mlbench_core.comparison.load import unpack
+        from mlbench_core.comparison.load_results import unpack
 
         # Unpacked only after the whole download, which may break off.
         with tempfile.TemporaryDirectory() as temporary:

@@ -24,7 +24,7 @@ from mlbench_cli._clusters.cloud import open_tunnel
 from mlbench_cli._clusters.programs import last_line
 from mlbench_cli._output import remark
 from mlbench_core import files
-from mlbench_core.caller import module_command, safe_environment
+from mlbench_core.calling_environment import module_command, safe_environment
 from mlbench_core.client import settings
 from mlbench_core.client.clusters import current_cluster
 from mlbench_core.client.masters import MasterRecord, find_credentials, forget_master, read_record

@@ -14,9 +14,9 @@ from mlbench_cli._client import RunSource, names_of, reason_of, state_of
 from mlbench_cli._output import clean, log_line, print_json, remark
 from mlbench_cli._records import compare_records, print_comparison, print_records
 from mlbench_cli._step_table import print_steps, show_unmeasured
-from mlbench_core.comparison.load import load, save
-from mlbench_core.comparison.pool import pool, usable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import pool, usable
+from mlbench_core.comparison.load_results import load, save
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MLBenchError
 
 __all__ = ["LOG_LINES_SHOWN", "follow"]

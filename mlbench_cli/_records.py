@@ -14,10 +14,10 @@ import click
 from mlbench_cli._client import FINAL_STATES, MasterClient
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import clean, number, print_json, print_table, remark
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.group_repeats import Group
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.prices import Pricing, load_prices
-from mlbench_core.comparison.record import UNKNOWN, RunRecord
+from mlbench_core.comparison.result_record import UNKNOWN, RunRecord
 from mlbench_core.comparison.table import Comparison, cell, compare_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing

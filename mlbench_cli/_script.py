@@ -14,7 +14,7 @@ import click
 
 from mlbench_cli import _wait
 from mlbench_cli._output import remark
-from mlbench_core.caller import observe_command
+from mlbench_core.calling_environment import observe_command
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.observe.options import parse_options

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mlbench_cli._output import clean, print_table, remark
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.observe.table import NOT_MEASURED, run_rows
 from mlbench_core.results.lines import read_lines
 

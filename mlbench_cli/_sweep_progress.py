@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from mlbench_cli._output import clean, remark, seconds
 from mlbench_core.sweep.estimate import estimate
-from mlbench_core.sweep.file import Point, Sweep
-from mlbench_core.sweep.folder import Done, Failure
 from mlbench_core.sweep.runner import Observer
+from mlbench_core.sweep.sweep_folder import Done, Failure
+from mlbench_core.sweep.toml_file import Point, Sweep
 
 __all__ = ["open_display"]
 

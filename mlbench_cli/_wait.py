@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_cli._output import clean, number, remark, seconds
-from mlbench_core.comparison.pool import plural
+from mlbench_core.comparison.group_repeats import plural
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.run_terms import GoalAim
 

@@ -22,20 +22,20 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.caller import module_command
-from mlbench_core.comparison.html import bullets, grid
-from mlbench_core.comparison.pool import plural
+from mlbench_core.calling_environment import module_command
+from mlbench_core.comparison.group_repeats import plural
+from mlbench_core.comparison.html_page import bullets, grid
 from mlbench_core.comparison.table import cell
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import replacing
 from mlbench_core.observe.methods.own_class import describe_own_class
 from mlbench_core.paths import user_folder
-from mlbench_core.sweep.file import load_sweep
-from mlbench_core.sweep.folder import COPY, SweepFolder
-from mlbench_core.sweep.outcome import Outcome
+from mlbench_core.sweep.grouped_runs import Outcome
 from mlbench_core.sweep.page import read_outcome
-from mlbench_core.sweep.tables import csv_columns, known_columns, table_rows
-from mlbench_core.sweep.words import notes, summary
+from mlbench_core.sweep.result_table import csv_columns, known_columns, table_rows
+from mlbench_core.sweep.sentences import notes, summary
+from mlbench_core.sweep.sweep_folder import COPY, SweepFolder
+from mlbench_core.sweep.toml_file import load_sweep
 
 __all__ = ["Comparison", "SweepFigure", "compare"]
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mlbench_core import experiments
 from mlbench_core.aggregation.pytorch import Aggregation
-from mlbench_core.caller import FORK_VARIABLE, module_command
+from mlbench_core.calling_environment import FORK_VARIABLE, module_command
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.sweep import page
-from mlbench_core.sweep.file import load_sweep, parse_sweep
+from mlbench_core.sweep.toml_file import load_sweep, parse_sweep
 from tests.helpers.processes import ROOT
 from tests.results.helpers import write_run
 

@@ -10,12 +10,12 @@ import pytest
 
 from mlbench_cli import _wait
 from mlbench_core.comparison.figures.captions import caption
-from mlbench_core.comparison.pool import pool
+from mlbench_core.comparison.group_repeats import pool
 from mlbench_core.comparison.table import compare_groups
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.run_terms import PHASES, STEPS, GoalAim, goal_text
-from mlbench_master.runs.goals import RunGoal, RunPlan
-from tests.comparison.test_pool import a_record
+from mlbench_master.runs.run_goals import RunGoal, RunPlan
+from tests.comparison.test_group_repeats import a_record
 
 
 class OnlyMetric:

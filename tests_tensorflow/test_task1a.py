@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.table import compare_runs
 from mlbench_core.results.folder import read_environment, read_result, verify_folder
 from tests.helpers.data import test_data

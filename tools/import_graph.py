@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
 GROUND = {
-    "", "addresses", "arguments", "caller", "checkpoint_names", "errors", "files",
+    "", "addresses", "arguments", "calling_environment", "checkpoint_names", "errors", "files",
     "install_cuda_extensions", "paths", "processor_time", "run_terms", "running_statistics",
     "tasks", "torch_private", "wire_bytes", "_optional",
 }  # fmt: skip

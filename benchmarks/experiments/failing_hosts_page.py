@@ -83,7 +83,7 @@ def table(lines: Lines) -> str:
 
 def draw(lines: Lines) -> Drawing:
     """Draw seconds to the goal and goodput against the rate of failures."""
-    from mlbench_core.comparison.figures.looks import method_looks
+    from mlbench_core.comparison.figures.styles import method_looks
 
     figure = new_figure(PAGE_IN, 2.4)
     left, right = figure.subplots(1, 2)

@@ -13,9 +13,9 @@ import argparse
 import statistics
 from pathlib import Path
 
-from mlbench_core.sweep.file import load_sweep
-from mlbench_core.sweep.outcome import Outcome
+from mlbench_core.sweep.grouped_runs import Outcome
 from mlbench_core.sweep.page import read_outcome
+from mlbench_core.sweep.toml_file import load_sweep
 
 
 def read(folder: Path) -> Outcome:

@@ -136,7 +136,7 @@ def start_trainers(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
-    from mlbench_core.comparison.pool import plural
+    from mlbench_core.comparison.group_repeats import plural
     from mlbench_core.models.pytorch.autocast import has_fast_bfloat16
     from mlbench_core.models.pytorch.gpt import GPTConfig
 

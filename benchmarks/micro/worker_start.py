@@ -44,8 +44,8 @@ dist.barrier()
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
-    from mlbench_core.caller import FORK_VARIABLE
-    from mlbench_core.comparison.pool import plural
+    from mlbench_core.calling_environment import FORK_VARIABLE
+    from mlbench_core.comparison.group_repeats import plural
     from mlbench_master.engines import Job
     from mlbench_master.engines.local.engine import LocalEngine
 

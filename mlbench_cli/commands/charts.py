@@ -14,9 +14,9 @@ import click
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import clean, dashboard_option, json_option, print_json, remark
 from mlbench_cli._records import from_master, matches, print_records
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import Group, check_comparable, pool, usable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import Group, check_comparable, pool, usable
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError, MasterNotFoundError
 
 __all__ = ["charts", "draw_overview"]

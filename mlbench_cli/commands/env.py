@@ -12,7 +12,7 @@ import click
 from mlbench_cli import _embedded
 from mlbench_cli._clusters.programs import last_line
 from mlbench_cli._output import clean, json_option, print_json
-from mlbench_core.caller import safe_environment
+from mlbench_core.calling_environment import safe_environment
 from mlbench_core.errors import MLBenchError
 from mlbench_core.paths import user_folder
 from mlbench_core.results.environment import describe_packages, describe_system

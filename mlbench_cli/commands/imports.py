@@ -12,7 +12,7 @@ from mlbench_cli._client import MasterClient
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import clean, dashboard_option, json_option, print_json, remark
 from mlbench_cli.commands.results import result_folders
-from mlbench_core.client.delivery import MAX_BATCH
+from mlbench_core.client.metric_delivery import MAX_BATCH
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.results.folder import read_result, verify_folder
 from mlbench_core.results.upload import metrics_of, run_record

@@ -16,9 +16,9 @@ import click
 from mlbench_cli._networks import TypedNetwork, networks_option, workers_option
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
-from mlbench_core.comparison.pool import usable
+from mlbench_core.comparison.group_repeats import usable
 from mlbench_core.comparison.prices import Pricing, price_of
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def predict(
     without figures, and the reason below the table. A run that cannot be used is left out, with one
     line that says why.
     """
-    from mlbench_core.comparison.load import load
+    from mlbench_core.comparison.load_results import load
 
     def leave_out(reason: str) -> None:
         remark(clean(f"{reason} of the prediction"))

@@ -14,7 +14,7 @@ from mlbench_cli._probes import METHODS, WORKERS, probe
 from mlbench_cli._records import price_options
 from mlbench_cli._script import find_script
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.sweep.file import parse_time
+from mlbench_core.sweep.toml_file import parse_time
 
 __all__ = ["recommend"]
 

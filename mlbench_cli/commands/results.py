@@ -9,7 +9,7 @@ import click
 
 from mlbench_cli._output import clean, json_option, print_json, remark
 from mlbench_cli._records import compare_records, price_options, write_texts
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import RESULT, find_folders, lacking, read_result, verify_folder
@@ -40,7 +40,7 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
     the files are checked, too. Exit status 1 if something does not match. A run that a sweep
     stopped at its limit has no result.
     """
-    from mlbench_core.sweep.folder import stopped_at_limit
+    from mlbench_core.sweep.sweep_folder import stopped_at_limit
 
     problems: dict[str, list[str]] = {}
     for folder in result_folders(folders):
@@ -150,8 +150,8 @@ def collect(
     as_json: bool,
 ) -> None:
     """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
-    from mlbench_core.comparison.collection import collection_page, recorded_commands, runs_csv
     from mlbench_core.comparison.figures import drawings, save
+    from mlbench_core.comparison.results_page import collection_page, recorded_commands, runs_csv
 
     groups, comparison = compare_records(load(folders), pricing)
     captions, written = {}, []
@@ -199,7 +199,7 @@ def board(folder: Path, output: Path, title: str, pricing: Pricing, as_json: boo
     status 1 if one is refused.
     """
     from mlbench_core.comparison.board import board_html, board_markdown, read_board
-    from mlbench_core.sweep.folder import TUNING, stopped_at_limit
+    from mlbench_core.sweep.sweep_folder import TUNING, stopped_at_limit
 
     found = read_board(
         folder, pricing, is_stopped=stopped_at_limit, is_trial=lambda path: TUNING in path.parts

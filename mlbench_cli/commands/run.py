@@ -36,7 +36,12 @@ from mlbench_cli._script import (
     refuse_options,
     script_options,
 )
-from mlbench_core.caller import FORK_VARIABLE, call_folder, check_variable, describe_call
+from mlbench_core.calling_environment import (
+    FORK_VARIABLE,
+    call_folder,
+    check_variable,
+    describe_call,
+)
 from mlbench_core.client import settings
 from mlbench_core.client.series import (
     FIRST_SEED,

@@ -25,18 +25,18 @@ from mlbench_cli._output import (
     seconds,
 )
 from mlbench_cli._script import check_script
-from mlbench_core.caller import FORK_VARIABLE, describe_call
-from mlbench_core.comparison.pool import plural
+from mlbench_core.calling_environment import FORK_VARIABLE, describe_call
+from mlbench_core.comparison.group_repeats import plural
 from mlbench_core.errors import MLBenchError
 from mlbench_core.observe.methods.names import parse_method
 from mlbench_core.observe.methods.own_class import check_own_class
 from mlbench_core.sweep.estimate import Estimate, estimate
-from mlbench_core.sweep.file import Point, Sweep, in_words_of_file, load_sweep
-from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.sweep_folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.toml_file import Point, Sweep, in_words_of_file, load_sweep
 
 if TYPE_CHECKING:
-    from mlbench_core.comparison.record import RunRecord
-    from mlbench_core.sweep.outcome import Outcome
+    from mlbench_core.comparison.result_record import RunRecord
+    from mlbench_core.sweep.grouped_runs import Outcome
 
 __all__ = ["sweep"]
 
@@ -235,7 +235,7 @@ def _show_estimate(
 def _show_results(outcome: Outcome) -> None:
     """Print one row for each algorithm, number of workers and network."""
     # Imported here, because --dry-run does not need it.
-    from mlbench_core.sweep.words import notes
+    from mlbench_core.sweep.sentences import notes
 
     rows = []
     for cell in outcome.cells:
@@ -255,7 +255,7 @@ def _records(
     folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]
 ) -> dict[str, RunRecord]:
     """Return the results of the runs that have ended, by name."""
-    from mlbench_core.comparison.load import load
+    from mlbench_core.comparison.load_results import load
 
     records = {}
     for point in points:

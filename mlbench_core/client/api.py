@@ -29,10 +29,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.client.delivery import MetricDelivery
 from mlbench_core.client.kubernetes import find_master
-from mlbench_core.client.outbox import Outbox
+from mlbench_core.client.metric_delivery import MetricDelivery
 from mlbench_core.client.rest import RestClient, base_url, message_of, path_part
+from mlbench_core.client.undelivered_metrics import Outbox
 from mlbench_core.errors import MasterAddressError, MasterNotFoundError, MasterRequestError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, find_image

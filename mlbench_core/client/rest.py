@@ -1,8 +1,9 @@
 """HTTP requests to a master: addresses, authentication, time limits, retries and errors.
 
 No other module speaks HTTP to the master, except the transport in
-:mod:`mlbench_core.client.proven`: :class:`~mlbench_core.client.api.ApiClient` and the ``mlbench``
-command send through :class:`RestClient`. Importing this module does not load ``requests``.
+:mod:`mlbench_core.client.proven_server`: :class:`~mlbench_core.client.api.ApiClient` and the
+``mlbench`` command send through :class:`RestClient`. Importing this module does not load
+``requests``.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class RestClient:
         from requests.adapters import HTTPAdapter
         from urllib3.util.retry import Retry
 
-        from mlbench_core.client.proven import ProvenAdapter
+        from mlbench_core.client.proven_server import ProvenAdapter
 
         session = requests.Session()
         session.trust_env = not is_loopback(urlsplit(self.url).hostname or "")

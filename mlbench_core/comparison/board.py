@@ -20,16 +20,16 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import quote
 
-from mlbench_core.caller import OBSERVER
-from mlbench_core.comparison.collection import machine_text
-from mlbench_core.comparison.html import bullets, document, elements, grid
-from mlbench_core.comparison.load import MOST_UNPACKED_BYTES, identity, load
-from mlbench_core.comparison.pool import Group, plural, pool, usable
+from mlbench_core.calling_environment import OBSERVER
+from mlbench_core.comparison.goal_times import compare_times
+from mlbench_core.comparison.group_repeats import Group, plural, pool, usable
+from mlbench_core.comparison.html_page import bullets, document, elements, grid
+from mlbench_core.comparison.load_results import MOST_UNPACKED_BYTES, identity, load
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
+from mlbench_core.comparison.results_page import machine_text
 from mlbench_core.comparison.significance import holm
 from mlbench_core.comparison.table import Column, Price, compare_groups, escape, markdown_lines
-from mlbench_core.comparison.times import compare_times
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import (
     RESULT,

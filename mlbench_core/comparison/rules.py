@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlbench_core.comparison.convergence import check_convergence, find_reference
-from mlbench_core.comparison.pool import Group, plural, pool, usable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import Group, plural, pool, usable
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import read_lines
 from mlbench_core.run_terms import TRACKER_PHASES

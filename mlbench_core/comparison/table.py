@@ -1,7 +1,7 @@
 """Compare groups of repeated runs in a table, as terminal text, CSV, JSON or Markdown.
 
 A group with a run that missed its goal has a median and a cost per success, and no mean: see
-:mod:`mlbench_core.comparison.times`. Times of a program without a goal are its training times.
+:mod:`mlbench_core.comparison.goal_times`. Times of a program without a goal are its training times.
 
 Runs whose goal is the best value after a fixed training time are compared by this value. Their
 times are equal by definition, so they have no speed-up, no test and no performance profile.
@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlbench_core.comparison.pool import (
+from mlbench_core.comparison.goal_times import compare_times, cost_per_success_s, median_s
+from mlbench_core.comparison.group_repeats import (
     Group,
     Series,
     check_comparable,
@@ -33,7 +34,7 @@ from mlbench_core.comparison.pool import (
     workload,
 )
 from mlbench_core.comparison.prices import Pricing, price_index
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import (
     describe,
     holm,
@@ -42,7 +43,6 @@ from mlbench_core.comparison.significance import (
     performance_profile,
     performance_score,
 )
-from mlbench_core.comparison.times import compare_times, cost_per_success_s, median_s
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
 
@@ -179,7 +179,7 @@ class Comparison:
         profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the
             best time, and ``score``; empty with one task.
         differences: Differences between the groups, see
-            :func:`~mlbench_core.comparison.pool.differences`.
+            :func:`~mlbench_core.comparison.group_repeats.differences`.
         remarks: Sentences for people.
     """
 
@@ -322,7 +322,7 @@ def compare_groups(
     """Compare groups of repeated runs.
 
     Args:
-        groups: The groups, see :func:`~mlbench_core.comparison.pool.pool`.
+        groups: The groups, see :func:`~mlbench_core.comparison.group_repeats.pool`.
         price: Price of a run; None if it is unknown.
         baseline: Label of the groups against which all others are tested. By default, every pair is
             tested that has the same number of workers.

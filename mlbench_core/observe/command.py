@@ -38,7 +38,7 @@ class _ObservedRun:
     def __init__(self, options: Options, environment: ClusterEnvironment) -> None:
         from mlbench_core.observe.methods.apply import make_method
         from mlbench_core.observe.observer import Observer
-        from mlbench_core.observe.worker_messages import StoreWorkers
+        from mlbench_core.observe.store_messages import StoreWorkers
 
         place = environment.place()
         self.rank, self.world_size = place.rank, place.world_size

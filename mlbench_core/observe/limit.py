@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from mlbench_core.observe.steps import StepClock
-from mlbench_core.observe.worker_messages import StoreWorkers
+from mlbench_core.observe.store_messages import StoreWorkers
 from mlbench_core.tasks import TRAIN_LIMIT
 
 __all__ = ["ScriptLimit"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from mlbench_core.comparison.pool import plural
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import plural
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
 from mlbench_core.prediction.model import (

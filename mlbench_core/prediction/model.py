@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlbench_core.arguments import check_int
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.network.named import get_network

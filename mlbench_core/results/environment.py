@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mlbench_core.caller import NAMED_VARIABLES, is_carried
+from mlbench_core.calling_environment import NAMED_VARIABLES, is_carried
 from mlbench_core.files import digest
 from mlbench_core.results.checkout import describe_checkout
 from mlbench_core.results.control_groups import cores_limit, memory_limit, read_file

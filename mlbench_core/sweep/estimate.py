@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlbench_core.sweep.file import Point
-from mlbench_core.sweep.folder import Done
+from mlbench_core.sweep.sweep_folder import Done
+from mlbench_core.sweep.toml_file import Point
 
 __all__ = ["Estimate", "estimate"]
 

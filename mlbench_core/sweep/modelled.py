@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlbench_core.comparison.record import CurvePoint, RunRecord
+from mlbench_core.comparison.result_record import CurvePoint, RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict

@@ -13,21 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.comparison.collection import machine_text, software_text
 from mlbench_core.comparison.figures.captions import not_among
-from mlbench_core.comparison.pool import plural
+from mlbench_core.comparison.group_repeats import plural
 from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.results_page import machine_text, software_text
 from mlbench_core.comparison.table import escape, markdown_lines
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
-from mlbench_core.sweep.file import Sweep, load_sweep
-from mlbench_core.sweep.folder import COPY, RECORD, RUNS, TUNING, SweepFolder
-from mlbench_core.sweep.html import Section, html_page, inline_svg
+from mlbench_core.sweep.fastest_methods import Map, Predict, predict_map, some_workers
+from mlbench_core.sweep.grouped_runs import Outcome, duration, gather, sent_per_worker
+from mlbench_core.sweep.html_page import Section, html_page, inline_svg
 from mlbench_core.sweep.modelled import ModelledRecord, step_numbers
-from mlbench_core.sweep.outcome import Outcome, duration, gather, sent_per_worker
-from mlbench_core.sweep.search import Search
-from mlbench_core.sweep.tables import (
+from mlbench_core.sweep.result_table import (
     TUNING_COLUMNS,
     UTILIZATION_COLUMNS,
     as_csv,
@@ -36,9 +34,11 @@ from mlbench_core.sweep.tables import (
     tuning_rows,
     utilization_rows,
 )
+from mlbench_core.sweep.search import Search
+from mlbench_core.sweep.sentences import per_network, summary, tuning_rule
+from mlbench_core.sweep.sweep_folder import COPY, RECORD, RUNS, TUNING, SweepFolder
+from mlbench_core.sweep.toml_file import Sweep, load_sweep
 from mlbench_core.sweep.utilization import Utilization, predict_utilization
-from mlbench_core.sweep.winners import Map, Predict, predict_map, some_workers
-from mlbench_core.sweep.words import per_network, summary, tuning_rule
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing

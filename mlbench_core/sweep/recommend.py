@@ -19,18 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.arguments import check_int
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import differences, plural, pool, usable
+from mlbench_core.comparison.group_repeats import differences, plural, pool, usable
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
 from mlbench_core.network.named import NETWORKS, get_network
 from mlbench_core.prediction import predict_repeats
 from mlbench_core.prediction.check import check_repeats, widened
 from mlbench_core.prediction.model import samples_of_step, share_of_core
-from mlbench_core.sweep.file import load_sweep
-from mlbench_core.sweep.folder import COPY, SweepFolder
+from mlbench_core.sweep.grouped_runs import Cell, Outcome, differ, gather, order
 from mlbench_core.sweep.modelled import (
     ModelledRecord,
     Place,
@@ -38,9 +37,8 @@ from mlbench_core.sweep.modelled import (
     shared_caveats,
     step_numbers,
 )
-from mlbench_core.sweep.outcome import Cell, Outcome, differ, gather, order
-from mlbench_core.sweep.tables import cell_row, known_median
-from mlbench_core.sweep.words import (
+from mlbench_core.sweep.result_table import cell_row, known_median
+from mlbench_core.sweep.sentences import (
     NOT_TUNED,
     TESTS,
     leads,
@@ -49,6 +47,8 @@ from mlbench_core.sweep.words import (
     seconds,
     unfinished,
 )
+from mlbench_core.sweep.sweep_folder import COPY, SweepFolder
+from mlbench_core.sweep.toml_file import load_sweep
 
 __all__ = ["Advice", "Runs", "read_runs", "recommend"]
 

@@ -23,11 +23,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from mlbench_core.comparison.load import save
+from mlbench_core.comparison.load_results import save
 from mlbench_core.errors import ConfigurationError, MasterError, MasterRequestError
 from mlbench_core.results.folder import RESULT, read_result
-from mlbench_core.sweep.file import LONGEST_NAME, Point, Sweep
-from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.sweep_folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.toml_file import LONGEST_NAME, Point, Sweep
 from mlbench_core.tasks import TRAIN_LIMIT
 
 __all__ = ["Observer", "Runner"]

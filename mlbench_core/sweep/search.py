@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.lines import read_lines
-from mlbench_core.sweep.file import Point, Sweep, Variant
-from mlbench_core.sweep.tuning import Trial
+from mlbench_core.sweep.toml_file import Point, Sweep, Variant
+from mlbench_core.sweep.tuning_options import Trial
 
 __all__ = ["MOST_GROWTHS", "Score", "Search", "score", "search_all", "tuned_arguments"]
 

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict
+from mlbench_core.sweep.fastest_methods import steps_between, widest_cell
+from mlbench_core.sweep.grouped_runs import Cell, Outcome
 from mlbench_core.sweep.modelled import measured_run
-from mlbench_core.sweep.outcome import Cell, Outcome
-from mlbench_core.sweep.winners import steps_between, widest_cell
 
 __all__ = [
     "BANDWIDTHS",

@@ -17,7 +17,7 @@ from mlbench_core.results.masking import mask_command_line
 from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import command_options
 from mlbench_core.tracking.clock import cuda_in_use
-from mlbench_core.tracking.goal import TrackedRun
+from mlbench_core.tracking.goal_report import TrackedRun
 from mlbench_core.tracking.run_folder import RunFolder
 from mlbench_core.tracking.sinks import Sink
 

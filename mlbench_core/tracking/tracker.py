@@ -21,7 +21,14 @@ from mlbench_core.running_statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, computes_in_this_thread, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter
-from mlbench_core.tracking.goal import Goal, as_goal, end_at_exit, finite, goal_metric, send_at_exit
+from mlbench_core.tracking.goal_report import (
+    Goal,
+    as_goal,
+    end_at_exit,
+    finite,
+    goal_metric,
+    send_at_exit,
+)
 from mlbench_core.tracking.memory import memory_peak_bytes
 from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.process_end import state_after, uncaught_error

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from mlbench_master.api.schemas import MAX_ID, MetricIn, describe_error
 from mlbench_master.database.store import NewMetric, run_owner
 from mlbench_master.dates import to_us
-from mlbench_master.runs.leftovers import new_metric
+from mlbench_master.runs.undelivered_metrics import new_metric
 
 __all__ = ["Intake", "read_metrics"]
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from mlbench_master.api.examples import ANSWERS, MESSAGES, REQUESTS
 from mlbench_master.api.schemas import MAX_BATCH, State
-from mlbench_master.runs.goals import RunGoal
+from mlbench_master.runs.run_goals import RunGoal
 
 __all__ = [
     "Added",

@@ -66,7 +66,7 @@ from mlbench_master.engines.interface import Engine, LogPage, LogRange
 from mlbench_master.events import EventBus
 from mlbench_master.runs.result_files import RESULT_METRIC
 from mlbench_master.runs.scheduler import Scheduler
-from mlbench_master.runs.starting import start_runs
+from mlbench_master.runs.start_runs import start_runs
 
 __all__ = ["POD_PHASES", "change_run", "read_query", "results_of", "router", "run_or_404"]
 

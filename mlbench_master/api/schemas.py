@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from mlbench_core.caller import check_variable, is_carried
+from mlbench_core.calling_environment import check_variable, is_carried
 from mlbench_core.network.named import get_network
 from mlbench_core.run_terms import WorkerRange
 from mlbench_core.tasks import is_run_name
@@ -50,7 +50,7 @@ __all__ = [
     "describe_errors",
 ]
 
-# A client sends at most this number in one request; see mlbench_core.client.delivery.
+# A client sends at most this number in one request; see mlbench_core.client.metric_delivery.
 MAX_BATCH = 10_000
 # Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
@@ -296,8 +296,8 @@ class Caller(_Body):
 
     Attributes:
         cwd: The current folder, in which workers start if the run names no other one.
-        environment: The variables of :func:`mlbench_core.caller.is_carried`. They replace those of
-            the master.
+        environment: The variables of :func:`mlbench_core.calling_environment.is_carried`. They
+            replace those of the master.
     """
 
     cwd: Folder

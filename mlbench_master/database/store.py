@@ -34,7 +34,7 @@ from mlbench_master.database.columns import PAGE, Columns
 from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 from mlbench_master.dates import format_date, now_us, us_of
 from mlbench_master.engines.interface import STOPPED
-from mlbench_master.runs.goals import GOAL_METRIC, RunGoal, read_goal
+from mlbench_master.runs.run_goals import GOAL_METRIC, RunGoal, read_goal
 
 __all__ = [
     "CALLER_ENVIRONMENT",

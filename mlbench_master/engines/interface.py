@@ -66,8 +66,8 @@ class Job:
         cwd: Absolute path of the folder in which the workers start; empty for the folder ``work``
             of the run.
         caller_env: Variables of the call that started the run, which the run uses instead of those
-            of the master; see :func:`mlbench_core.caller.is_carried`. None to use the variables of
-            the master.
+            of the master; see :func:`mlbench_core.calling_environment.is_carried`. None to use
+            the variables of the master.
         oversubscribe: True if a host may get more workers than its cores can serve.
         elastic: The numbers of workers with which the run goes on; None for a run that the first
             death ends.

@@ -7,16 +7,16 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from mlbench_core.caller import split_observed
-from mlbench_core.comparison.pool import plural
+from mlbench_core.calling_environment import split_observed
+from mlbench_core.comparison.group_repeats import plural
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.run_terms import WorkerRange
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.api.schemas import DEFAULT_BANDWIDTH, RunIn
-from mlbench_master.engines.command_line import python_environment
 from mlbench_master.engines.containers import image_problem
 from mlbench_master.engines.interface import WORKERS_PER_CORE, Engine
 from mlbench_master.engines.local.emulated_hosts import check_network
+from mlbench_master.engines.worker_command import python_environment
 
 __all__ = [
     "CUSTOM_BACKEND",

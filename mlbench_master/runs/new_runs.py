@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlbench_core.caller import NAMED_VARIABLES
+from mlbench_core.calling_environment import NAMED_VARIABLES
 from mlbench_master.api.schemas import RunIn
 from mlbench_master.database.store import CALLER_ENVIRONMENT, Run, new_run
 from mlbench_master.engines.interface import Engine, Job
@@ -17,7 +17,7 @@ from mlbench_master.runs.commands import (
     resolve_command,
     resolve_folder,
 )
-from mlbench_master.runs.goals import task_of_image
+from mlbench_master.runs.run_goals import task_of_image
 
 __all__ = ["make_job", "make_run"]
 

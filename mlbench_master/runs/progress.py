@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlbench_core.comparison.published import describe_run
+from mlbench_core.comparison.master_metrics import describe_run
 from mlbench_core.run_terms import GoalAim, length_text
 from mlbench_master.database.columns import epoch_of, numbers_of
 from mlbench_master.database.store import Point, Run, Store, run_owner
-from mlbench_master.runs.goals import PLAN_METRIC, RunPlan
+from mlbench_master.runs.run_goals import PLAN_METRIC, RunPlan
 
 __all__ = ["RunProgress", "progress_of"]
 

@@ -21,9 +21,9 @@ from mlbench_master.engines.interface import STOPPED, Engine, JobStatus, LogRang
 from mlbench_master.events import EventBus
 from mlbench_master.runs.commands import check_gpus
 from mlbench_master.runs.lease import Lease
-from mlbench_master.runs.leftovers import OutboxReader, store_leftovers
 from mlbench_master.runs.load_samples import LoadKeeper
 from mlbench_master.runs.new_runs import make_job
+from mlbench_master.runs.undelivered_metrics import OutboxReader, store_leftovers
 
 __all__ = ["Scheduler"]
 

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
-from mlbench_core.comparison.pool import Group, plural
+from mlbench_core.comparison.group_repeats import Group, plural
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.comparison.table import Column, cell
 from mlbench_master.api.routes import StorePart, run_or_404

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlbench_core.comparison.pool import Group, usable
+from mlbench_core.comparison.group_repeats import Group, usable
+from mlbench_core.comparison.master_metrics import Metrics, latest_json
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.published import Metrics, latest_json
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.table import Comparison, compare_runs
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.database.store import Run, Store, run_owner

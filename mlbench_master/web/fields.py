@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlbench_core.comparison.published import describe_run
+from mlbench_core.comparison.master_metrics import describe_run
 from mlbench_core.network.named import NETWORKS
 from mlbench_master.database.store import Run, Store
-from mlbench_master.runs.goals import RunGoal, goal_of_task, task_of_image
+from mlbench_master.runs.run_goals import RunGoal, goal_of_task, task_of_image
 
 __all__ = ["MOST_READ", "MOST_TEXT", "Fields", "RunQuery", "condition", "fields_of", "goal_of"]
 

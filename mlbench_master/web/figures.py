@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.caller import module_command, safe_environment
+from mlbench_core.calling_environment import module_command, safe_environment
 
 if TYPE_CHECKING:
-    from mlbench_core.comparison.pool import Group
+    from mlbench_core.comparison.group_repeats import Group
 
 __all__ = ["TITLES", "Figures", "can_draw", "draw", "figures_key", "main"]
 
@@ -158,8 +158,8 @@ def _draw(content: bytes) -> Figures:
 def main() -> None:
     """Draw the figures of the results on standard input into the folder of the first argument."""
     from mlbench_core.comparison.figures import drawings, save
-    from mlbench_core.comparison.pool import pool
-    from mlbench_core.comparison.record import RunRecord
+    from mlbench_core.comparison.group_repeats import pool
+    from mlbench_core.comparison.result_record import RunRecord
 
     with contextlib.suppress(AttributeError, OSError):  # Windows has no nice
         os.nice(10)

@@ -13,7 +13,7 @@ import pydantic_core
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from mlbench_core.comparison.published import describe_run
+from mlbench_core.comparison.master_metrics import describe_run
 from mlbench_core.run_terms import PaidSamples
 from mlbench_master.api.bodies import MAX_CHANGE_BYTES, read_body
 from mlbench_master.api.export import result_json
@@ -29,7 +29,6 @@ from mlbench_master.database.curves import start_of
 from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.engines.interface import Engine
-from mlbench_master.runs.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.runs.phases import (
     PHASE_TITLES,
     epoch_phases,
@@ -39,6 +38,7 @@ from mlbench_master.runs.phases import (
 )
 from mlbench_master.runs.progress import progress_of
 from mlbench_master.runs.result_files import RESULT_METRIC, ResultFolder
+from mlbench_master.runs.run_goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.web.fields import condition
 from mlbench_master.web.log_page import log_view
 from mlbench_master.web.render import moment, page

@@ -15,15 +15,15 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_core.caller import split_observed
-from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.times import is_miss, known_times_s, median_s
+from mlbench_core.calling_environment import split_observed
+from mlbench_core.comparison.goal_times import is_miss, known_times_s, median_s
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.run_terms import GoalAim
 from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.runs.goals import PLAN_METRIC, RunGoal, RunPlan, split_command
+from mlbench_master.runs.run_goals import PLAN_METRIC, RunGoal, RunPlan, split_command
 from mlbench_master.web.compared_results import FINAL_STATES
 from mlbench_master.web.fields import (
     MOST_READ,

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import ValidationError
 
-from mlbench_core.caller import observe_command, split_observed
+from mlbench_core.calling_environment import observe_command, split_observed
 from mlbench_core.client.series import RunSeries, check_backend, parse_workers
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.named import NETWORKS
@@ -46,8 +46,8 @@ from mlbench_master.runs.commands import (
     no_gpu,
     no_network,
 )
-from mlbench_master.runs.goals import split_command, task_of_image
-from mlbench_master.runs.starting import start_runs
+from mlbench_master.runs.run_goals import split_command, task_of_image
+from mlbench_master.runs.start_runs import start_runs
 from mlbench_master.web.render import page
 
 __all__ = ["router"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import benchmarks
-from mlbench_core.sweep.file import load_sweep
+from mlbench_core.sweep.toml_file import load_sweep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tasks import train_task
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.table import compare_runs
 from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores

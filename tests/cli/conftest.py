@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from mlbench_cli import _wait, cli_group
 from mlbench_cli.commands import charts, runs
-from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.group_repeats import Group
 from tests.cli.fake_master import FakeMaster
 
 Call = Callable[..., Result]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlbench_core.comparison import figures
-from mlbench_core.comparison.load import save
-from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.group_repeats import Group
+from mlbench_core.comparison.load_results import save
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry, summary
 

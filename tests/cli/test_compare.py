@@ -11,7 +11,7 @@ import pytest
 
 from mlbench_core.comparison import convergence, figures
 from mlbench_core.comparison.convergence import Reference
-from mlbench_core.comparison.load import save
+from mlbench_core.comparison.load_results import save
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry, summary
 from tests.results.helpers import ENVIRONMENT, GOAL, change, set_in, write_run

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="needs the extra 'master'")
 import uvicorn
 
 from mlbench_cli.commands import imports
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.results.upload import metrics_of
 from mlbench_master import create_app
 from tests.cli.conftest import Call

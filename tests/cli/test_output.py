@@ -12,7 +12,7 @@ import pytest
 
 from mlbench_cli import _output
 from mlbench_cli.commands.runs import _cell
-from mlbench_core.comparison.load import save
+from mlbench_core.comparison.load_results import save
 
 LONG = '{"mean": 1.0, "spread": 0.5, "values": [' + ", ".join(map(str, range(100))) + "]}"
 

@@ -14,7 +14,7 @@ from mlbench_cli import _embedded, _follow, _wait
 from mlbench_cli.commands import charts
 from mlbench_cli.commands import run as run_module
 from mlbench_core.client import settings
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.results.folder import FILES, verify_folder
 from mlbench_core.run_terms import GoalAim

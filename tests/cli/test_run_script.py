@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_cli import _follow
-from mlbench_core.caller import OBSERVER
+from mlbench_core.calling_environment import OBSERVER
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
 

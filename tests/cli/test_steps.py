@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_cli._step_table import print_steps, show_unmeasured
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 
 FIRST = {
     "batches": 1, "train_s": 5.0, "compute_s": 4.0, "communication_s": 1.0, "preprocess_s": 0.0,

@@ -13,7 +13,7 @@ from mlbench_cli._sweep_progress import _Bar, _Lines
 from mlbench_cli.commands import sweep as module
 from mlbench_core.experiments import Comparison
 from mlbench_core.sweep import runner
-from mlbench_core.sweep.file import load_sweep
+from mlbench_core.sweep.toml_file import load_sweep
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
 from tests.results.helpers import write_run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.client.outbox import Outbox
+from mlbench_core.client.undelivered_metrics import Outbox
 from tests.client.stub_master import StubMaster
 
 

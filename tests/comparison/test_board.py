@@ -24,7 +24,7 @@ from mlbench_core.comparison.board import (
     read_board,
     repeat_command,
 )
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from tests.helpers.archives import unpack
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures import numbers
-from mlbench_core.comparison.pool import pool, series
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import pool, series
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import confidence_interval, log_interval, student_quantile
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from tests.helpers.thorough import examples

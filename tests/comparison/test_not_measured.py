@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlbench_cli import cli_group
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.record import NOT_MEASURED, RunRecord
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.result_record import NOT_MEASURED, RunRecord
 from mlbench_core.comparison.table import compare_runs
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import RESULT, finish_folder, lacking, read_result, verify_folder

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.comparison.collection import runs_csv
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import pool
+from mlbench_core.comparison.group_repeats import pool
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.results_page import runs_csv
 from mlbench_core.comparison.rules import check_rules
 from mlbench_core.comparison.table import compare_groups, escape
 from mlbench_core.results.folder import RESULT, find_folders, verify_folder
-from mlbench_core.sweep.file import load_sweep
-from mlbench_core.sweep.folder import SweepFolder, stopped_at_limit
 from mlbench_core.sweep.page import read_outcome
-from mlbench_core.sweep.tables import as_csv, table_rows
-from mlbench_core.sweep.words import per_network
+from mlbench_core.sweep.result_table import as_csv, table_rows
+from mlbench_core.sweep.sentences import per_network
+from mlbench_core.sweep.sweep_folder import SweepFolder, stopped_at_limit
+from mlbench_core.sweep.toml_file import load_sweep
 from tests.helpers.archives import unpack
 from tests.helpers.thorough import THOROUGH, some
 

@@ -11,16 +11,16 @@ from click.testing import CliRunner
 from mlbench_cli.commands.charts import charts
 from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures.curves import AGAINST, usual_axes
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import pool
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import pool
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.table import COLUMNS, compare_groups
 from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.summary import goal_message
-from mlbench_core.sweep.outcome import sent_per_worker
+from mlbench_core.sweep.grouped_runs import sent_per_worker
 from mlbench_core.tracking.tracker import Tracker
-from mlbench_master.runs.goals import read_goal
+from mlbench_master.runs.run_goals import read_goal
 from tests.results.helpers import write_run
 
 

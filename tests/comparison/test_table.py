@@ -14,8 +14,8 @@ import pytest
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from mlbench_core.comparison.pool import pool
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import pool
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import log_interval
 from mlbench_core.comparison.table import (
     COLUMNS,
@@ -28,7 +28,7 @@ from mlbench_core.comparison.table import (
     times_to_goal,
 )
 from mlbench_core.errors import ConfigurationError
-from tests.comparison.test_pool import GOAL, a_record
+from tests.comparison.test_group_repeats import GOAL, a_record
 
 
 def repeats(times: list[float | None], workers: int = 1, **others: Any) -> list[RunRecord]:

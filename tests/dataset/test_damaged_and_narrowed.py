@@ -40,7 +40,7 @@ from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, w
 from mlbench_core.errors import CheckpointError, ConfigurationError, DatasetError
 from mlbench_core.files import read_bytes, read_text
 from mlbench_core.network.parsing import load_network
-from mlbench_core.sweep.file import load_sweep
+from mlbench_core.sweep.toml_file import load_sweep
 
 lmdb = pytest.importorskip("lmdb", reason="the package lmdb is not installed")
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")

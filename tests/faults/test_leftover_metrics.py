@@ -18,13 +18,13 @@ import httpx
 import pytest
 
 from mlbench_core.client.api import ApiClient
-from mlbench_core.client.outbox import Outbox
+from mlbench_core.client.undelivered_metrics import Outbox
 from mlbench_master.api.schemas import MetricIn
 from mlbench_master.database.store import Store, run_owner
 from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.events import EventBus
-from mlbench_master.runs.leftovers import new_metric, store_leftovers
 from mlbench_master.runs.scheduler import Scheduler
+from mlbench_master.runs.undelivered_metrics import new_metric, store_leftovers
 from tests.client.stub_master import StubMaster
 from tests.faults.helpers import add_run
 from tests.master.helpers import server, wait_for
@@ -49,7 +49,7 @@ with ApiClient(url=os.environ["MLBENCH_MASTER_URL"]) as client:
 KILLED_WORKER = """
 import os, signal, sys
 from mlbench_core.client.api import ApiClient
-from mlbench_core.client.outbox import Outbox
+from mlbench_core.client.undelivered_metrics import Outbox
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -319,7 +319,7 @@ def test_files_that_hold_up_the_master_are_left(
     # A link must not lead to a database that is not of the worker.
     (spool / "4.sqlite3").symlink_to(tmp_path / "master.db")
     with monkeypatch.context() as patch:
-        patch.setattr("mlbench_master.runs.leftovers._LONGEST_S", 0.0)
+        patch.setattr("mlbench_master.runs.undelivered_metrics._LONGEST_S", 0.0)
         missing = store_leftovers(spool, store)
     assert "2.sqlite3, which cannot be read (" in missing
     for name in ("3", "4"):

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.load import load, unpack
+from mlbench_core.comparison.load_results import load, unpack
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
 from mlbench_master import create_app
 from mlbench_master.database.store import Run, new_run
 from mlbench_master.runs import result_files
-from mlbench_master.runs.goals import read_goal
 from mlbench_master.runs.result_files import FILES, ResultFolder
+from mlbench_master.runs.run_goals import read_goal
 from tests.master.engines.test_local_engine import create, wait_state
 from tests.master.helpers import IdleEngine, TestClient
 

@@ -23,7 +23,7 @@ import torch.distributed.tensor
 
 import mlbench_core.observe.command
 import mlbench_core.observe.observer
-import mlbench_core.observe.worker_messages
+import mlbench_core.observe.store_messages
 
 
 def start(worker: dict[str, Any]) -> int:

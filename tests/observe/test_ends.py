@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.results.folder import verify_folder
 from tests.observe.conftest import SCRIPTS, Runner
 from tests.observe.test_scripts import both

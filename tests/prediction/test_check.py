@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.network import get_network
 from mlbench_core.prediction import (
     Check,

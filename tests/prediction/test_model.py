@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network, parse_network
 from mlbench_core.prediction import collective_s, predict, predict_repeats, predict_time_to_goal

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.load import load
+from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.rules import check_rules
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest

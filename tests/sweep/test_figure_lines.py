@@ -14,10 +14,10 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.sweep.figures.lines import curves, draw_curve, draw_utilization
 from mlbench_core.sweep.figures.panels import algorithm_looks
-from mlbench_core.sweep.file import parse_sweep
-from mlbench_core.sweep.outcome import Outcome
+from mlbench_core.sweep.grouped_runs import Outcome
+from mlbench_core.sweep.sentences import per_network, summary
+from mlbench_core.sweep.toml_file import parse_sweep
 from mlbench_core.sweep.utilization import predict_utilization
-from mlbench_core.sweep.words import per_network, summary
 from tests.sweep.test_modelled import FILE, gathered
 from tests.sweep.test_page import cell, outcome
 

@@ -11,16 +11,16 @@ import pytest
 
 from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures.canvas import Drawing
-from mlbench_core.comparison.figures.looks import method_looks
-from mlbench_core.comparison.pool import Group, pool
+from mlbench_core.comparison.figures.styles import method_looks
+from mlbench_core.comparison.group_repeats import Group, pool
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
+from mlbench_core.sweep.fastest_methods import Map, MapCell
 from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve, draw_utilization
 from mlbench_core.sweep.figures.map import draw_map
 from mlbench_core.sweep.figures.panels import draw_rows, quantities
-from mlbench_core.sweep.outcome import Outcome
+from mlbench_core.sweep.grouped_runs import Outcome
 from mlbench_core.sweep.utilization import Utilization
-from mlbench_core.sweep.winners import Map, MapCell
 from tests.sweep.test_page import GOAL, cell, outcome
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")

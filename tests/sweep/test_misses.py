@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from mlbench_core.comparison import figures
 from mlbench_core.comparison.prices import Pricing, load_prices
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
+from mlbench_core.sweep.fastest_methods import Map, predict_map
 from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve
 from mlbench_core.sweep.figures.panels import draw_rows, quantities
-from mlbench_core.sweep.file import Point
-from mlbench_core.sweep.outcome import Outcome, gather
-from mlbench_core.sweep.tables import as_csv, table_rows
-from mlbench_core.sweep.winners import Map, predict_map
-from mlbench_core.sweep.words import per_network, summary
+from mlbench_core.sweep.grouped_runs import Outcome, gather
+from mlbench_core.sweep.result_table import as_csv, table_rows
+from mlbench_core.sweep.sentences import per_network, summary
+from mlbench_core.sweep.toml_file import Point
 from tests.helpers.thorough import examples
 
 repeatable = settings(derandomize=True, database=None, deadline=None)

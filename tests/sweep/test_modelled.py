@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.network import get_network
 from mlbench_core.prediction import collective_s
 from mlbench_core.sweep import page
-from mlbench_core.sweep.file import Sweep, parse_sweep
+from mlbench_core.sweep.fastest_methods import predict_map
+from mlbench_core.sweep.grouped_runs import Outcome, gather
 from mlbench_core.sweep.modelled import measured_run, model_run, step_numbers
-from mlbench_core.sweep.outcome import Outcome, gather
-from mlbench_core.sweep.tables import table_rows
-from mlbench_core.sweep.winners import predict_map
-from mlbench_core.sweep.words import map_sentence, per_network, summary
+from mlbench_core.sweep.result_table import table_rows
+from mlbench_core.sweep.sentences import map_sentence, per_network, summary
+from mlbench_core.sweep.toml_file import Sweep, parse_sweep
 from tests.sweep import trials
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}

@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison import figures, html
-from mlbench_core.comparison.figures.looks import METHODS
-from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison import figures, html_page
+from mlbench_core.comparison.figures.styles import METHODS
+from mlbench_core.comparison.group_repeats import Group
 from mlbench_core.comparison.prices import Pricing, load_prices
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.sweep import page
+from mlbench_core.sweep.fastest_methods import predict_map
 from mlbench_core.sweep.figures import panels as rows_figures
 from mlbench_core.sweep.figures.map import draw_map
-from mlbench_core.sweep.file import Point, Sweep, parse_sweep
-from mlbench_core.sweep.html import inline_svg
-from mlbench_core.sweep.outcome import Cell, Outcome, duration, gather, sent_per_worker
-from mlbench_core.sweep.tables import known_columns, table_rows
-from mlbench_core.sweep.winners import predict_map
-from mlbench_core.sweep.words import per_network, summary
+from mlbench_core.sweep.grouped_runs import Cell, Outcome, duration, gather, sent_per_worker
+from mlbench_core.sweep.html_page import inline_svg
+from mlbench_core.sweep.result_table import known_columns, table_rows
+from mlbench_core.sweep.sentences import per_network, summary
+from mlbench_core.sweep.toml_file import Point, Sweep, parse_sweep
 from tests.sweep import trials
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}
@@ -488,7 +488,7 @@ def test_an_inline_figure_has_the_colors_of_the_page() -> None:
     )
     used = set(re.findall(r"var\((--[\w-]+)\)", svg))
     assert used >= {"--ink", "--grid", "--faint", *(f"--c{number}" for number in range(1, 7))}
-    page_style = Path(html.__file__).with_name("page.css").read_text(encoding="utf-8")
+    page_style = Path(html_page.__file__).with_name("page.css").read_text(encoding="utf-8")
     assert all(page_style.count(f"{name}:") == 2 for name in used), (
         "each color is defined for light and for dark"
     )

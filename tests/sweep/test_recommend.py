@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from mlbench_core.comparison.prices import Pricing, load_prices
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network
 from mlbench_core.prediction import collective_s
-from mlbench_core.sweep.file import parse_sweep
 from mlbench_core.sweep.recommend import Advice, Runs, recommend
+from mlbench_core.sweep.toml_file import parse_sweep
 from tests.sweep.test_modelled import FILE, PARTS, STEPS, result
 
 MOBILE = "mobile-lte"

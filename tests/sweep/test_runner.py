@@ -12,9 +12,9 @@ from mlbench_core import files
 from mlbench_core.errors import ConfigurationError, MasterRequestError
 from mlbench_core.results.folder import read_result
 from mlbench_core.sweep import runner
-from mlbench_core.sweep.file import Point, Sweep, parse_sweep
-from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 from mlbench_core.sweep.runner import Observer, Runner
+from mlbench_core.sweep.sweep_folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.toml_file import Point, Sweep, parse_sweep
 from tests.results.helpers import write_run
 from tests.sweep.master import Killed, MemoryMaster, plain
 

@@ -7,16 +7,16 @@ import math
 import pytest
 
 from mlbench_core.network.description import Link, Network
-from mlbench_core.sweep.file import parse_sweep
-from mlbench_core.sweep.outcome import gather
-from mlbench_core.sweep.tables import utilization_rows
+from mlbench_core.sweep.fastest_methods import some_workers
+from mlbench_core.sweep.grouped_runs import gather
+from mlbench_core.sweep.result_table import utilization_rows
+from mlbench_core.sweep.toml_file import parse_sweep
 from mlbench_core.sweep.utilization import (
     bandwidth_needed,
     bandwidth_text,
     predict_utilization,
     utilization,
 )
-from mlbench_core.sweep.winners import some_workers
 from tests.sweep.test_modelled import FILE, gathered, result
 
 # A step has 20 ms of computing, 1 ms of compressing and an all-reduce of 1 MB. With two workers, it

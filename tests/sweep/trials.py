@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.network.description import Network
-from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from mlbench_core.sweep.toml_file import Point, Sweep, load_sweep
 from tests.helpers.earlier_runs import earlier_runs
 
 REAL = earlier_runs() / "centralized-sgd-2-r1"

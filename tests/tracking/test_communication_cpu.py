@@ -17,7 +17,7 @@ from torch import nn
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval
 from mlbench_core.optim.pytorch import CentralizedSGD, LocalSGD, SparsifiedSGD
 from mlbench_core.processor_time import polling

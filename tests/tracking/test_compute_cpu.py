@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.processor_time import polling, work_s
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.tracking import Tracker, clock

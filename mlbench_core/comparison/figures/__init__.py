@@ -35,12 +35,12 @@ from mlbench_core.comparison.figures.tradeoff import (
     draw_performance_profile,
     draw_time_against_price,
 )
-from mlbench_core.comparison.pool import workload
-from mlbench_core.comparison.times import known_times_s
+from mlbench_core.comparison.goal_times import known_times_s
+from mlbench_core.comparison.group_repeats import workload
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from mlbench_core.comparison.pool import Group
+    from mlbench_core.comparison.group_repeats import Group
 
 __all__ = [
     "Drawing",
@@ -107,7 +107,7 @@ def drawings(
     """Draw every figure for which the groups have data, one after the other.
 
     Args:
-        groups: Groups of runs, see :func:`mlbench_core.comparison.pool.pool`.
+        groups: Groups of runs, see :func:`mlbench_core.comparison.group_repeats.pool`.
         price_per_hour: Price of one worker for an hour; None if it is unknown.
         report: Called with one sentence for each figure that is not drawn, with the reason. By
             default, the sentence is logged.
@@ -163,7 +163,7 @@ def draw_all(
     """Write every figure for which the groups have data as PNG and SVG, and its numbers as CSV.
 
     Args:
-        groups: Groups of runs, see :func:`mlbench_core.comparison.pool.pool`.
+        groups: Groups of runs, see :func:`mlbench_core.comparison.group_repeats.pool`.
         folder: The folder to write to.
         price_per_hour: See :func:`drawings`.
         report: See :func:`drawings`.

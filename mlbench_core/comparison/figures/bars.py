@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
 from mlbench_core.comparison.figures.numbers import Estimate, has_interval, mean, mean_time
-from mlbench_core.comparison.pool import Group, series
-from mlbench_core.comparison.times import cost_per_success_s, known_times_s
+from mlbench_core.comparison.goal_times import cost_per_success_s, known_times_s
+from mlbench_core.comparison.group_repeats import Group, series
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import PHASES, STEPS
 

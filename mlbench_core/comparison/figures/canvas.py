@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures.captions import subtitle
-from mlbench_core.comparison.figures.looks import DASHES, MARKERS
+from mlbench_core.comparison.figures.styles import DASHES, MARKERS
 from mlbench_core.comparison.table import safe_cell
 from mlbench_core.errors import require
 from mlbench_core.files import replacing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mlbench_core.comparison.pool import Group
+    from mlbench_core.comparison.group_repeats import Group
 
 __all__ = [
     "COLUMN_IN",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlbench_core.comparison.pool import Group, plural
+from mlbench_core.comparison.group_repeats import Group, plural
 from mlbench_core.run_terms import goal_text
 
 __all__ = ["INTERVAL", "caption", "name_of", "not_drawn", "shared_goal", "subtitle"]
@@ -27,8 +27,8 @@ def caption(groups: Sequence[Group]) -> str:
         Sentences in one line.
 
     Example:
-        >>> from mlbench_core.comparison.pool import pool
-        >>> from mlbench_core.comparison.record import RunRecord
+        >>> from mlbench_core.comparison.group_repeats import pool
+        >>> from mlbench_core.comparison.result_record import RunRecord
         >>> common = {"task": "1a", "workers": 2}
         >>> runs = [RunRecord(f"a-{n}", configuration={**common, "seed": n}) for n in (1, 2)]
         >>> caption(pool(runs))

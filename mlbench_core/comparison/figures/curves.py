@@ -14,10 +14,10 @@ from mlbench_core.comparison.figures.captions import (
     not_among,
     shared_goal,
 )
-from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import Band, band
-from mlbench_core.comparison.pool import Group, plural, workload
-from mlbench_core.comparison.record import CurvePoint
+from mlbench_core.comparison.figures.styles import line_looks
+from mlbench_core.comparison.group_repeats import Group, plural, workload
+from mlbench_core.comparison.result_record import CurvePoint
 from mlbench_core.errors import ConfigurationError
 
 if TYPE_CHECKING:

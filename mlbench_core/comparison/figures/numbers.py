@@ -20,16 +20,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlbench_core.comparison.goal_times import complete
 from mlbench_core.comparison.significance import (
     confidence_interval,
     known_values,
     log_interval,
     student_quantile,
 )
-from mlbench_core.comparison.times import complete
 
 if TYPE_CHECKING:
-    from mlbench_core.comparison.pool import Group
+    from mlbench_core.comparison.group_repeats import Group
 
 __all__ = [
     "Band",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn
-from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import (
     Estimate,
     communication_share,
@@ -18,7 +17,8 @@ from mlbench_core.comparison.figures.numbers import (
     scaled,
     speed_up,
 )
-from mlbench_core.comparison.pool import Group, Series, plural, series
+from mlbench_core.comparison.figures.styles import line_looks
+from mlbench_core.comparison.group_repeats import Group, Series, plural, series
 from mlbench_core.comparison.significance import known_values
 from mlbench_core.errors import ConfigurationError
 

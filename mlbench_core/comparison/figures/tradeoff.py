@@ -9,14 +9,14 @@ from typing import Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, error_bars, not_drawn, shared_goal
-from mlbench_core.comparison.figures.looks import line_looks
 from mlbench_core.comparison.figures.numbers import (
     Estimate,
     has_interval,
     mean_time,
     pareto_front,
 )
-from mlbench_core.comparison.pool import Group, workload
+from mlbench_core.comparison.figures.styles import line_looks
+from mlbench_core.comparison.group_repeats import Group, workload
 from mlbench_core.comparison.significance import performance_profile
 from mlbench_core.comparison.table import times_to_goal
 from mlbench_core.errors import ConfigurationError

@@ -27,7 +27,7 @@ from mlbench_core.errors import CheckpointError, ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.files import replacing
-from mlbench_core.tracking.goal import as_goal, finite
+from mlbench_core.tracking.goal_report import as_goal, finite
 from mlbench_core.tracking.sinks import make_sink
 from mlbench_core.tracking.tracker import Goal, Tracker
 

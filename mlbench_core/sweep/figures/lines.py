@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.sweep.fastest_methods import sharing_text
 from mlbench_core.sweep.figures.panels import (
     SMALL_PT,
     algorithm_looks,
@@ -28,9 +29,8 @@ from mlbench_core.sweep.figures.panels import (
     panel_title,
     runs_caption,
 )
-from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
+from mlbench_core.sweep.grouped_runs import Cell, Outcome, sent_per_worker
 from mlbench_core.sweep.utilization import ROUND_TRIP_S, SHARES, Utilization
-from mlbench_core.sweep.winners import sharing_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption
-from mlbench_core.comparison.pool import plural
+from mlbench_core.comparison.group_repeats import plural
+from mlbench_core.sweep.fastest_methods import (
+    BANDWIDTHS,
+    ROUND_TRIPS_S,
+    Map,
+    MapPoint,
+    shared_cores,
+)
 from mlbench_core.sweep.figures.panels import algorithm_looks
-from mlbench_core.sweep.outcome import CLOSE, Outcome
-from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map, MapPoint, shared_cores
+from mlbench_core.sweep.grouped_runs import CLOSE, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures import canvas
 from mlbench_core.comparison.figures.captions import caption, not_among
-from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.figures.styles import method_looks
 from mlbench_core.comparison.prices import Pricing
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import confidence_interval, known_values, log_interval
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
+from mlbench_core.sweep.grouped_runs import Cell, Outcome
 from mlbench_core.sweep.modelled import ModelledRecord
-from mlbench_core.sweep.outcome import Cell, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

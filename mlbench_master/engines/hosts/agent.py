@@ -31,12 +31,6 @@ from typing import Any
 
 import mlbench_core
 from mlbench_core.client.masters import boot_id
-from mlbench_master.engines.command_line import (
-    threads_per_worker,
-    usable_cores,
-    variables_to_remove,
-    worker_environment,
-)
 from mlbench_master.engines.hosts.ssh import MARK
 from mlbench_master.engines.interface import WORKERS_PER_CORE
 from mlbench_master.engines.local.gpus import find_gpus
@@ -50,6 +44,12 @@ from mlbench_master.engines.supervisor.start import (
     signal_to,
     start_supervisor,
     write_private,
+)
+from mlbench_master.engines.worker_command import (
+    threads_per_worker,
+    usable_cores,
+    variables_to_remove,
+    worker_environment,
 )
 
 __all__ = ["answer"]

@@ -32,7 +32,6 @@ from typing import Any
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines.command_line import fill, script_python, split_command
 from mlbench_master.engines.folders import FolderEngine, read_interval, unreachable_note
 from mlbench_master.engines.hosts.host_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.engines.hosts.link import HostLink
@@ -42,6 +41,7 @@ from mlbench_master.engines.interface import EngineError, Job, JobStatus
 from mlbench_master.engines.local.engine import load_interval_s
 from mlbench_master.engines.logs import append_log, log_limit_bytes
 from mlbench_master.engines.supervisor.start import write_private
+from mlbench_master.engines.worker_command import fill, script_python, split_command
 
 __all__ = ["HostsEngine"]
 

@@ -14,10 +14,10 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from mlbench_core import __version__
-from mlbench_master.engines.command_line import python_environment
 from mlbench_master.engines.hosts.results import ARCHIVE_BYTES, UnpackError, unpack
 from mlbench_master.engines.hosts.run_state import Answer, HostRun
 from mlbench_master.engines.hosts.ssh import HostError, Ssh
+from mlbench_master.engines.worker_command import python_environment
 
 __all__ = ["HostLink"]
 

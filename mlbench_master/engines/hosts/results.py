@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from mlbench_core.client.outbox import LOST_NAME
+from mlbench_core.client.undelivered_metrics import LOST_NAME
 
 __all__ = ["ARCHIVE_BYTES", "RESULT_BYTES", "UnpackError", "unpack"]
 

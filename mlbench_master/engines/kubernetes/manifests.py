@@ -11,10 +11,10 @@ import copy
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines.command_line import fill, split_container_command
 from mlbench_master.engines.interface import Job
 from mlbench_master.engines.kubernetes.options import KubernetesOptions, Toleration
 from mlbench_master.engines.kubernetes.settings import Setting
+from mlbench_master.engines.worker_command import fill, split_container_command
 
 __all__ = [
     "ATTEMPT",

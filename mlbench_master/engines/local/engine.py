@@ -52,21 +52,11 @@ from typing import Any
 from pydantic import FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
-from mlbench_core.caller import ENGINE_VARIABLES, FORK_VARIABLE
+from mlbench_core.calling_environment import ENGINE_VARIABLES, FORK_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
 from mlbench_core.run_terms import PaidSamples
-from mlbench_master.engines.command_line import (
-    check_program_in,
-    fill,
-    split_command,
-    split_container_command,
-    threads_per_worker,
-    usable_cores,
-    variables_to_remove,
-    worker_environment,
-)
 from mlbench_master.engines.containers import (
     Containers,
     check_program,
@@ -90,6 +80,16 @@ from mlbench_master.engines.supervisor.start import (
     signal_to,
     start_supervisor,
     write_private,
+)
+from mlbench_master.engines.worker_command import (
+    check_program_in,
+    fill,
+    split_command,
+    split_container_command,
+    threads_per_worker,
+    usable_cores,
+    variables_to_remove,
+    worker_environment,
 )
 
 __all__ = ["LocalEngine", "worker_commands"]

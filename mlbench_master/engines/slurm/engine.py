@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines.command_line import variables_to_remove, worker_environment
 from mlbench_master.engines.error_search import is_consequence
 from mlbench_master.engines.folders import FolderEngine, read_interval, unreachable_note
 from mlbench_master.engines.interface import EngineError, Job, JobStatus
@@ -59,6 +58,7 @@ from mlbench_master.engines.supervisor.supervise import (
     from_shell_status,
     write_json,
 )
+from mlbench_master.engines.worker_command import variables_to_remove, worker_environment
 
 __all__ = ["SlurmEngine"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlbench_core.caller import VARIABLES
+from mlbench_core.calling_environment import VARIABLES
 from mlbench_master.engines.interface import EngineError
 
 __all__ = ["ENDED", "UNKNOWN", "QueueEntry", "SlurmQueue", "all_jobs", "cancel", "run_slurm"]

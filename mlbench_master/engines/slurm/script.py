@@ -14,9 +14,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.engines.command_line import split_command
 from mlbench_master.engines.interface import Job
 from mlbench_master.engines.local.mpirun import is_mpirun, mpirun_command
+from mlbench_master.engines.worker_command import split_command
 
 __all__ = ["check_options", "environment_script", "job_script", "sbatch_command", "worker_script"]
 

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlbench_core.caller import safe_environment
+from mlbench_core.calling_environment import safe_environment
 from mlbench_master.engines.supervisor.forked import (
     BecomeWorker,
     rename_process,
@@ -46,7 +46,7 @@ _MODULES = (
     *("torch.distributed.tensor", "torch.profiler._cupti_monitor", "torch.utils.data"),
     *("mlbench_core.controlflow.pytorch.run", "mlbench_core.optim.pytorch"),
     *("mlbench_core.observe.command", "mlbench_core.observe.observer"),
-    "mlbench_core.observe.worker_messages",
+    "mlbench_core.observe.store_messages",
 )
 _SIZE_BYTES = 8  # of the number of bytes of a request, which comes first
 _LONGEST_ERROR = 500

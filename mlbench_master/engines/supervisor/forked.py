@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from mlbench_core.caller import OBSERVER
+from mlbench_core.calling_environment import OBSERVER
 
 __all__ = [
     "BecomeWorker",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from mlbench_core.caller import module_command, safe_environment
+from mlbench_core.calling_environment import module_command, safe_environment
 from mlbench_master.engines.logs import open_at_once
 from mlbench_master.processes import end_processes, processes_with, start_mark
 

@@ -17,8 +17,8 @@ import pytest
 
 import mlbench_master
 from mlbench_core.client.api import MLBENCH_IMAGES
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.published import describe_run
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.master_metrics import describe_run
 from mlbench_core.tasks import container_image, get_task
 from mlbench_master import create_app
 from mlbench_master.api.schemas import MAX_BATCH

@@ -20,7 +20,7 @@ from mlbench_master.api.intake import Intake, read_metrics
 from mlbench_master.api.schemas import MetricIn
 from mlbench_master.database.store import NewMetric, Store, new_run
 from mlbench_master.database.writer import MetricWriter, UnknownRunError
-from mlbench_master.runs.leftovers import new_metric
+from mlbench_master.runs.undelivered_metrics import new_metric
 from tests.master.helpers import TestClient
 
 NOW = 1_700_000_000_000_000

@@ -24,7 +24,7 @@ from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
 from mlbench_master.engines import Job
 from mlbench_master.engines.local.engine import LocalEngine, worker_commands
-from mlbench_master.runs import leftovers
+from mlbench_master.runs import undelivered_metrics
 from tests.master.helpers import IdleEngine, TestClient, wait_for
 
 REASON = EmulatedNetwork.why_not()
@@ -194,7 +194,7 @@ def test_metrics_on_disk_are_stored_while_the_run_goes_on(
     store = client.app.state.store
     for one in (run_id, plain_id):
         store.update_run(one, state="started", job_id=str(one))
-    monkeypatch.setattr(leftovers, "READ_EVERY_S", 0.0)
+    monkeypatch.setattr(undelivered_metrics, "READ_EVERY_S", 0.0)
     monkeypatch.setattr(Emulating, "spool", lambda self, job_id: tmp_path / "spools" / job_id)
     tick = client.app.state.scheduler.tick
 
@@ -249,7 +249,9 @@ def test_a_file_of_a_worker_that_is_no_outbox_is_left_to_the_end(
         for key, line in lines.items():
             metric = {"run_id": run_id, "name": "own @ 0", **line}
             own.execute("INSERT INTO metrics VALUES (?, ?)", (key, json.dumps(metric)))
-    leftovers.OutboxReader(store, Emulating(), client.app.state.events).keep(store.run(run_id))
+    undelivered_metrics.OutboxReader(store, Emulating(), client.app.state.events).keep(
+        store.run(run_id)
+    )
     found = client.get(f"/api/metrics/{run_id}/?metric_type=run").json()
     assert [entry["value"] for entry in found["loss @ 0"]] == ["0.5"]
     # Without an id, the end would store it again.

@@ -412,7 +412,7 @@ def test_undelivered_metrics_of_all_hosts_arrive(client: TestClient, tmp_path: P
         client,
         script(
             tmp_path,
-            "import json, os, pathlib\nfrom mlbench_core.client.outbox import Outbox\n"
+            "import json, os, pathlib\nfrom mlbench_core.client.undelivered_metrics import Outbox\n"
             "row = {'run_id': int(os.environ['MLBENCH_RUN_ID']), 'name': 'm' + "
             "os.environ['RANK'], 'value': 1}\n"
             "folder = pathlib.Path(os.environ['MLBENCH_SPOOL'])\n"

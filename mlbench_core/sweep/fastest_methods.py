@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from mlbench_core.comparison.pool import Group, plural
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import Group, plural
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
+from mlbench_core.sweep.grouped_runs import CLOSE, Cell, Outcome, differ
 from mlbench_core.sweep.modelled import measured_run
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
 __all__ = [
     "BANDWIDTHS",

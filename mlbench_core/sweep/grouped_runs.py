@@ -1,8 +1,8 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.times`. All runs
-with the same network and the same number of workers are judged up to the same training time: the
-least one at which one of them was stopped. A run that reached its goal later missed it by this
+The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.goal_times`. All
+runs with the same network and the same number of workers are judged up to the same training time:
+the least one at which one of them was stopped. A run that reached its goal later missed it by this
 rule, as the stopped run might have reached it then, too.
 
 In a sweep whose seconds are modelled, each run is in the cells of all networks, see
@@ -19,10 +19,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.comparison.figures.numbers import Estimate
-from mlbench_core.comparison.pool import Group, check_comparable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.goal_times import (
+    TimesTest,
+    compare_times,
+    cost_per_success_s,
+    median_s,
+)
+from mlbench_core.comparison.group_repeats import Group, check_comparable
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import holm, log_interval
-from mlbench_core.comparison.times import TimesTest, compare_times, cost_per_success_s, median_s
 from mlbench_core.sweep.modelled import ModelledRecord, SweepPlace, on_networks
 
 if TYPE_CHECKING:
@@ -290,7 +295,7 @@ def order(cell: Cell) -> tuple[float, int]:
 def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
     """Return True if the test of two cells shows that they differ.
 
-    The test is that of :func:`~mlbench_core.comparison.times.compare_times`. The level is 5 %,
+    The test is that of :func:`~mlbench_core.comparison.goal_times.compare_times`. The level is 5 %,
     after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected
     from them because it has the least time.
 

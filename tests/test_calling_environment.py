@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core import caller
+from mlbench_core import calling_environment as calling
 from mlbench_core.errors import ConfigurationError
 
 OWN = str(Path(sys.executable).parent)
@@ -37,19 +37,20 @@ def test_a_call_sends_what_libraries_read_and_nothing_of_its_terminal() -> None:
         "RANK": "1",
         "MLBENCH_TOKEN": "s",
     }
-    found = caller.call_environment({**sent, **kept, "PATH": OWN})
+    found = calling.call_environment({**sent, **kept, "PATH": OWN})
     assert found == {**sent, "PATH": OWN}
 
 
 def test_python_is_that_of_the_call_or_of_the_active_environment(tmp_path: Path) -> None:
     other = make_python(tmp_path / "other")
-    assert caller.call_environment({"PATH": other})["PATH"] == os.pathsep.join([OWN, other])
+    assert calling.call_environment({"PATH": other})["PATH"] == os.pathsep.join([OWN, other])
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         assert (
-            caller.call_environment({"PATH": other, name: str(tmp_path / "other")})["PATH"] == other
+            calling.call_environment({"PATH": other, name: str(tmp_path / "other")})["PATH"]
+            == other
         )
     first = os.pathsep.join(["/mine", OWN, other])
-    assert caller.call_environment({"PATH": first})["PATH"] == first
+    assert calling.call_environment({"PATH": first})["PATH"] == first
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_python_is_that_of_the_call_or_of_the_active_environment(tmp_path: Path)
 )
 def test_a_variable_that_a_user_cannot_choose_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="must be"):
-        caller.check_variable(name)
+        calling.check_variable(name)
 
 
 def test_a_folder_that_was_deleted_is_named(
@@ -68,9 +69,9 @@ def test_a_folder_that_was_deleted_is_named(
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pytest.raises(ConfigurationError, match="the current folder cannot be used"):
-        caller.describe_call()
-    assert caller.call_folder(tmp_path) == str(tmp_path)
-    assert caller.safe_environment()["PYTHONPATH"].endswith(str(Path(caller.__file__).parents[1]))
+        calling.describe_call()
+    assert calling.call_folder(tmp_path) == str(tmp_path)
+    assert calling.safe_environment()["PYTHONPATH"].endswith(str(Path(calling.__file__).parents[1]))
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
@@ -84,11 +85,11 @@ def test_a_program_of_mlbench_imports_nothing_from_the_folder_of_its_call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))
     monkeypatch.setattr(sys, "version_info", version)
-    command = caller.module_command("mlbench_cli", "tasks")
+    command = calling.module_command("mlbench_cli", "tasks")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))
-    environment = caller.safe_environment()
+    environment = calling.safe_environment()
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == "/nonexistent"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

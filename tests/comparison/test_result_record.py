@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.results.configuration import Configuration

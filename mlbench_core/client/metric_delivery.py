@@ -55,8 +55,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mlbench_core.client.outbox import MAX_BATCH_BYTES, Outbox
-from mlbench_core.client.posting import ListRuns, NoAnswer, Post, Poster
+from mlbench_core.client.post_metrics import ListRuns, NoAnswer, Post, Poster
+from mlbench_core.client.undelivered_metrics import MAX_BATCH_BYTES, Outbox
 from mlbench_core.errors import MasterError, MasterNotFoundError, MasterRequestError
 
 if TYPE_CHECKING:

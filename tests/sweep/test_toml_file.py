@@ -11,9 +11,9 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.named import get_network
-from mlbench_core.sweep import file
-from mlbench_core.sweep.file import load_sweep, parse_sweep
-from mlbench_core.sweep.folder import SweepFolder
+from mlbench_core.sweep import toml_file
+from mlbench_core.sweep.sweep_folder import SweepFolder
+from mlbench_core.sweep.toml_file import load_sweep, parse_sweep
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "sweep.md"
 LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd"]}
@@ -274,5 +274,5 @@ def test_the_file_on_the_page_is_a_sweep(tmp_path: Path) -> None:
     modelled = load_sweep(path)
     # Of three algorithms, five numbers of workers and three seeds.
     assert modelled.is_modelled and len(modelled.points()) == 3 * 5 * 3
-    for key in file._KEYS:
+    for key in toml_file._KEYS:
         assert f"`{key}`" in page

@@ -1,10 +1,11 @@
 """Store the metrics that the workers of a run could not deliver themselves.
 
 A worker keeps metrics in an outbox while the master does not answer, see
-:mod:`mlbench_core.client.outbox`. The workers of a run have their own folder for it. The master
-reads it at the end of the run, so no metric depends on the address, the port or the token that the
-workers knew. Workers on emulated hosts never deliver, so the master also reads their outboxes while
-they run: the rows stay, and the ids of metrics make the second reading at the end harmless.
+:mod:`mlbench_core.client.undelivered_metrics`. The workers of a run have their own folder for it.
+The master reads it at the end of the run, so no metric depends on the address, the port or the
+token that the workers knew. Workers on emulated hosts never deliver, so the master also reads
+their outboxes while they run: the rows stay, and the ids of metrics make the second reading at the
+end harmless.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from mlbench_core.client.delivery import MAX_BATCH
-from mlbench_core.client.outbox import LOST_NAME, MAX_BATCH_BYTES
+from mlbench_core.client.metric_delivery import MAX_BATCH
+from mlbench_core.client.undelivered_metrics import LOST_NAME, MAX_BATCH_BYTES
 from mlbench_master.api.schemas import MetricIn
 from mlbench_master.database.store import NewMetric, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import now_us, to_us

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.comparison.collection import collection_page, recorded_commands
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.pool import pool
+from mlbench_core.comparison.group_repeats import pool
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.results_page import collection_page, recorded_commands
 from mlbench_core.comparison.table import compare_groups
 from mlbench_core.errors import ConfigurationError
 from tests.results.helpers import ENVIRONMENT, write_run

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mlbench_core.comparison.figures.numbers import price_index, speed_up
-from mlbench_core.comparison.pool import pool, usable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.goal_times import compare_times, cost_per_success_s, is_miss, median_s
+from mlbench_core.comparison.group_repeats import pool, usable
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.table import Comparison, compare_groups, compare_runs
-from mlbench_core.comparison.times import compare_times, cost_per_success_s, is_miss, median_s
-from tests.comparison.test_pool import a_record
+from tests.comparison.test_group_repeats import a_record
 
 # The same examples in every run, no database in the folder of the project, and no limit of time.
 repeatable = settings(derandomize=True, database=None, deadline=None)

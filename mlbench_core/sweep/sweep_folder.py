@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlbench_core.client.series import FIRST_SEED
-from mlbench_core.comparison.load import load
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.load_results import load
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
-from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
 from mlbench_core.sweep.search import Score, Search, score, search_all, tuned_arguments
+from mlbench_core.sweep.toml_file import FILES, Point, Sweep, copied_name
 
 __all__ = ["COPY", "RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 
@@ -113,7 +113,7 @@ class SweepFolder:
 
         Args:
             source: The file of the sweep.
-            files: The files that it names; see :class:`~mlbench_core.sweep.file.Sweep`.
+            files: The files that it names; see :class:`~mlbench_core.sweep.toml_file.Sweep`.
 
         Raises:
             ConfigurationError: Another process runs this sweep.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.comparison.published import (
+from mlbench_core.comparison.master_metrics import (
     UNKNOWN,
     Metrics,
     known_numbers,

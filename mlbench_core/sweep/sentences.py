@@ -2,7 +2,7 @@
 
 Every sentence is made from numbers of the sweep. A method is only called the fastest if all were
 tuned. A difference is only called shown if the test shows it at 5 % after Holm's correction, see
-:func:`~mlbench_core.sweep.outcome.differ`.
+:func:`~mlbench_core.sweep.grouped_runs.differ`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
-from mlbench_core.comparison.pool import plural
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import plural
+from mlbench_core.comparison.result_record import RunRecord
+from mlbench_core.sweep.fastest_methods import Map, sharing_text
+from mlbench_core.sweep.grouped_runs import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.modelled import ModelledRecord, Place, measured_run
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
-from mlbench_core.sweep.tuning import Tuning
-from mlbench_core.sweep.winners import Map, sharing_text
+from mlbench_core.sweep.tuning_options import Tuning
 
 __all__ = [
     "NOT_TUNED",
@@ -42,7 +42,7 @@ NOT_TUNED = (
 """The sentence that stands before all results of a sweep without tuning."""
 
 TESTS = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}
-"""The texts for the results of :func:`~mlbench_core.sweep.outcome.differ`."""
+"""The texts for the results of :func:`~mlbench_core.sweep.grouped_runs.differ`."""
 
 
 def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:

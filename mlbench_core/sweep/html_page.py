@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.comparison.html import bullets, document, elements, grid
+from mlbench_core.comparison.html_page import bullets, document, elements, grid
 from mlbench_core.comparison.table import Column
-from mlbench_core.sweep.tables import TUNING_COLUMNS
+from mlbench_core.sweep.result_table import TUNING_COLUMNS
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing

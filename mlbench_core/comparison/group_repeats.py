@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.comparison.record import UNKNOWN, RunRecord
+from mlbench_core.comparison.goal_times import complete, is_miss
+from mlbench_core.comparison.result_record import UNKNOWN, RunRecord
 from mlbench_core.comparison.significance import known_values
-from mlbench_core.comparison.times import complete, is_miss
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text, length_text
 
@@ -88,7 +88,7 @@ class Group:
         look better for its misses.
 
         Args:
-            name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example
+            name: Attribute of :class:`~mlbench_core.comparison.result_record.RunRecord`, such as
                 ``"total_s"``.
         """
         return known_values(map(operator.attrgetter(name), complete(self.records)))

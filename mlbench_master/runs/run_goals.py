@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mlbench_core.comparison.published import number
+from mlbench_core.comparison.master_metrics import number
 from mlbench_core.run_terms import GoalAim, length_text
 from mlbench_core.tasks import Task, find_image, get_task, option_value
 

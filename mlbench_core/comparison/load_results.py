@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.comparison.published import Metrics, count_ranks
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.master_metrics import Metrics, count_ranks
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, replacing
 from mlbench_core.results.folder import FILES, RESULT, find_folders, is_searched, read_result

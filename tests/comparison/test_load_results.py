@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.comparison.load import load, save, unpack
-from mlbench_core.comparison.pool import usable
+from mlbench_core.comparison.group_repeats import usable
+from mlbench_core.comparison.load_results import load, save, unpack
 from mlbench_core.comparison.table import compare_runs
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import FILES
 from tests.cli.fake_master import entry
-from tests.comparison.test_record import metrics_of, reached
+from tests.comparison.test_result_record import metrics_of, reached
 from tests.results.helpers import change, set_in, write_run
 
 RUN = {"name": "demo-2", "num_workers": 2, "state": "finished"}
@@ -316,7 +316,7 @@ def test_a_zip_file_that_is_huge_when_unpacked_is_refused(
 ) -> None:
     archive = zip_folder(write_run(tmp_path / "run"), tmp_path / "run.zip")
     for limit in ("_MOST_JSON_BYTES", "MOST_UNPACKED_BYTES"):
-        monkeypatch.setattr(f"mlbench_core.comparison.load.{limit}", 1000)
+        monkeypatch.setattr(f"mlbench_core.comparison.load_results.{limit}", 1000)
     with pytest.raises(
         ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"
     ):

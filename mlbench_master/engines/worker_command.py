@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlbench_core
-from mlbench_core.caller import is_carried
+from mlbench_core.calling_environment import is_carried
 from mlbench_master.engines.interface import Job
 
 __all__ = [

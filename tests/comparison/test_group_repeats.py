@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.comparison.pool import check_comparable, differences, pool, series, usable
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import (
+    check_comparable,
+    differences,
+    pool,
+    series,
+    usable,
+)
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 
 GOAL = {"metric": "Prec@1", "threshold": 95.0, "minimize": False}

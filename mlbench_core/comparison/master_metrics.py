@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.caller import split_observed
+from mlbench_core.calling_environment import split_observed
 from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
 from mlbench_core.tasks import TASKS, Task, command_options, find_image
 
@@ -217,11 +217,11 @@ def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
 def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run's record that its metrics contain.
 
-    The record is a :class:`~mlbench_core.comparison.record.RunRecord`. The metric ``summary @ 0``,
-    which a training script sends at its end, and ``goal @ 0``, which its tracker sends, take
-    precedence. A run without them has reached its goal if it has the metric ``TaskResult @ 0``.
-    Times then come from the text of this metric, and times that it lacks from the cumulative times
-    of the steps.
+    The record is a :class:`~mlbench_core.comparison.result_record.RunRecord`. The metric
+    ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which its tracker
+    sends, take precedence. A run without them has reached its goal if it has the metric
+    ``TaskResult @ 0``. Times then come from the text of this metric, and times that it
+    lacks from the cumulative times of the steps.
 
     Args:
         metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.

@@ -16,9 +16,9 @@ import pytest
 
 import mlbench_master
 from mlbench_core.comparison.figures import bars
-from mlbench_core.comparison.figures import looks as looks_of_methods
+from mlbench_core.comparison.figures import styles as styles_of_methods
 from mlbench_core.comparison.figures.canvas import style
-from mlbench_core.comparison.figures.looks import METHODS, method_look, method_looks
+from mlbench_core.comparison.figures.styles import METHODS, method_look, method_looks
 from mlbench_core.observe.methods.names import METHODS as SCRIPT_METHODS
 
 STYLE = Path(str(files(mlbench_master))) / "web" / "static" / "style.css"
@@ -123,7 +123,7 @@ def test_a_method_has_the_same_look_beside_any_others() -> None:
 
 def test_another_method_has_the_same_look_in_every_process() -> None:
     code = (
-        "from mlbench_core.comparison.figures.looks import method_look\n"
+        "from mlbench_core.comparison.figures.styles import method_look\n"
         "from mlbench_core.comparison.figures.canvas import style\n"
         "with style(): print(method_look('mine'))"
     )
@@ -158,5 +158,5 @@ def test_the_table_of_methods_has_no_name_twice() -> None:
     assert (
         len(set(METHODS))
         == len(METHODS)
-        <= looks_of_methods._COLORS * len(looks_of_methods._HATCHES)
+        <= styles_of_methods._COLORS * len(styles_of_methods._HATCHES)
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.arguments import hint_for
-from mlbench_core.caller import observe_command
+from mlbench_core.calling_environment import observe_command
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
@@ -29,7 +29,7 @@ from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.observe.methods.names import parse_method
 from mlbench_core.observe.output import parse_goal, parse_metric
-from mlbench_core.sweep.tuning import Trial, Tuning, parse_tuning
+from mlbench_core.sweep.tuning_options import Trial, Tuning, parse_tuning
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
 __all__ = [

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.client import delivery, outbox
+from mlbench_core.client import metric_delivery, undelivered_metrics
 from mlbench_core.client.api import ApiClient
-from mlbench_core.client.delivery import MAX_BATCH
+from mlbench_core.client.metric_delivery import MAX_BATCH
 from mlbench_core.errors import MasterNotFoundError, MasterRequestError
 from tests.client.stub_master import StubMaster
 from tests.helpers.processes import wait_for
@@ -319,8 +319,8 @@ def test_a_full_outbox_is_bounded_and_says_what_is_lost(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox, "_MAX_PAGES", 10)
-    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 50)
+    monkeypatch.setattr(undelivered_metrics, "_MAX_PAGES", 10)
+    monkeypatch.setattr(metric_delivery, "_MAX_IN_MEMORY", 50)
     master.stop()
     client = connect(spill_dir=tmp_path)
     for start in range(0, 300, 10):
@@ -346,7 +346,7 @@ def test_metrics_that_memory_cannot_hold_during_a_request_wait_on_disk_in_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 10)
+    monkeypatch.setattr(metric_delivery, "_MAX_IN_MEMORY", 10)
     reached, release = threading.Event(), threading.Event()
 
     def hang(method: str, path: str, body: Any) -> tuple[int, Any] | None:
@@ -498,7 +498,7 @@ def test_a_disk_that_fails_keeps_metrics_in_memory_up_to_a_limit(
     blocked = tmp_path / "file"
     blocked.write_text("a file where a folder should be")
     master.stop()
-    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 10)
+    monkeypatch.setattr(metric_delivery, "_MAX_IN_MEMORY", 10)
     client = connect(spill_dir=blocked)
     futures = [client.post_metric(1, "loss @ 0", value) for value in range(15)]
     for future in futures:
@@ -651,7 +651,7 @@ def test_bad_metrics_in_batches_of_their_own_hold_up_nothing(
 ) -> None:
     old = OldMaster(master)
     client = connect()
-    monkeypatch.setattr(delivery, "MAX_BATCH", 1)
+    monkeypatch.setattr(metric_delivery, "MAX_BATCH", 1)
     with client._delivery._sending:  # nothing is sent before all are queued
         for index in range(4):
             client.post_metric(1, "bad" if index % 2 == 0 else "good", index)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mlbench_core.comparison.pool import Group
-from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.group_repeats import Group
+from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.table import Comparison, escape, safe_cell
 from mlbench_core.results.folder import read_environment
 
@@ -42,7 +42,7 @@ def collection_page(
 
     Args:
         title: Title of the page.
-        groups: Groups of runs; see :func:`~mlbench_core.comparison.pool.pool`.
+        groups: Groups of runs; see :func:`~mlbench_core.comparison.group_repeats.pool`.
         comparison: Comparison of these groups.
         folder: Folder of the page; links to result folders are relative to it.
         commands: Commands that reproduce the runs.
