@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from mlbench_core.observe import host_times, steps
+from mlbench_core.observe.communication import collectives
 from mlbench_core.observe.communication.traffic import Traffic
 from mlbench_core.observe.observer import Observer
 from mlbench_core.tracking import tracker as tracking
@@ -132,6 +133,35 @@ def test_a_script_that_looks_at_a_batch_before_it_uses_cuda(
     # The time of the batch that it looked at.
     assert totals["steps_s"]["batch_load"] > 0
     assert totals["compute_cpu_s"] is None
+
+
+def test_communication_that_events_on_the_default_stream_cannot_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replayed = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with observer() as watched:
+            torch.cuda.CUDAGraph.replay(watched)
+            train(1)
+            dist.all_reduce(torch.ones(1))
+            assert not watched.communication.unmeasured
+            monkeypatch.setattr(collectives, "cuda_in_use", lambda: True)
+            monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+            for stream in ("default", "of FSDP2"):
+                monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
+                waited_s = watched.communication._waited_s
+                dist.all_reduce(torch.ones(1))
+                is_timed = watched.communication._waited_s > waited_s
+                assert is_timed is (stream == "default")
+                assert bool(watched.communication.unmeasured) is not is_timed
+            monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+            torch.cuda.CUDAGraph.replay(watched)
+            assert "collectives in CUDA graphs" in watched.communication.unmeasured
+    finally:
+        dist.destroy_process_group()
+    assert replayed == [watched, watched]
 
 
 def test_torch_is_left_as_it_was() -> None:

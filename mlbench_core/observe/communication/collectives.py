@@ -53,8 +53,11 @@ _COLLECTIVES = {
     "irecv": (None, ""),
     "barrier": (None, ""),
 }
-_ON_STREAMS = "the time of asynchronous collectives on GPUs, outside DistributedDataParallel's hook"
-
+_ON_STREAMS = (
+    "the time of collectives on GPUs that are asynchronous or not on the default stream, "
+    "outside DistributedDataParallel's hook"
+)
+_IN_GRAPHS = "collectives in CUDA graphs"
 _SHADOWED = "the all-reduces by DistributedDataParallel after a worker's data has ended (Join)"
 _COMPILED = "collectives in compiled code"
 
@@ -149,6 +152,7 @@ class CommunicationObserver:
             patches.replace(CommunicationClock, "report", self._report)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
         patches.replace(DistributedDataParallel, "join_hook", self._join_hook)
+        patches.replace(torch.cuda.CUDAGraph, "replay", self._replay)
 
     # ------------------------------------------------------------------ collectives
 
@@ -187,6 +191,10 @@ class CommunicationObserver:
                 if workers > 1:
                     traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
             waits = not (is_async or traffic.in_hook) and threading.get_ident() == clock.thread
+            if waits and _is_on_side_stream():
+                # The events of the step's clock are on the default stream.
+                self.unmeasured[_ON_STREAMS] = None
+                waits = False
             begin_s = time.perf_counter()
             nested.is_inside = True
             if waits:
@@ -335,6 +343,17 @@ class CommunicationObserver:
 
         return join_hook
 
+    def _replay(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that the collectives of a replayed graph call no function of torch.distributed."""
+
+        @functools.wraps(original)
+        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self.unmeasured[_IN_GRAPHS] = None
+            return original(graph, *args, **kwargs)
+
+        return replay
+
     def _observe(self, model: DistributedDataParallel) -> None:
         """Register the hook that measures, unless the constructor has registered one of its own."""
         size = dist.get_world_size(model.process_group)
@@ -394,6 +413,11 @@ class CommunicationObserver:
                 original(model, state, hook)
 
         return register_comm_hook
+
+
+def _is_on_side_stream() -> bool:
+    """Return True on a stream such as FSDP2 has for its collectives."""
+    return cuda_in_use() and torch.cuda.current_stream() != torch.cuda.default_stream()
 
 
 def _has_dense_cpu_gradients(model: DistributedDataParallel) -> bool:
