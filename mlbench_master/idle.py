@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# The machine, with its runs and clients, may be suspended between two polls: not idle time.
+# Between two polls, the machine may be suspended with its runs and clients. At most this time of it
+# counts as idle.
 _LONGEST_STEP_S = 1.0
 
 

@@ -321,7 +321,7 @@ def _as_json(
         for name in _RESULTS:
             row[name] = getattr(record, name, None)
         if described.is_modelled:
-            # Those of workers that share cores say nothing.
+            # The modelled times are on the page. The measured ones are of workers that share cores.
             row.update(time_to_goal_s=None, train_s=None)
         rows.append(row)
     time_left = dataclasses.asdict(expected)

@@ -70,8 +70,9 @@ def remember(name: str, value: dict[str, Any]) -> None:
     """
     folder = user_folder()
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder
-    # was trusted so far. The setgid bit marks a folder that is shared on purpose.
+    # The folder may exist already, made for data sets or a lock with a umask that lets others
+    # write. No file in it was trusted so far, so its mode is mended. The setgid bit marks a folder
+    # that is shared on purpose.
     if os.name == "posix" and not any(folder.glob("*.json")):
         mode = folder.stat().st_mode
         if not mode & stat.S_ISGID:

@@ -62,7 +62,7 @@ def make_job(
     facts = run.metadata_dict()
     env: dict[str, str] = {**facts.get("environment", {})}
     if env:
-        # So that the result's record of the environment keeps them, whatever their names are.
+        # The result's record of the environment keeps the variables that are named here.
         env[NAMED_VARIABLES] = " ".join(env)
     # The variables of the master come last: a run cannot replace them.
     env.update(worker_env)

@@ -1,4 +1,4 @@
-"""Flat buckets: the place of gradients in memory if the backward pass reduces them.
+"""Flat buckets: where gradients lie in memory if they are reduced during the backward pass.
 
 Parameters are laid out in reverse order of registration, which is about the order in which a
 backward pass finishes their gradients. A bucket is closed when it holds ``bucket_size_bytes``. One
@@ -127,7 +127,7 @@ class Bucket:
 
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
-    """Return the parameters' properties that decide on the layout: equal ones, equal buckets."""
+    """Return the properties of parameters on which the layout of the buckets depends."""
     properties = []
     for name, p in parameters.items():
         properties.append((name, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()))

@@ -79,7 +79,7 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copies_by_plain_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors in a state, by plain name, which a step may change in place."""
+    """Return copies of a state's tensors, by plain name; a step may change them in place."""
     return {plain_name(name): value.detach().clone() for name, value in values.items()}
 
 
