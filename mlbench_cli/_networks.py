@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from mlbench_core.network.named import NETWORKS, get_network
+from mlbench_core.network.named_networks import NETWORKS, get_network
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -10,7 +10,7 @@ import click
 from mlbench_cli._output import clean, print_table, remark
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.observe.table import NOT_MEASURED, run_rows
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 
 __all__ = ["print_steps", "show_unmeasured"]
 

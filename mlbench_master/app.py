@@ -30,7 +30,7 @@ from mlbench_master.access.login import add_login
 from mlbench_master.access.proxies import RootPathMiddleware, check_root_path
 from mlbench_master.api.openapi import set_description
 from mlbench_master.api.routes import router
-from mlbench_master.connections import max_connections
+from mlbench_master.connection_limits import max_connections
 from mlbench_master.database.store import Store
 from mlbench_master.database.writer import MetricWriter
 from mlbench_master.engines import Engine, EngineError, make_engine

@@ -83,7 +83,12 @@ def serve(
     import uvicorn
 
     from mlbench_master.app import create_app
-    from mlbench_master.connections import ACCEPTED_AT_ONCE, LISTEN_BACKLOG, Connection, LogLimit
+    from mlbench_master.connection_limits import (
+        ACCEPTED_AT_ONCE,
+        LISTEN_BACKLOG,
+        Connection,
+        LogLimit,
+    )
     from mlbench_master.events import EventBus
     from mlbench_master.idle import IdleClock
 

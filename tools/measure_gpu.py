@@ -184,8 +184,8 @@ def describe() -> dict[str, Any]:
         return {"missing": missing}
     import torch
 
-    from mlbench_core.results.checkout import describe_checkout
     from mlbench_core.results.environment import describe_environment
+    from mlbench_core.results.source_code import describe_checkout
 
     smi_lines = None
     if shutil.which("nvidia-smi"):

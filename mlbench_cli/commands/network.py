@@ -9,12 +9,12 @@ import click
 
 from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import json_option, print_field, print_json, print_table, remark
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Link, Network
     from mlbench_core.network.measure import PathReport
-    from mlbench_core.network.named import NamedNetwork
+    from mlbench_core.network.named_networks import NamedNetwork
 
 __all__ = ["network"]
 

@@ -120,7 +120,7 @@ def predict(
 
 def _name(network: Network, typed: Sequence[TypedNetwork]) -> str:
     """Return the text that the user typed for a network, else its name, else its text."""
-    from mlbench_core.network.named import NETWORKS
+    from mlbench_core.network.named_networks import NETWORKS
 
     # A network may be in both, and the user knows the text that was typed.
     for text, other in typed:
@@ -255,7 +255,7 @@ def _rows(
     workers: Sequence[int],
     critical_workers: int | None,
 ) -> list[dict[str, Any]]:
-    from mlbench_core.prediction.model import ONE_MACHINE
+    from mlbench_core.prediction.time_model import ONE_MACHINE
 
     rows = []
     for alike in _by_configuration(records):
@@ -279,7 +279,7 @@ def _row(
 
     They are the measured ones, or else the predicted ones, or else the reason why there are none.
     """
-    from mlbench_core.network.named import get_network
+    from mlbench_core.network.named_networks import get_network
 
     configuration = records[0].configuration
     optimizer = (configuration.get("options") or {}).get("optimizer")
@@ -318,8 +318,8 @@ def _predicted(
 ) -> dict[str, Any]:
     """Return the predicted figures, with their assumption, caveats and checks."""
     from mlbench_core.prediction.check import check_repeats, why_unchecked, widened
-    from mlbench_core.prediction.model import NOT_ADDED
     from mlbench_core.prediction.repeats import predict_repeats
+    from mlbench_core.prediction.time_model import NOT_ADDED
 
     predictions = predict_repeats(records, network, workers, critical_workers)
     figures: dict[str, Any] = {**_medians(list(map(dataclasses.asdict, predictions)))}

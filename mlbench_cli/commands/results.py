@@ -101,7 +101,7 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     Each line begins with 'ok', 'fail' or 'cannot be checked'. Exit status 1 if a rule fails. The
     rules are in the documentation, on the page "Rules".
     """
-    from mlbench_core.comparison.rules import check_rules
+    from mlbench_core.comparison.submission_rules import check_rules
 
     findings = check_rules(load(result_folders(folders)))
     rows = []

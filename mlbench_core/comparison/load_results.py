@@ -19,7 +19,7 @@ from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, replacing
 from mlbench_core.results.folder import FILES, RESULT, find_folders, is_searched, read_result
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.results.schema import check_result
 
 __all__ = ["MOST_UNPACKED_BYTES", "identity", "load", "save", "unpack"]

@@ -19,7 +19,7 @@ from mlbench_core.comparison.master_metrics import (
     read_fields,
     state_of_run,
 )
-from mlbench_core.results.lines import read_lines, statistics
+from mlbench_core.results.raw_lines import read_lines, statistics
 from mlbench_core.results.schema import check_result
 from mlbench_core.run_terms import PHASES, GoalAim, goal_text
 from mlbench_core.wire_bytes import total_wire_bytes

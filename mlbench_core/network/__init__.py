@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlbench_core.network.description import Network, bits_per_second
 from mlbench_core.network.emulated import EmulatedNetwork
-from mlbench_core.network.named import NETWORKS, get_network
+from mlbench_core.network.named_networks import NETWORKS, get_network
 from mlbench_core.network.parsing import load_network, parse_network
 
 __all__ = [

@@ -108,7 +108,7 @@ class _ObservedRun:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         from mlbench_core.controlflow.pytorch.train_limit import TrainLimit
-        from mlbench_core.observe.limit import ScriptLimit
+        from mlbench_core.observe.time_limit import ScriptLimit
 
         self.observer.__enter__()
         limit = TrainLimit()

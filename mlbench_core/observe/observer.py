@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from mlbench_core.observe import table
 from mlbench_core.observe.communication.collectives import CommunicationObserver
 from mlbench_core.observe.communication.traffic import Traffic
-from mlbench_core.observe.data import DataObserver
+from mlbench_core.observe.data_loading import DataObserver
 from mlbench_core.observe.losses import LossObserver
 from mlbench_core.observe.methods.apply import Method, Obstacle, refusal
 from mlbench_core.observe.patches import Patches

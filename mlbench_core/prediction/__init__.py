@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlbench_core.prediction.check import Check, check_repeats, why_unchecked, widened
 from mlbench_core.prediction.costs import Collective, collective_s
-from mlbench_core.prediction.model import Prediction, predict, predict_time_to_goal
 from mlbench_core.prediction.repeats import predict_repeats
+from mlbench_core.prediction.time_model import Prediction, predict, predict_time_to_goal
 
 __all__ = [
     "Check",

@@ -11,7 +11,8 @@ from mlbench_core.comparison.group_repeats import plural
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
-from mlbench_core.prediction.model import (
+from mlbench_core.prediction.repeats import starting_runs
+from mlbench_core.prediction.time_model import (
     UNEXPLAINED_SHARE,
     Prediction,
     largest_error,
@@ -21,7 +22,6 @@ from mlbench_core.prediction.model import (
     slowest_cpu,
     steps_of,
 )
-from mlbench_core.prediction.repeats import starting_runs
 
 __all__ = ["Check", "check_repeats", "why_unchecked", "widened"]
 

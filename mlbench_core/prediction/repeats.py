@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
-from mlbench_core.prediction.model import Prediction, have_equal_steps, predict
+from mlbench_core.prediction.time_model import Prediction, have_equal_steps, predict
 
 __all__ = ["predict_repeats", "starting_runs"]
 

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 
 from mlbench_core.calling_environment import NAMED_VARIABLES, is_carried
 from mlbench_core.files import digest
-from mlbench_core.results.checkout import describe_checkout
 from mlbench_core.results.control_groups import cores_limit, memory_limit, read_file
 from mlbench_core.results.masking import as_utf8, mask_command_line, mask_variables
+from mlbench_core.results.source_code import describe_checkout
 
 __all__ = [
     "describe_environment",
@@ -96,7 +96,7 @@ def describe_environment(
         * ``tensorflow``: See :func:`describe_tensorflow`; missing without it.
         * ``packages``: All installed distributions with their versions.
         * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
-          :func:`~mlbench_core.results.checkout.describe_checkout`.
+          :func:`~mlbench_core.results.source_code.describe_checkout`.
         * ``variables``: Environment variables that libraries and launchers read, and those that the
           user gave to the run. The values of secrets are ``***``.
         * ``command_line``: The arguments of this process, beginning with those of Python, without

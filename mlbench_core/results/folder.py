@@ -20,14 +20,14 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest, replacing
-from mlbench_core.results.lines import (
+from mlbench_core.results.mlperf import mlperf_lines
+from mlbench_core.results.raw_lines import (
     RawLines,
     before_start,
     ends_line,
     read_lines,
     statistics,
 )
-from mlbench_core.results.mlperf import mlperf_lines
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import summarize
 from mlbench_core.run_terms import GoalAim

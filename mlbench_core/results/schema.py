@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.lines import SCHEMA_VERSION
+from mlbench_core.results.raw_lines import SCHEMA_VERSION
 
 __all__ = ["check_result", "result_schema"]
 

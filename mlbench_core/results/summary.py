@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlbench_core.results.environment import machine_of, software_of
-from mlbench_core.results.lines import SCHEMA_VERSION
+from mlbench_core.results.raw_lines import SCHEMA_VERSION
 from mlbench_core.run_terms import TRACKER_PHASES
 from mlbench_core.running_statistics import QuantileSketch
 from mlbench_core.wire_bytes import total_wire_bytes
@@ -64,8 +64,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     """Compute the content of ``result.json``, except the checksums of the other files.
 
     Args:
-        lines: The raw lines of all workers, see :mod:`mlbench_core.results.lines`. A run that has
-            not ended has the state ``"unfinished"``, and the totals of its last finished epoch.
+        lines: The raw lines of all workers, see :mod:`mlbench_core.results.raw_lines`. A run that
+            has not ended has the state ``"unfinished"``, and the totals of its last finished epoch.
         environment: The content of ``environment.json``.
 
     Returns:

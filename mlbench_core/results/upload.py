@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.files import digest
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.results.summary import goal_message
 
 __all__ = ["metrics_of", "run_record"]

@@ -18,7 +18,7 @@ from mlbench_core.comparison.result_record import CurvePoint, RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.prediction import predict
-from mlbench_core.prediction.model import NOT_ADDED, have_equal_steps
+from mlbench_core.prediction.time_model import NOT_ADDED, have_equal_steps
 
 __all__ = [
     "ModelledRecord",

@@ -34,15 +34,15 @@ from mlbench_core.sweep.result_table import (
     tuning_rows,
     utilization_rows,
 )
-from mlbench_core.sweep.search import Search
 from mlbench_core.sweep.sentences import per_network, summary, tuning_rule
 from mlbench_core.sweep.sweep_folder import COPY, RECORD, RUNS, TUNING, SweepFolder
 from mlbench_core.sweep.toml_file import Sweep, load_sweep
+from mlbench_core.sweep.tuning_search import Search
 from mlbench_core.sweep.utilization import Utilization, predict_utilization
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
-    from mlbench_core.sweep.figures.lines import Curve
+    from mlbench_core.sweep.figures.line_charts import Curve
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -249,7 +249,12 @@ def _makers(
 
     The first figure is that of all networks, and the others are those of the single networks.
     """
-    from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve, draw_utilization
+    from mlbench_core.sweep.figures.line_charts import (
+        curves,
+        draw_bytes,
+        draw_curve,
+        draw_utilization,
+    )
     from mlbench_core.sweep.figures.map import draw_map
     from mlbench_core.sweep.figures.panels import draw_rows, quantities
 

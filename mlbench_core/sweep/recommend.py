@@ -25,10 +25,10 @@ from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Network
-from mlbench_core.network.named import NETWORKS, get_network
+from mlbench_core.network.named_networks import NETWORKS, get_network
 from mlbench_core.prediction import predict_repeats
 from mlbench_core.prediction.check import check_repeats, widened
-from mlbench_core.prediction.model import samples_of_step, share_of_core
+from mlbench_core.prediction.time_model import samples_of_step, share_of_core
 from mlbench_core.sweep.grouped_runs import Cell, Outcome, differ, gather, order
 from mlbench_core.sweep.modelled import (
     ModelledRecord,

@@ -14,7 +14,7 @@ from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.comparison.significance import known_values
 from mlbench_core.comparison.table import Column, csv_text
 from mlbench_core.sweep.grouped_runs import Cell, Outcome, sent_per_worker, speed_ratio
-from mlbench_core.sweep.search import Search
+from mlbench_core.sweep.tuning_search import Search
 from mlbench_core.sweep.utilization import SHARES, Utilization, bandwidth_text
 
 __all__ = [

@@ -31,8 +31,8 @@ from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
-from mlbench_core.sweep.search import Score, Search, score, search_all, tuned_arguments
 from mlbench_core.sweep.toml_file import FILES, Point, Sweep, copied_name
+from mlbench_core.sweep.tuning_search import Score, Search, score, search_all, tuned_arguments
 
 __all__ = ["COPY", "RECORD", "RUNS", "TUNING", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 

@@ -26,7 +26,7 @@ from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
-from mlbench_core.network.named import get_network
+from mlbench_core.network.named_networks import get_network
 from mlbench_core.observe.methods.names import parse_method
 from mlbench_core.observe.output import parse_goal, parse_metric
 from mlbench_core.sweep.tuning_options import Trial, Tuning, parse_tuning

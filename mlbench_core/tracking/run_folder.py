@@ -42,7 +42,7 @@ from mlbench_core.results.folder import (
     read_result,
     write_environment,
 )
-from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.raw_lines import LinesSink
 from mlbench_core.results.summary import goal_message
 from mlbench_core.tracking.process_end import delay_sigterm
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from mlbench_core.calling_environment import check_variable, is_carried
-from mlbench_core.network.named import get_network
+from mlbench_core.network.named_networks import get_network
 from mlbench_core.run_terms import WorkerRange
 from mlbench_core.tasks import is_run_name
 from mlbench_master.database.store import RUN_COLUMNS

@@ -26,7 +26,7 @@ from typing_extensions import Self
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, lock, replacing
 from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.results.upload import metrics_of
 from mlbench_master.api.schemas import RunIn, describe_error
 from mlbench_master.database.store import Run

@@ -17,9 +17,9 @@ from mlbench_core.comparison.table import Column, cell
 from mlbench_master.api.routes import StorePart, run_or_404
 from mlbench_master.database.store import Run, Store
 from mlbench_master.web.compared_results import Compared, compare
-from mlbench_master.web.fields import MOST_TEXT, RunQuery
 from mlbench_master.web.figures import TITLES, Figures, can_draw, draw, figures_key
 from mlbench_master.web.render import page
+from mlbench_master.web.runs_by_field import MOST_TEXT, RunQuery
 
 __all__ = ["MOST_RUNS", "router"]
 

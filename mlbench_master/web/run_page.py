@@ -39,9 +39,9 @@ from mlbench_master.runs.phases import (
 from mlbench_master.runs.progress import progress_of
 from mlbench_master.runs.result_files import RESULT_METRIC, ResultFolder
 from mlbench_master.runs.run_goals import GOAL_METRIC, PLAN_METRIC
-from mlbench_master.web.fields import condition
 from mlbench_master.web.log_page import log_view
 from mlbench_master.web.render import moment, page
+from mlbench_master.web.runs_by_field import condition
 from mlbench_master.web.worker_page import list_workers
 
 __all__ = ["router"]

@@ -25,7 +25,8 @@ from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.runs.run_goals import PLAN_METRIC, RunGoal, RunPlan, split_command
 from mlbench_master.web.compared_results import FINAL_STATES
-from mlbench_master.web.fields import (
+from mlbench_master.web.render import duration, page
+from mlbench_master.web.runs_by_field import (
     MOST_READ,
     MOST_TEXT,
     Fields,
@@ -34,7 +35,6 @@ from mlbench_master.web.fields import (
     fields_of,
     goal_of,
 )
-from mlbench_master.web.render import duration, page
 
 __all__ = ["ListedRun", "list_runs", "router"]
 
@@ -68,7 +68,7 @@ class View:
     """The part of the list that an address asks for.
 
     Attributes:
-        q: The text of a search, see :class:`~mlbench_master.web.fields.RunQuery`.
+        q: The text of a search, see :class:`~mlbench_master.web.runs_by_field.RunQuery`.
         state: Their state; empty for all.
         group: The field by which the runs are grouped; empty for a list of runs.
         sort: One of :data:`~mlbench_master.database.store.RUN_SORTS`, with a ``-`` before it for
@@ -131,7 +131,7 @@ class ListedRun:
         run: The run.
         program: Its task, or its command.
         details: Data set and preset of the task.
-        fields: Its configuration, see :func:`~mlbench_master.web.fields.fields_of`.
+        fields: Its configuration, see :func:`~mlbench_master.web.runs_by_field.fields_of`.
         duration_s: Seconds since its start, until its end if it has ended; None before its start.
         goal: Its goal, if it has one.
         value: Latest value of the goal's metric, as text; None if it is not known.

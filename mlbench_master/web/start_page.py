@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from mlbench_core.calling_environment import observe_command, split_observed
 from mlbench_core.client.series import RunSeries, check_backend, parse_workers
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 from mlbench_core.observe.methods.names import METHODS, parse_method
 from mlbench_core.observe.options import parse_options
 from mlbench_core.observe.output import parse_goal, parse_metric

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.tutorial import recipes
 from mlbench_core.results.folder import read_result, verify_folder
-from mlbench_core.results.lines import read_lines, statistics
+from mlbench_core.results.raw_lines import read_lines, statistics
 from tests.helpers.processes import ROOT
 from tests.helpers.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 from mlbench_core.network.description import Link, Network
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.network.measure import AllReduceTime, NetworkReport, PathReport
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 from tests.cli.conftest import Call
 
 

@@ -14,7 +14,7 @@ from mlbench_core.client.masters import read_record
 from mlbench_core.results.folder import FILES, verify_folder
 from mlbench_master.engines import EngineError
 from mlbench_master.engines.slurm import engine as slurm
-from mlbench_master.engines.slurm import queue as slurm_queue
+from mlbench_master.engines.slurm import job_states as slurm_queue
 from mlbench_master.runs import masterless as direct
 from tests.cli.conftest import Call
 from tests.master.engines import fake_slurm

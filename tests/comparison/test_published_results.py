@@ -9,7 +9,7 @@ import pytest
 from mlbench_core.comparison.group_repeats import pool
 from mlbench_core.comparison.load_results import load
 from mlbench_core.comparison.results_page import runs_csv
-from mlbench_core.comparison.rules import check_rules
+from mlbench_core.comparison.submission_rules import check_rules
 from mlbench_core.comparison.table import compare_groups, escape
 from mlbench_core.results.folder import RESULT, find_folders, verify_folder
 from mlbench_core.sweep.page import read_outcome

@@ -13,7 +13,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import lines_path, read_result
-from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.raw_lines import LinesSink
 from mlbench_core.run_terms import PHASES, goal_text
 from tests.cli.fake_master import entry, summary
 from tests.results.helpers import GOAL, totals, write_run

@@ -19,7 +19,7 @@ from mlbench_core.network.description import (
     Pause,
     RandomOutages,
 )
-from mlbench_core.network.named import NETWORKS, get_network
+from mlbench_core.network.named_networks import NETWORKS, get_network
 from mlbench_core.network.parsing import load_network, parse_network
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "network_lab.md"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
-from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.raw_lines import LinesSink
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False}
 ENVIRONMENT = {

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from mlbench_core import __version__
-from mlbench_core.results import checkout, environment
-from mlbench_core.results.checkout import describe_checkout
+from mlbench_core.results import environment, source_code
 from mlbench_core.results.environment import (
     describe_environment,
     describe_gpus,
@@ -30,6 +29,7 @@ from mlbench_core.results.environment import (
     software_of,
 )
 from mlbench_core.results.masking import mask_command_line
+from mlbench_core.results.source_code import describe_checkout
 
 
 @pytest.fixture
@@ -437,18 +437,18 @@ def test_a_difference_that_is_too_large_or_takes_too_long_is_unknown(
 ) -> None:
     (repository / "main.py").write_text("4\n")
     (repository / "package" / "new.py").write_text("5\n")
-    patch.setattr(checkout, "_MOST_CHANGED_BYTES", 3)
+    patch.setattr(source_code, "_MOST_CHANGED_BYTES", 3)
     assert difference(repository) == (2, None)
-    patch.setattr(checkout, "_MOST_CHANGED_BYTES", 4)
+    patch.setattr(source_code, "_MOST_CHANGED_BYTES", 4)
     assert difference(repository)[1] is not None
-    real = checkout._git
+    real = source_code._git
 
     def slow(folder: Path, command: str, *arguments: str) -> bytes:
         if command == "status":
             raise subprocess.TimeoutExpired(["git"], 10)
         return real(folder, command, *arguments)
 
-    patch.setattr(checkout, "_git", slow)
+    patch.setattr(source_code, "_git", slow)
     assert difference(repository) == (None, None)
 
 

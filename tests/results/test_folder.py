@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.comparison.load_results import load
-from mlbench_core.comparison.rules import check_rules
+from mlbench_core.comparison.submission_rules import check_rules
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest
 from mlbench_core.results.configuration import Configuration
@@ -25,7 +25,7 @@ from mlbench_core.results.folder import (
     read_result,
     verify_folder,
 )
-from mlbench_core.results.lines import LinesSink, read_lines, statistics
+from mlbench_core.results.raw_lines import LinesSink, read_lines, statistics
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import goal_message
 from tests.results.helpers import GOAL, change, set_in, totals, write_run

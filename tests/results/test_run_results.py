@@ -14,7 +14,7 @@ from mlbench_core.controlflow.pytorch.run_results import RunResults
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import read_result, verify_folder
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.ranks import run_ranks
 from tests.results.helpers import ENVIRONMENT, GOAL

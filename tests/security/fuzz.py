@@ -381,7 +381,7 @@ def serving(folder: Path) -> Iterator[str]:
     """A master on a port, in a thread of this process; its URL."""
     import uvicorn
 
-    from mlbench_master.connections import Connection
+    from mlbench_master.connection_limits import Connection
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ from mlbench_core.comparison import figures
 from mlbench_core.comparison.figures.canvas import Drawing
 from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.sweep.figures.lines import curves, draw_curve, draw_utilization
+from mlbench_core.sweep.figures.line_charts import curves, draw_curve, draw_utilization
 from mlbench_core.sweep.figures.panels import algorithm_looks
 from mlbench_core.sweep.grouped_runs import Outcome
 from mlbench_core.sweep.sentences import per_network, summary

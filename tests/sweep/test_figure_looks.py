@@ -16,7 +16,7 @@ from mlbench_core.comparison.group_repeats import Group, pool
 from mlbench_core.comparison.prices import Pricing
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.sweep.fastest_methods import Map, MapCell
-from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve, draw_utilization
+from mlbench_core.sweep.figures.line_charts import curves, draw_bytes, draw_curve, draw_utilization
 from mlbench_core.sweep.figures.map import draw_map
 from mlbench_core.sweep.figures.panels import draw_rows, quantities
 from mlbench_core.sweep.grouped_runs import Outcome

@@ -20,7 +20,7 @@ from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.sweep.fastest_methods import Map, predict_map
-from mlbench_core.sweep.figures.lines import curves, draw_bytes, draw_curve
+from mlbench_core.sweep.figures.line_charts import curves, draw_bytes, draw_curve
 from mlbench_core.sweep.figures.panels import draw_rows, quantities
 from mlbench_core.sweep.grouped_runs import Outcome, gather
 from mlbench_core.sweep.result_table import as_csv, table_rows

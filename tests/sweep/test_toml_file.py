@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network.named import get_network
+from mlbench_core.network.named_networks import get_network
 from mlbench_core.sweep import toml_file
 from mlbench_core.sweep.sweep_folder import SweepFolder
 from mlbench_core.sweep.toml_file import load_sweep, parse_sweep

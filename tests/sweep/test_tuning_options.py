@@ -18,10 +18,10 @@ from mlbench_core.comparison.load_results import load
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.sweep import page, runner
 from mlbench_core.sweep.runner import Runner
-from mlbench_core.sweep.search import Score, Search, score
 from mlbench_core.sweep.sentences import tuning_rule
 from mlbench_core.sweep.sweep_folder import SweepFolder
 from mlbench_core.sweep.toml_file import Sweep, parse_sweep
+from mlbench_core.sweep.tuning_search import Score, Search, score
 from mlbench_core.tasks import option_value
 from tests.results.helpers import GOAL, write_run
 from tests.sweep.master import Killed, MemoryMaster, plain

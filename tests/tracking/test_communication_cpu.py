@@ -22,7 +22,7 @@ from mlbench_core.distributed.pytorch.timing import CommunicationClock, Interval
 from mlbench_core.optim.pytorch import CentralizedSGD, LocalSGD, SparsifiedSGD
 from mlbench_core.processor_time import polling
 from mlbench_core.results.folder import verify_folder
-from mlbench_core.results.lines import LinesSink, read_lines
+from mlbench_core.results.raw_lines import LinesSink, read_lines
 from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
 from tests.results.helpers import write_run

@@ -10,7 +10,7 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import read_result, verify_folder
-from mlbench_core.results.lines import read_lines, statistics
+from mlbench_core.results.raw_lines import read_lines, statistics
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.ranks import run_ranks
 

@@ -37,6 +37,7 @@ from mlbench_master.engines.error_search import ErrorSearch, is_consequence
 from mlbench_master.engines.folders import FolderEngine, read_interval
 from mlbench_master.engines.interface import EngineError, Job, JobStatus, LogFilter, LogRange
 from mlbench_master.engines.kubernetes.api import ApiError, KubernetesApi
+from mlbench_master.engines.kubernetes.job_states import JobView, KubernetesQueue
 from mlbench_master.engines.kubernetes.logs import LogCollector, PodLogs
 from mlbench_master.engines.kubernetes.manifests import (
     ATTEMPT,
@@ -49,7 +50,6 @@ from mlbench_master.engines.kubernetes.manifests import (
     service_manifest,
 )
 from mlbench_master.engines.kubernetes.options import parse_options
-from mlbench_master.engines.kubernetes.queue import JobView, KubernetesQueue
 from mlbench_master.engines.kubernetes.settings import PREFIX, read_setting, variable
 from mlbench_master.engines.kubernetes.states import Trouble, end_of, ended_status, waiting_reason
 from mlbench_master.engines.logs import LogWriter, dropping_problem, log_limit_bytes, open_at_once

@@ -42,7 +42,7 @@ from mlbench_master.engines.folders import FolderEngine, read_interval, unreacha
 from mlbench_master.engines.interface import EngineError, Job, JobStatus
 from mlbench_master.engines.logs import dropping_problem, log_limit_bytes, open_at_once
 from mlbench_master.engines.slurm import script
-from mlbench_master.engines.slurm.queue import (
+from mlbench_master.engines.slurm.job_states import (
     ENDED,
     UNKNOWN,
     QueueEntry,

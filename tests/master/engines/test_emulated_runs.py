@@ -19,7 +19,7 @@ import pytest
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.network.emulated import EmulatedNetwork
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 from mlbench_core.network.namespaces import Namespaces
 from mlbench_master import create_app
 from mlbench_master.engines import Job

@@ -23,7 +23,7 @@ from mlbench_master.api.schemas import RunIn
 from mlbench_master.engines import EngineError, Job, JobStatus
 from mlbench_master.engines.kubernetes import api as kubernetes_api
 from mlbench_master.engines.kubernetes import engine as kubernetes
-from mlbench_master.engines.kubernetes import queue as kubernetes_queue
+from mlbench_master.engines.kubernetes import job_states as kubernetes_queue
 from mlbench_master.engines.kubernetes.engine import KubernetesEngine
 from mlbench_master.runs.commands import check_options
 from tests.master.engines.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock

@@ -26,7 +26,7 @@ from mlbench_master.engines import (
 )
 from mlbench_master.engines.local.engine import LocalEngine
 from mlbench_master.engines.slurm import engine as slurm
-from mlbench_master.engines.slurm import queue as slurm_queue
+from mlbench_master.engines.slurm import job_states as slurm_queue
 from mlbench_master.engines.slurm.engine import SlurmEngine
 from mlbench_master.engines.slurm.rank_logs import RankLogs
 from tests.master.engines import fake_slurm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 from mlbench_core.tasks import TASKS, get_task
 from mlbench_master import create_app
 from tests.helpers.processes import ROOT

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from mlbench_master import connections
-from mlbench_master.connections import LogLimit
+from mlbench_master import connection_limits
+from mlbench_master.connection_limits import LogLimit
 from tests.master.helpers import server, wait_for
 
 HEADERS = {"Authorization": "Bearer sesame"}
@@ -68,7 +68,7 @@ def connections_of(process: subprocess.Popen[bytes]) -> int:
     return sum(bool(connection.raddr) for connection in found("tcp"))
 
 
-SHORT = "import mlbench_master.connections as c; c.HEADER_S = 0.6; c.BODY_S = 0.9"
+SHORT = "import mlbench_master.connection_limits as c; c.HEADER_S = 0.6; c.BODY_S = 0.9"
 
 
 def test_a_request_that_does_not_arrive_in_time_is_closed(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(tmp_path: Path) -> Non
 
 
 def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path) -> None:
-    setup = "import mlbench_master.connections as c; c.WRITE_S = 0.5"
+    setup = "import mlbench_master.connection_limits as c; c.WRITE_S = 0.5"
     with server(tmp_path / "data", "--token", "sesame", setup=setup) as (base, process):
         run = {"name": "r", "num_workers": 1, "command": "true"}
         made = httpx.post(f"{base}/api/runs/", json=run, headers=HEADERS).json()
@@ -131,7 +131,7 @@ def test_half_requests_do_not_keep_others_out(tmp_path: Path) -> None:
 
 def test_an_address_has_a_bounded_number_of_connections(tmp_path: Path) -> None:
     setup = (
-        "import mlbench_master.connections as c; c.MAX_PER_ADDRESS "
+        "import mlbench_master.connection_limits as c; c.MAX_PER_ADDRESS "
         "= 4; c.is_loopback = lambda address: False"
     )
     with server(tmp_path / "data", "--token", "sesame", setup=setup) as (base, process):
@@ -188,7 +188,7 @@ def test_one_cause_does_not_flood_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 7.0
-    monkeypatch.setattr(connections.time, "monotonic", lambda: now)
+    monkeypatch.setattr(connection_limits.time, "monotonic", lambda: now)
     log = logging.getLogger("a test")
     limit = LogLimit(records=3, period_s=0.3)
     caplog.handler.addFilter(limit)

@@ -25,7 +25,7 @@ from typing import Any
 
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.sweep.toml_file import Point, Sweep, Variant
 from mlbench_core.sweep.tuning_options import Trial
 

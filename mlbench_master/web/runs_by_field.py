@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.comparison.master_metrics import describe_run
-from mlbench_core.network.named import NETWORKS
+from mlbench_core.network.named_networks import NETWORKS
 from mlbench_master.database.store import Run, Store
 from mlbench_master.runs.run_goals import RunGoal, goal_of_task, task_of_image
 

@@ -13,7 +13,7 @@ from mlbench_core.comparison.convergence import check_convergence, find_referenc
 from mlbench_core.comparison.group_repeats import Group, plural, pool, usable
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.results.folder import verify_folder
-from mlbench_core.results.lines import read_lines
+from mlbench_core.results.raw_lines import read_lines
 from mlbench_core.run_terms import TRACKER_PHASES
 
 __all__ = ["LEAST_REPEATS", "Finding", "check_rules"]

@@ -10,7 +10,7 @@ from mlbench_core.arguments import check_int
 from mlbench_core.comparison.result_record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.network.named import get_network
+from mlbench_core.network.named_networks import get_network
 from mlbench_core.prediction.costs import Collective, collective_s
 
 __all__ = [
