@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import freezegun
 import pytest
 from freezegun import freeze_time
+
+# pytest measures with the same clock how long the tests take.
+freezegun.configure(extend_ignore_list=["_pytest."])
 
 
 @pytest.fixture
