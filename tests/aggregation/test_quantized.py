@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import QuantizedAllReduceAggregation
+from mlbench_core.aggregation.pytorch.compression import quantized
 from mlbench_core.optim.pytorch import QuantizedSGD
 from tests.helpers.collectives import recording_collectives
 from tests.helpers.ranks import run_ranks
@@ -186,6 +187,27 @@ def test_a_huge_value_leaves_other_blocks_as_they_are() -> None:
     x[256 + 5] = 3e38
     found = aggregated(x)
     assert torch.equal(found[:256], x[:256]) and not torch.equal(found[256:], x[256:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_pieces_that_fit_into_the_cache_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, bits: int, rounding: Any
+) -> None:
+    # The last block is shorter.
+    gradient = torch.randn(1203, generator=torch.Generator().manual_seed(0))
+    results = []
+    for in_cache in (1, 100, 10_000):
+        monkeypatch.setattr(quantized, "_IN_CACHE", in_cache)
+        aggregation = QuantizedAllReduceAggregation(
+            bits=bits, block=8, rounding=rounding, error_decay=0.5
+        )
+        averaged = gradient.clone()
+        aggregation.aggregate({"x": averaged}, "avg_world")
+        results.append(torch.stack([averaged, aggregation.memory("x")]))
+    assert not torch.equal(results[0][0], gradient)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["QuantizedAllReduceAggregation"]
+
+# Numbers that a CPU quantizes at once: several copies of them fit into the cache of a core.
+_IN_CACHE = 1 << 16
 
 
 class QuantizedAllReduceAggregation(CompressedAggregation):
@@ -146,7 +150,10 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         draw = self._source(g.device)
         sent = self._compress(g, tensors, self._memory, slice(None), draw)
         received = self._to_owners(sent)
-        a = divide(self._dequantize(received, length, dtype).sum(dim=0, keepdim=True), divisor)
+        a = torch.zeros(1, length, dtype=dtype, device=g.device)
+        for row in received:
+            self._dequantize_row(row, a[0], adds=True)
+        divide(a, divisor)
         own = slice(rank, rank + 1)
         message = self._compress(a, tensors, self._owner_memory, own, draw)
         averages = self._dequantize(self._gather(message[0], divisor, extra), length, dtype)
@@ -158,7 +165,11 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         # A part in 4 bits has whole bytes.
         in_byte = 8 // self.bits
         length = -(-len(flat) // (self.world_size * in_byte)) * in_byte
-        return pad(flat, (0, self.world_size * length - len(flat))).view(-1, length)
+        missing = self.world_size * length - len(flat)
+        # Without a number to add, pad() would copy as well.
+        if missing:
+            flat = pad(flat, (0, missing))
+        return flat.view(-1, length)
 
     def _compress(
         self,
@@ -204,31 +215,77 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
     def _quantize(self, rows: Tensor, draw: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Return each row as bytes: the scales of its blocks, and the codes of its numbers."""
         length = rows.shape[1]
-        v = pad(rows, (0, -length % self.block)).view(len(rows), -1, self.block)
-        scales = v.abs().amax(dim=2).div_(self._levels)
-        # Zeros, and numbers so small that their scale underflows, become zeros.
-        scales.masked_fill_(scales == 0, 1)
-        level = v / scales[..., None]
-        if draw is None:
-            level.round_()
-        else:
-            level.add_(draw(level)).floor_()
-        # After an overflow, the scale itself makes the whole block nan.
-        level.nan_to_num_(nan=0).clamp_(-self._levels, self._levels).add_(self._levels)
-        codes = level.view(len(rows), -1)[:, :length].reshape(-1).to(torch.uint8)
-        packed = pack_codes(codes, self.bits).view(len(rows), -1)
-        return torch.cat([scales.view(torch.uint8), packed], dim=1)
+        scale_bytes = self._scale_bytes(length, rows.dtype)
+        size_bytes = scale_bytes + length * self.bits // 8
+        message = torch.empty(len(rows), size_bytes, dtype=torch.uint8, device=rows.device)
+        for row, into in zip(rows, message, strict=True):
+            scales, codes = [], into[scale_bytes:]
+            for begin, end in self._pieces(row):
+                v = self._in_blocks(row[begin:end])
+                level = v.abs()
+                s = level.amax(dim=1).div_(self._levels)
+                # Zeros, and numbers so small that their scale underflows, become zeros.
+                s.masked_fill_(s == 0, 1)
+                # After an overflow, the scale makes the whole block nan.
+                s.masked_fill_(s.isinf(), math.nan)
+                scales.append(s)
+                torch.div(v, s[:, None], out=level)
+                if draw is None:
+                    level.round_()
+                else:
+                    level.add_(draw(level)).floor_()
+                level.clamp_(-self._levels, self._levels)
+                own = level.view(-1)[: end - begin]
+                place = codes[begin * self.bits // 8 : end * self.bits // 8]
+                if self.bits == 8:
+                    place.view(torch.int8).copy_(own)
+                else:
+                    place.copy_(pack_codes(own.add_(self._levels).to(torch.uint8), self.bits))
+            if scales:
+                into[:scale_bytes] = torch.cat(scales).view(torch.uint8)
+        return message
 
     def _dequantize(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Return the numbers of rows of bytes, shape (rows, ``length``)."""
-        scale_bytes = -(-length // self.block) * dtype.itemsize
+        values = torch.empty(len(rows), length, dtype=dtype, device=rows.device)
+        for row, into in zip(rows, values, strict=True):
+            self._dequantize_row(row, into)
+        return values
+
+    def _dequantize_row(self, row: Tensor, into: Tensor, adds: bool = False) -> None:
+        """Write the numbers of a row of bytes, or add them."""
+        scale_bytes = self._scale_bytes(len(into), into.dtype)
         # A copy, because torch views bytes as a wider dtype only at an aligned offset.
-        scales = rows[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(dtype)
-        packed = rows[:, scale_bytes:].reshape(-1)
-        level = unpack_codes(packed, len(rows) * length, self.bits).to(dtype).sub_(self._levels)
-        v = pad(level.view(len(rows), length), (0, -length % self.block))
-        v = v.view(len(rows), -1, self.block) * scales[..., None]
-        return v.view(len(rows), -1)[:, :length].contiguous()
+        scales, codes = row[:scale_bytes].clone().view(into.dtype), row[scale_bytes:]
+        for begin, end in self._pieces(into):
+            level = codes[begin * self.bits // 8 : end * self.bits // 8].view(torch.int8)
+            if self.bits < 8:
+                level = unpack_codes(level.view(torch.uint8), end - begin, self.bits)
+                level -= self._levels
+            s = scales[begin // self.block : -(-end // self.block), None]
+            v = (self._in_blocks(level) * s).view(-1)[: end - begin]
+            if adds:
+                into[begin:end] += v
+            else:
+                into[begin:end] = v
+
+    def _in_blocks(self, piece: Tensor) -> Tensor:
+        """Return a piece as one row for each block, with zeros at the end of the last."""
+        if len(piece) % self.block:
+            piece = pad(piece, (0, -len(piece) % self.block))
+        return piece.view(-1, self.block)
+
+    def _scale_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the scales of a part."""
+        return -(-length // self.block) * dtype.itemsize
+
+    def _pieces(self, row: Tensor) -> Iterator[tuple[int, int]]:
+        """Return begin and end of pieces of a part, each with whole blocks and whole bytes."""
+        step = max(1, len(row))
+        if row.device.type == "cpu":
+            step = max(1, _IN_CACHE // (2 * self.block)) * 2 * self.block
+        for begin in range(0, len(row), step):
+            yield begin, min(begin + step, len(row))
 
     def _source(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
         """Return a function that draws uniform numbers; None if numbers go to the nearest level."""
