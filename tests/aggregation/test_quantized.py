@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,15 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
     tensors = gradients(rank)
     QuantizedAllReduceAggregation().aggregate(tensors, "avg_world")
     result["once"] = tensors
+    for name, options in SETTINGS.items():
+        striped = []
+        for stripe in (16, 10_000):
+            aggregation = QuantizedAllReduceAggregation(block=BLOCK, **options)
+            averaged, flag = gradients(rank), torch.full((), float(rank))
+            with mock.patch.object(quantized, "STRIPE", stripe):
+                aggregation.aggregate(averaged, "avg_world", extra=[flag])
+            striped.append((averaged, flag, aggregation.state_dict(), aggregation.last_bytes))
+        result["stripes of " + name] = striped
     rounded = torch.full((1000,), 0.3)
     rounded[::100] = 7  # so that a step is 1 in each block
     random = QuantizedAllReduceAggregation(bits=4, rounding="stochastic", block=1000, error_decay=0)
@@ -104,6 +114,14 @@ def test_bytes_are_those_of_the_formula(ranks: Ranks, name: str) -> None:
         # And the flag of the one tensor, which travels with the second message.
         assert result[name]["sent"] == len(ranks) * part + part + 8
         assert result[name]["messages"] == ("all_gather", part + 8)
+
+
+@every_setting
+def test_stripes_change_no_bit_and_no_byte(ranks: Ranks, name: str) -> None:
+    for result in ranks:
+        striped, whole = result["stripes of " + name]
+        torch.testing.assert_close(striped, whole, rtol=0, atol=0)
+        assert float(striped[1]) == (len(ranks) - 1) / 2
 
 
 def test_without_decay_nothing_is_lost(ranks: Ranks) -> None:
@@ -198,7 +216,7 @@ def test_pieces_that_fit_into_the_cache_change_no_bit(
     gradient = torch.randn(1203, generator=torch.Generator().manual_seed(0))
     results = []
     for in_cache in (1, 100, 10_000):
-        monkeypatch.setattr(quantized, "_IN_CACHE", in_cache)
+        monkeypatch.setattr(quantized, "BLOCK_ELEMENTS", in_cache)
         aggregation = QuantizedAllReduceAggregation(
             bits=bits, block=8, rounding=rounding, error_decay=0.5
         )

@@ -8,7 +8,7 @@ It has the base classes, :func:`ratio_of` for compression ratios, :func:`recall`
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     as_bytes,
     divide,
     from_bytes,
+    nbytes_of,
 )
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.distributed.pytorch import process_groups
@@ -234,24 +235,37 @@ class CompressedAggregation(LossyAggregation):
         Extra tensors travel at the end of the message. They are replaced by their sum over the
         workers, divided by the divisor.
         """
+        receive = self._start_gather(message, divisor, extra)
+        if self.world_size > 1:
+            self._count("all_gather", self.world_size, nbytes_of([message, *extra]))
+        return receive()
+
+    def _start_gather(
+        self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]
+    ) -> Callable[[], Tensor]:
+        """Begin :meth:`_gather`, which is not counted; the result waits for the messages."""
         if self.world_size == 1:
-            return message[None]
+            return lambda: message[None]
         whole = message
         if extra:
             whole = as_bytes(message, *extra)
         sent = self._sendable(whole)
         # The messages arrive in the rows of one tensor, so they need not
         # be copied together afterward.
-        gathered = sent.new_empty(self.world_size, sent.numel())
-        process_groups.dist.all_gather(list(gathered), sent, group=self.group)
-        self._count("all_gather", self.world_size, sent.nbytes)
-        gathered = gathered.to(message.device)
-        start = len(message)
-        for tensor in extra:
-            theirs = [from_bytes(row, start, tensor.numel(), tensor.dtype) for row in gathered]
-            tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
-            start += tensor.nbytes
-        return gathered[:, : len(message)]
+        rows = sent.new_empty(self.world_size, sent.numel())
+        work = process_groups.dist.all_gather(list(rows), sent, group=self.group, async_op=True)
+
+        def receive() -> Tensor:
+            work.wait()
+            gathered = rows.to(message.device)
+            start = len(message)
+            for tensor in extra:
+                theirs = [from_bytes(row, start, tensor.numel(), tensor.dtype) for row in gathered]
+                tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
+                start += tensor.nbytes
+            return gathered[:, : len(message)]
+
+        return receive
 
     def _sendable(self, message: Tensor) -> Tensor:
         """Return a message in the host's memory for Gloo's gathers, and on the GPU for NCCL's."""

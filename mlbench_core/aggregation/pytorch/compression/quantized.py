@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,12 @@ from torch.nn.functional import pad
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compression.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.compression.qsgd import uniform_source
-from mlbench_core.aggregation.pytorch.transport.messages import divide, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    BLOCK_ELEMENTS,
+    Flattened,
+    divide,
+    nbytes_of,
+)
 from mlbench_core.aggregation.pytorch.transport.names import check_keys, copies_by_plain_name
 from mlbench_core.aggregation.pytorch.transport.packing import pack_codes, unpack_codes
 from mlbench_core.arguments import check_finite_at_least_0, check_int
@@ -21,8 +26,8 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["QuantizedAllReduceAggregation"]
 
-# Numbers that a CPU quantizes at once: several copies of them fit into the cache of a core.
-_IN_CACHE = 1 << 16
+STRIPE = 1 << 18
+"""Numbers of a part that travel in one message over Gloo."""
 
 
 class QuantizedAllReduceAggregation(CompressedAggregation):
@@ -59,7 +64,8 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
     :math:`p = \lceil d / k \rceil` (one more for 4 bits if that is odd), a part has :math:`p b / 8`
     bytes for its numbers in :math:`b` bits, and 4 bytes for the scale of each block (8 for
     float64). The first message, an all-to-all, has :math:`k` parts, and the second, an all-gather,
-    has one.
+    has one. Over Gloo, a message with many numbers travels as several ones at once, which count as
+    one.
 
     Implementations differ. LoCo keeps :math:`e` in 8 bits and sets it to zero every 1,024 steps.
     Here it has at least float32, and is never reset. ZeRO++ has the scale :math:`\max_j |v_j| / 8`
@@ -144,73 +150,120 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
     def _aggregate_kind(
         self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
     ) -> None:
-        dtype = torch.promote_types(next(iter(tensors.values())).dtype, torch.float32)
-        g = self._in_parts(pack(tensors.values()).to(dtype))
-        length, rank = g.shape[1], process_groups.rank(self.group)
-        draw = self._source(g.device)
-        sent = self._compress(g, tensors, self._memory, slice(None), draw)
-        received = self._to_owners(sent)
-        a = torch.zeros(1, length, dtype=dtype, device=g.device)
-        for row in received:
-            self._dequantize_row(row, a[0], adds=True)
-        divide(a, divisor)
-        own = slice(rank, rank + 1)
-        message = self._compress(a, tensors, self._owner_memory, own, draw)
-        averages = self._dequantize(self._gather(message[0], divisor, extra), length, dtype)
-        count = sum(map(torch.numel, tensors.values()))
-        unpack(averages.view(-1)[:count], tensors.values())
-
-    def _in_parts(self, flat: Tensor) -> Tensor:
-        """Return a flat tensor as one row for each worker, with zeros at the end of the last."""
+        first = next(iter(tensors.values()))
+        dtype, device = torch.promote_types(first.dtype, torch.float32), first.device
+        flat = Flattened(tensors.values())
         # A part in 4 bits has whole bytes.
         in_byte = 8 // self.bits
-        length = -(-len(flat) // (self.world_size * in_byte)) * in_byte
-        missing = self.world_size * length - len(flat)
-        # Without a number to add, pad() would copy as well.
-        if missing:
-            flat = pad(flat, (0, missing))
-        return flat.view(-1, length)
+        length = -(-flat.numel // (self.world_size * in_byte)) * in_byte
+        begins = [rank * length for rank in range(self.world_size)]
+        own = process_groups.rank(self.group) * length
+        draw = self._source(device)
+        errors = self._remembered(self._memory, tensors)
+        owner_errors = self._remembered(self._owner_memory, tensors)
+        stripes = self._stripes(length)
+        # One stripe travels while the next one is quantized.
+        parts, sent_bytes = [], 0
+        for start, end in stripes:
+            g = torch.empty(self.world_size, end - start, dtype=dtype, device=device)
+            for begin, row in zip(begins, g, strict=True):
+                flat.read(begin + start, row)
+            message = self._compress(g, errors, [begin + start for begin in begins], draw)
+            parts.append(self._start_to_owners(message))
+            sent_bytes += message.nbytes
+        gathers, gathered_bytes = [], 0
+        for (start, end), receive in zip(stripes, parts, strict=True):
+            a = torch.empty(1, end - start, dtype=dtype, device=device)
+            for number, row in enumerate(receive()):
+                self._dequantize(row, a[0], adds=number > 0)
+            divide(a, divisor)
+            message = self._compress(a, owner_errors, [own + start], draw)[0]
+            riders: Sequence[Tensor] = ()
+            if end == length:
+                riders = extra
+            gathers.append(self._start_gather(message, divisor, riders))
+            gathered_bytes += nbytes_of([message, *riders])
+        if self.world_size > 1:
+            # All stripes count as one message, whose time they need. An all-to-all moves the bytes
+            # of a reduce-scatter, whose cost the prediction knows.
+            self._count("reduce_scatter", self.world_size, sent_bytes)
+            self._count("all_gather", self.world_size, gathered_bytes)
+        for (start, end), receive in zip(stripes, gathers, strict=True):
+            average = torch.empty(end - start, dtype=dtype, device=device)
+            for begin, row in zip(begins, receive(), strict=True):
+                self._dequantize(row, average)
+                flat.write(begin + start, average)
+        for written in (flat, errors, owner_errors):
+            if written is not None:
+                written.finish()
+
+    def _stripes(self, length: int) -> list[tuple[int, int]]:
+        """Return begin and end of the stripes in which the parts travel."""
+        # Over Gloo, several messages on their way at once keep a slow link busy. After a pause, TCP
+        # needs some time to reach the speed of the link again.
+        if self.world_size > 1 and process_groups.backend(self.group) == "gloo":
+            return self._cut(length, STRIPE)
+        return [(0, length)]
+
+    def _cut(self, length: int, most: int) -> list[tuple[int, int]]:
+        """Cut a part into pieces of at most so many numbers, of whole blocks and whole bytes."""
+        step = max(1, most // (2 * self.block)) * 2 * self.block
+        return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
+
+    def _remembered(
+        self, memory: dict[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> Flattened | None:
+        """Return an error memory; None without error feedback."""
+        if self.error_decay is None:
+            return None
+        return Flattened(recall(memory, name, tensor) for name, tensor in tensors.items())
 
     def _compress(
         self,
         rows: Tensor,
-        tensors: Mapping[str, Tensor],
-        memory: dict[str, Tensor],
-        own: slice,
+        memory: Flattened | None,
+        begins: Sequence[int],
         draw: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         """Return rows as bytes, with error feedback if it is on.
 
         Args:
-            rows: The parts with the ranks ``own``, one row each.
-            tensors: The tensors by name.
-            memory: The error memory; its parts ``own`` are added to the rows and renewed.
-            own: Ranks.
+            rows: Parts, or stripes of them.
+            memory: The error memory, which is renewed; None without error feedback.
+            begins: The positions of the rows in it.
             draw: See :meth:`_source`.
         """
-        if self.error_decay is None:
+        if self.error_decay is None or memory is None:
             return self._quantize(rows, draw)
-        kept = [recall(memory, name, tensor) for name, tensor in tensors.items()]
-        flat = pack(kept)
-        e = self._in_parts(flat)
-        h = rows + e[own]
+        errors = torch.empty_like(rows)
+        for begin, row in zip(begins, errors, strict=True):
+            memory.read(begin, row)
+        h = rows + errors
         message = self._quantize(h, draw)
-        errors = h - self._dequantize(message, rows.shape[1], rows.dtype)
+        sent = torch.empty_like(h)
+        for row, into in zip(message, sent, strict=True):
+            self._dequantize(row, into)
         # e = beta e + (1 - beta) (h - Q(h))
-        e[own] = e[own].lerp(errors, 1 - self.error_decay).nan_to_num(nan=0, posinf=0, neginf=0)
-        unpack(e.view(-1)[: len(flat)], kept)
+        errors.lerp_(h - sent, 1 - self.error_decay).nan_to_num_(nan=0, posinf=0, neginf=0)
+        for begin, row in zip(begins, errors, strict=True):
+            memory.write(begin, row)
         return message
 
-    def _to_owners(self, parts: Tensor) -> Tensor:
-        """Send row j to worker j, and return the rows that the workers have sent here."""
+    def _start_to_owners(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Begin to send row j to worker j; the result waits for the rows of all workers."""
         if self.world_size == 1:
-            return parts
+            return lambda: parts
         sent = self._sendable(parts)
         received = torch.empty_like(sent)
-        process_groups.dist.all_to_all_single(received, sent, group=self.group)
-        # It moves the bytes of a reduce-scatter, whose cost the prediction knows.
-        self._count("reduce_scatter", self.world_size, sent.nbytes)
-        return received.to(parts.device)
+        work = process_groups.dist.all_to_all_single(
+            received, sent, group=self.group, async_op=True
+        )
+
+        def receive() -> Tensor:
+            work.wait()
+            return received.to(parts.device)
+
+        return receive
 
     def _quantize(self, rows: Tensor, draw: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Return each row as bytes: the scales of its blocks, and the codes of its numbers."""
@@ -245,14 +298,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
                 into[:scale_bytes] = torch.cat(scales).view(torch.uint8)
         return message
 
-    def _dequantize(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of rows of bytes, shape (rows, ``length``)."""
-        values = torch.empty(len(rows), length, dtype=dtype, device=rows.device)
-        for row, into in zip(rows, values, strict=True):
-            self._dequantize_row(row, into)
-        return values
-
-    def _dequantize_row(self, row: Tensor, into: Tensor, adds: bool = False) -> None:
+    def _dequantize(self, row: Tensor, into: Tensor, adds: bool = False) -> None:
         """Write the numbers of a row of bytes, or add them."""
         scale_bytes = self._scale_bytes(len(into), into.dtype)
         # A copy, because torch views bytes as a wider dtype only at an aligned offset.
@@ -279,13 +325,11 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         """Return the bytes of the scales of a part."""
         return -(-length // self.block) * dtype.itemsize
 
-    def _pieces(self, row: Tensor) -> Iterator[tuple[int, int]]:
-        """Return begin and end of pieces of a part, each with whole blocks and whole bytes."""
-        step = max(1, len(row))
+    def _pieces(self, row: Tensor) -> list[tuple[int, int]]:
+        """Return begin and end of the pieces of a row that are computed one after another."""
         if row.device.type == "cpu":
-            step = max(1, _IN_CACHE // (2 * self.block)) * 2 * self.block
-        for begin in range(0, len(row), step):
-            yield begin, min(begin + step, len(row))
+            return self._cut(len(row), BLOCK_ELEMENTS)
+        return [(0, len(row))]
 
     def _source(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
         """Return a function that draws uniform numbers; None if numbers go to the nearest level."""
