@@ -26,7 +26,7 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["QuantizedAllReduceAggregation"]
 
-STRIPE = 1 << 18
+STRIPE = 1 << 19
 """Numbers of a part that travel in one message over Gloo."""
 
 
@@ -277,8 +277,8 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
                 v = self._in_blocks(row[begin:end])
                 level = v.abs()
                 s = level.amax(dim=1).div_(self._levels)
-                # Zeros, and numbers so small that their scale underflows, become zeros.
-                s.masked_fill_(s == 0, 1)
+                # Zeros, and numbers whose scale would be denormal and so inexact, become zeros.
+                s.masked_fill_(s < torch.finfo(s.dtype).tiny, 1)
                 # After an overflow, the scale makes the whole block nan.
                 s.masked_fill_(s.isinf(), math.nan)
                 scales.append(s)
@@ -286,8 +286,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
                 if draw is None:
                     level.round_()
                 else:
-                    level.add_(draw(level)).floor_()
-                level.clamp_(-self._levels, self._levels)
+                    level.add_(draw(level)).floor_().clamp_(-self._levels, self._levels)
                 own = level.view(-1)[: end - begin]
                 place = codes[begin * self.bits // 8 : end * self.bits // 8]
                 if self.bits == 8:
@@ -309,11 +308,15 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
                 level = unpack_codes(level.view(torch.uint8), end - begin, self.bits)
                 level -= self._levels
             s = scales[begin // self.block : -(-end // self.block), None]
-            v = (self._in_blocks(level) * s).view(-1)[: end - begin]
+            v = into[begin:end]
+            if len(v) % self.block == 0 and not adds:
+                torch.mul(self._in_blocks(level), s, out=v.view(-1, self.block))
+                continue
+            values = (self._in_blocks(level) * s).view(-1)[: len(v)]
             if adds:
-                into[begin:end] += v
+                v += values
             else:
-                into[begin:end] = v
+                v.copy_(values)
 
     def _in_blocks(self, piece: Tensor) -> Tensor:
         """Return a piece as one row for each block, with zeros at the end of the last."""
