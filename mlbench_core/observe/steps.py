@@ -71,6 +71,8 @@ class StepClock:
         may_evaluate: True after a forward pass without gradients. A next batch or gradients then
             show if it was an evaluation.
         optimizer_depth: Number of optimizers whose steps run now, one inside the other.
+        thread: The thread of the steps.
+        stream: The CUDA stream with their events; None without a device.
         steps: Number of finished steps.
         began_s: Time of the first batch on :func:`time.perf_counter`; None before.
         thread: The thread that trains, as :func:`threading.get_ident` names it.
@@ -119,6 +121,7 @@ class StepClock:
         self._interval_s = interval_s
         self._interval_end_s = 0.0
         self.thread = threading.get_ident()
+        self.stream: Any = None
         # The step of the tracker that the time until the next event belongs to.
         self._label = "other"
         self.optimizer_depth = 0
@@ -144,6 +147,10 @@ class StepClock:
         # The events of a device are recorded where they happen.
         if self.tracker.prepare(again):
             self._times, self._mark = self.tracker, self._mark_on_device
+            import torch
+
+            if torch.cuda.is_initialized():
+                self.stream = torch.cuda.current_stream()
         self._times.batch_start()
 
     def _mark_on_device(self, mark: tuple[str, float]) -> None:

@@ -135,33 +135,43 @@ def test_a_script_that_looks_at_a_batch_before_it_uses_cuda(
     assert totals["compute_cpu_s"] is None
 
 
-def test_communication_that_events_on_the_default_stream_cannot_time(
+def test_communication_that_the_events_of_the_steps_cannot_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    replayed = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
+    is_capturing, stream = False, "of the steps"
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with observer() as watched:
-            torch.cuda.CUDAGraph.replay(watched)
             train(1)
-            dist.all_reduce(torch.ones(1))
-            assert not watched.communication.unmeasured
+            known = watched.communication
             monkeypatch.setattr(collectives, "cuda_in_use", lambda: True)
-            monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
-            for stream in ("default", "of FSDP2"):
-                monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
-                waited_s = watched.communication._waited_s
-                dist.all_reduce(torch.ones(1))
-                is_timed = watched.communication._waited_s > waited_s
-                assert is_timed is (stream == "default")
-                assert bool(watched.communication.unmeasured) is not is_timed
-            monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-            torch.cuda.CUDAGraph.replay(watched)
-            assert "collectives in CUDA graphs" in watched.communication.unmeasured
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+            watched.clock.stream = stream
+
+            def waited_s(is_async: bool = False) -> float:
+                begin_s = known._waited_s
+                work = dist.all_reduce(torch.ones(1), async_op=is_async)
+                if is_async:
+                    work.wait()
+                return known._waited_s - begin_s
+
+            assert waited_s() > 0
+            assert not known.unmeasured
+            stream = "of FSDP2"
+            assert waited_s() == 0
+            assert len(known.unmeasured) == 1
+            assert waited_s(is_async=True) == 0
+            stream = "of the steps"
+            thread = threading.Thread(target=waited_s)
+            thread.start()
+            thread.join()
+            assert len(known.unmeasured) == 1
+            is_capturing = True
+            assert waited_s() == 0
+            assert "collectives in CUDA graphs" in known.unmeasured
     finally:
         dist.destroy_process_group()
-    assert replayed == [watched, watched]
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -54,8 +54,8 @@ _COLLECTIVES = {
     "barrier": (None, ""),
 }
 _ON_STREAMS = (
-    "the time of collectives on GPUs that are asynchronous or not on the default stream, "
-    "outside DistributedDataParallel's hook"
+    "the time of collectives on GPUs that are asynchronous, on another stream or in another thread "
+    "than the steps, outside DistributedDataParallel's hook"
 )
 _IN_GRAPHS = "collectives in CUDA graphs"
 _SHADOWED = "the all-reduces by DistributedDataParallel after a worker's data has ended (Join)"
@@ -152,7 +152,6 @@ class CommunicationObserver:
             patches.replace(CommunicationClock, "report", self._report)
         patches.replace(DistributedDataParallel, "register_comm_hook", self._register)
         patches.replace(DistributedDataParallel, "join_hook", self._join_hook)
-        patches.replace(torch.cuda.CUDAGraph, "replay", self._replay)
 
     # ------------------------------------------------------------------ collectives
 
@@ -178,6 +177,9 @@ class CommunicationObserver:
             if torch.compiler.is_dynamo_compiling():
                 note_compiled()
                 return original(*args, **kwargs)
+            if cuda_in_use() and torch.cuda.is_current_stream_capturing():
+                self.unmeasured[_IN_GRAPHS] = None
+                return original(*args, **kwargs)
             if gathers and clock.began_s is None:
                 clock.gather_begins()
             # Before training, in an evaluation, and inside another collective nothing is counted:
@@ -190,11 +192,7 @@ class CommunicationObserver:
                 workers = dist.get_world_size(_argument(args, kwargs, group_at, "group"))
                 if workers > 1:
                     traffic.add(op, workers, size_bytes, bool(traffic.in_hook or is_async))
-            waits = not (is_async or traffic.in_hook) and threading.get_ident() == clock.thread
-            if waits and _is_on_side_stream():
-                # The events of the step's clock are on the default stream.
-                self.unmeasured[_ON_STREAMS] = None
-                waits = False
+            waits = not (is_async or traffic.in_hook) and self._is_in_step()
             begin_s = time.perf_counter()
             nested.is_inside = True
             if waits:
@@ -211,6 +209,17 @@ class CommunicationObserver:
             return work
 
         return observed
+
+    def _is_in_step(self) -> bool:
+        """Return True in the thread and on the stream of the steps, where time can be measured."""
+        is_in_step = threading.get_ident() == self.clock.thread
+        if cuda_in_use():
+            # FSDP2 has other streams for its collectives.
+            if self.clock.stream is not None:
+                is_in_step = is_in_step and torch.cuda.current_stream() == self.clock.stream
+            if not is_in_step:
+                self.unmeasured[_ON_STREAMS] = None
+        return is_in_step
 
     def _is_of_method(self, frame: FrameType | None) -> bool:
         """Return True if the caller of a frame sends a message of a method.
@@ -250,6 +259,8 @@ class CommunicationObserver:
             begin_s = sent_s.pop(work, None)
             # A work that the wrapper above did not return, such as that of DDP's hook.
             if begin_s is None or not clock.is_open or clock.is_waiting:
+                return original(work, *args, **kwargs)
+            if not self._is_in_step():
                 return original(work, *args, **kwargs)
             wait_s = time.perf_counter()
             if cuda_in_use():
@@ -343,17 +354,6 @@ class CommunicationObserver:
 
         return join_hook
 
-    def _replay(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note that the collectives of a replayed graph call no function of torch.distributed."""
-
-        @functools.wraps(original)
-        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                self.unmeasured[_IN_GRAPHS] = None
-            return original(graph, *args, **kwargs)
-
-        return replay
-
     def _observe(self, model: DistributedDataParallel) -> None:
         """Register the hook that measures, unless the constructor has registered one of its own."""
         size = dist.get_world_size(model.process_group)
@@ -415,11 +415,6 @@ class CommunicationObserver:
         return register_comm_hook
 
 
-def _is_on_side_stream() -> bool:
-    """Return True on a stream such as FSDP2 has for its collectives."""
-    return cuda_in_use() and torch.cuda.current_stream() != torch.cuda.default_stream()
-
-
 def _has_dense_cpu_gradients(model: DistributedDataParallel) -> bool:
     """Return True if the sizes of the buckets are those of the messages, and no device has them."""
     for module in model.modules():
@@ -434,6 +429,8 @@ def _observed_hook(state, bucket):  # type: ignore[no-untyped-def]
     traffic = state.observer.clock.traffic
     tensor = bucket.buffer()
     is_cuda = tensor.is_cuda
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        state.observer.unmeasured[_IN_GRAPHS] = None
     traffic.bucket_begins(is_cuda)
     traffic.in_hook = True
     try:

@@ -127,10 +127,10 @@ class LossyAggregation(Aggregation):
 class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
-    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group
-    is one message. Extra tensors travel uncompressed at the end of the first message of their
-    device, because on a slow network a message of a few bytes costs as much time as a longer one.
-    An error memory has the shape of its tensor.
+    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Extra
+    tensors travel uncompressed at the end of the first message of their device, because on a slow
+    network a message of a few bytes costs as much time as a longer one. An error memory has the
+    shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -211,7 +211,7 @@ class CompressedAggregation(LossyAggregation):
         Args:
             tensors: The tensors by name.
             divisor: The divisor of sums over workers.
-            extra: Tensors on the same device to average as they are, for :meth:`_gather`.
+            extra: Tensors on the same device to average as they are, for the last gather.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,13 +235,12 @@ class CompressedAggregation(LossyAggregation):
         Extra tensors travel at the end of the message. They are replaced by their sum over the
         workers, divided by the divisor.
         """
-        receive = self._start_gather(message, divisor, extra)
         if self.world_size > 1:
             self._count("all_gather", self.world_size, nbytes_of([message, *extra]))
-        return receive()
+        return self._start_gather(message, divisor, extra, is_async=False)()
 
     def _start_gather(
-        self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]
+        self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor], is_async: bool
     ) -> Callable[[], Tensor]:
         """Begin :meth:`_gather`, which is not counted; the result waits for the messages."""
         if self.world_size == 1:
@@ -253,10 +252,11 @@ class CompressedAggregation(LossyAggregation):
         # The messages arrive in the rows of one tensor, so they need not
         # be copied together afterward.
         rows = sent.new_empty(self.world_size, sent.numel())
-        work = process_groups.dist.all_gather(list(rows), sent, group=self.group, async_op=True)
+        work = process_groups.dist.all_gather(list(rows), sent, group=self.group, async_op=is_async)
 
         def receive() -> Tensor:
-            work.wait()
+            if work is not None:
+                work.wait()
             gathered = rows.to(message.device)
             start = len(message)
             for tensor in extra:

@@ -40,12 +40,12 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
 
     .. math:: Q(v) = s \operatorname{round}(v / s), \qquad s = \max_j |v_j| / L,
 
-    and :math:`s = 1` for a block of zeros. ``rounding="stochastic"`` rounds to
-    :math:`\lfloor v / s + u \rfloor` with :math:`u` uniform in :math:`[0, 1)`, which is
+    and a block whose :math:`s` would be zero or denormal becomes zeros. ``rounding="stochastic"``
+    rounds to :math:`\lfloor v / s + u \rfloor` with :math:`u` uniform in :math:`[0, 1)`, which is
     :math:`v / s` on average. Each worker :math:`i` sends each part of :math:`Q(g_i)` to its owner.
     The owner computes the average :math:`a` of the :math:`k` parts, at least in float32, and sends
-    :math:`Q(a)` to all. All workers, the owner too, use :math:`Q(a)`, so they have the same bits.
-    A single worker quantizes as well, and sends nothing.
+    :math:`Q(a)` to all. All workers, the owner too, use :math:`Q(a)`, so they have the same bits. A
+    single worker quantizes as well, and sends nothing.
 
     With ``error_decay`` :math:`\beta`, both quantizations have the error feedback of LoCo, with an
     error memory :math:`e_i` of each worker and :math:`\epsilon` of the owner:
@@ -162,6 +162,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         errors = self._remembered(self._memory, tensors)
         owner_errors = self._remembered(self._owner_memory, tensors)
         stripes = self._stripes(length)
+        is_striped = len(stripes) > 1
         # One stripe travels while the next one is quantized.
         parts, sent_bytes = [], 0
         for start, end in stripes:
@@ -169,7 +170,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             for begin, row in zip(begins, g, strict=True):
                 flat.read(begin + start, row)
             message = self._compress(g, errors, [begin + start for begin in begins], draw)
-            parts.append(self._start_to_owners(message))
+            parts.append(self._start_to_owners(message, is_striped))
             sent_bytes += message.nbytes
         gathers, gathered_bytes = [], 0
         for (start, end), receive in zip(stripes, parts, strict=True):
@@ -181,7 +182,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             riders: Sequence[Tensor] = ()
             if end == length:
                 riders = extra
-            gathers.append(self._start_gather(message, divisor, riders))
+            gathers.append(self._start_gather(message, divisor, riders, is_striped))
             gathered_bytes += nbytes_of([message, *riders])
         if self.world_size > 1:
             # All stripes count as one message, whose time they need. An all-to-all moves the bytes
@@ -206,7 +207,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         return [(0, length)]
 
     def _cut(self, length: int, most: int) -> list[tuple[int, int]]:
-        """Cut a part into pieces of at most so many numbers, of whole blocks and whole bytes."""
+        """Cut a part into pieces of about so many numbers, of whole blocks and whole bytes."""
         step = max(1, most // (2 * self.block)) * 2 * self.block
         return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
@@ -249,18 +250,19 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             memory.write(begin, row)
         return message
 
-    def _start_to_owners(self, parts: Tensor) -> Callable[[], Tensor]:
+    def _start_to_owners(self, parts: Tensor, is_async: bool) -> Callable[[], Tensor]:
         """Begin to send row j to worker j; the result waits for the rows of all workers."""
         if self.world_size == 1:
             return lambda: parts
         sent = self._sendable(parts)
         received = torch.empty_like(sent)
         work = process_groups.dist.all_to_all_single(
-            received, sent, group=self.group, async_op=True
+            received, sent, group=self.group, async_op=is_async
         )
 
         def receive() -> Tensor:
-            work.wait()
+            if work is not None:
+                work.wait()
             return received.to(parts.device)
 
         return receive
@@ -278,11 +280,11 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
                 level = v.abs()
                 s = level.amax(dim=1).div_(self._levels)
                 # Zeros, and numbers whose scale would be denormal and so inexact, become zeros.
-                s.masked_fill_(s < torch.finfo(s.dtype).tiny, 1)
+                is_tiny = s < torch.finfo(s.dtype).tiny
                 # After an overflow, the scale makes the whole block nan.
                 s.masked_fill_(s.isinf(), math.nan)
-                scales.append(s)
-                torch.div(v, s[:, None], out=level)
+                scales.append(s.masked_fill(is_tiny, 1))
+                torch.div(v, s.masked_fill_(is_tiny, math.inf)[:, None], out=level)
                 if draw is None:
                     level.round_()
                 else:
