@@ -11,7 +11,7 @@ import pytest
 from freezegun import freeze_time
 
 # pytest measures with the same clock how long the tests take.
-freezegun.configure(extend_ignore_list=["_pytest."])
+freezegun.configure(extend_ignore_list=["_pytest.timing"])
 
 
 @pytest.fixture
