@@ -207,7 +207,7 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         return [(0, length)]
 
     def _cut(self, length: int, most: int) -> list[tuple[int, int]]:
-        """Cut a part into pieces of about so many numbers, of whole blocks and whole bytes."""
+        """Cut a part into pieces of about ``most`` numbers, with whole blocks and whole bytes."""
         step = max(1, most // (2 * self.block)) * 2 * self.block
         return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
