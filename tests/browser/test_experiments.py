@@ -110,14 +110,15 @@ def test_a_group_is_opened_from_the_list(watched: Watched) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.wait_for_url("**/compare/?q=tag%3Dgroup-1")
-    # A run that joins the group appears without a reload.
+    # A run that joins the group appears without a reload, and so does its curve.
     httpx.patch(f"{watched.base}/api/runs/1/", json={"tags": "group-0, group-1"})
     page.wait_for_selector("#compared a:text-is('run-0')")
+    page.wait_for_selector("#curves[aria-label*='run-0']")
     httpx.patch(f"{watched.base}/api/runs/1/", json={"tags": "group-0"})
     page.wait_for_selector("#against option[value=tokens]", state="attached")
     page.select_option("#metric", "train_loss @ 0")
     # Each imported run has its seconds to itself, so these repeats have no mean.
-    page.wait_for_selector("#curves[aria-label$=': run-7; run-4; run-1']")
+    page.wait_for_selector("#curves[aria-label*=': run-7; run-4; run-1. Arrow keys']")
     page.select_option("#against", "tokens")
     wait_for(
         lambda: page.locator("#curves .u-legend").inner_text().startswith("tokens of worker 0"),

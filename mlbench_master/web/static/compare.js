@@ -56,6 +56,7 @@ options?.addEventListener("focusout", (event) => {
 // Curves: answers of the master by run and metric, read again for the runs of which something has arrived.
 const curves = new Map();
 const changed = new Set();
+const asked = new Set(); // ids of the runs that were read at least once
 const known = new Set();
 let shown = null; // the chart
 let isTouched = false;
@@ -67,6 +68,7 @@ async function ask(id, query) {
 
 /** Add the metrics of the first worker of some runs to the list, and at first choose that of the goal or the loss. */
 async function addNames(ids) {
+  for (const id of ids) asked.add(id);
   const answers = await Promise.all(ids.map((id) => ask(id, "")));
   for (const { name } of answers.flatMap((found) => found ?? [])) known.add(name);
   const listed = new Set([...metric.options].map((option) => option.value));
@@ -157,8 +159,8 @@ function draw() {
     for (const edge of ["largest", "smallest"]) series.push({ label: `${label}, ${edge}`, ...look, hidden: true });
     data.push(high, low);
   });
-  element.ariaLabel = `Curves of ${metric.value || "no metric"} against ${AXES[against.value]}: ${
-    series.filter((one) => !one.hidden).map((one) => one.label).join("; ") || "none yet"}`;
+  const names = series.filter((one) => !one.hidden).map((one) => one.label).join("; ") || "none yet";
+  const label = `Curves of ${metric.value || "no metric"} against ${AXES[against.value]}: ${names}`;
   const fresh = JSON.stringify([metric.value, against.value, series]);
   if (shown && fresh === signature && data.length) { shown.set(join(data)); return; }
   shown?.remove();
@@ -166,8 +168,9 @@ function draw() {
   signature = fresh;
   element.replaceChildren();
   if (data.length) {
-    shown = chart(element, { series, bands, xLabel: AXES[against.value], height: 320 }, join(data));
+    shown = chart(element, { series, bands, xLabel: AXES[against.value], label, height: 320 }, join(data));
   } else {
+    element.ariaLabel = label;
     const empty = document.createElement("p");
     empty.className = "empty";
     empty.textContent = known.size
@@ -185,7 +188,12 @@ if (element) {
     draw();
   });
   for (const control of [against, repeats]) control.addEventListener("change", draw);
-  document.addEventListener("refreshed", () => { drawFigures(); draw(); });
+  document.addEventListener("refreshed", () => {
+    // A run that a search finds later may have ended before, so no metric of it arrives any more.
+    for (const { id } of runs()) if (!asked.has(id)) changed.add(id);
+    drawFigures();
+    draw();
+  });
   // New values come many at a time, and only somebody who looks needs them.
   setInterval(async () => {
     if (!changed.size || document.hidden) return;
