@@ -126,6 +126,26 @@ def test_a_group_is_opened_from_the_list(watched: Watched) -> None:
     )
 
 
+def test_compared_curves_catch_up_after_the_master_was_away(watched: Watched) -> None:
+    page = watched.page
+    watched.open("/compare/?run=1&run=2")
+    page.wait_for_selector("#curves[aria-label*='run-0']")
+    failed: list[str] = []
+
+    def fail(route: Any) -> None:
+        failed.append(route.request.url)
+        route.abort()
+
+    page.route("**/curves/*", fail)
+    metric = {"run_id": 2, "name": "late @ 0", "value": 1, "metadata": {"rank": 0, "epoch": 0}}
+    httpx.post(f"{watched.base}/api/metrics/", json=[metric]).raise_for_status()
+    wait_for(lambda: page.wait_for_timeout(100) or failed, what="a reading that fails")
+    page.unroute("**/curves/*")
+    watched.problems.clear()
+    page.evaluate("new BroadcastChannel('mlbench-events /').postMessage([['open']])")
+    page.wait_for_selector("#metric option[value='late @ 0']", state="attached")
+
+
 def test_curves_against_tokens(watched: Watched) -> None:
     page = watched.page
     watched.open("/runs/1/?against=tokens")

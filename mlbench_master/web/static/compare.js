@@ -33,6 +33,8 @@ on("metric", (data) => {
   if (["goal @ 0", "TaskResult @ 0", "result @ 0"].includes(data.name)) refresh();
   if (data.name === metric.value || !known.has(data.name)) changed.add(data.run_id);
 });
+// Metrics may have arrived while nothing was heard of the master.
+for (const kind of ["open", "lost"]) on(kind, () => { for (const { id } of runs()) changed.add(id); });
 
 // Figures: the server draws them for seconds, so only when the results are others.
 const keyOfFigures = () => document.getElementById("comparison").dataset.key;
