@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -151,14 +151,15 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
     ) -> None:
         first = next(iter(tensors.values()))
-        dtype, device = torch.promote_types(first.dtype, torch.float32), first.device
+        # Numbers are computed in this dtype on this device.
+        like = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
         flat = Flattened(tensors.values())
         # A part in 4 bits has whole bytes.
         in_byte = 8 // self.bits
         length = -(-flat.numel // (self.world_size * in_byte)) * in_byte
         begins = [rank * length for rank in range(self.world_size)]
         own = process_groups.rank(self.group) * length
-        draw = self._source(device)
+        draw = self._source(first.device)
         errors = self._remembered(self._memory, tensors)
         owner_errors = self._remembered(self._owner_memory, tensors)
         stripes = self._stripes(length)
@@ -166,19 +167,17 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         # One stripe travels while the next one is quantized.
         parts, sent_bytes = [], 0
         for start, end in stripes:
-            g = torch.empty(self.world_size, end - start, dtype=dtype, device=device)
-            for begin, row in zip(begins, g, strict=True):
-                flat.read(begin + start, row)
-            message = self._compress(g, errors, [begin + start for begin in begins], draw)
+            message = self._compress(
+                flat.read, [begin + start for begin in begins], end - start, errors, draw, like
+            )
             parts.append(self._start_to_owners(message, is_striped))
             sent_bytes += message.nbytes
         gathers, gathered_bytes = [], 0
         for (start, end), receive in zip(stripes, parts, strict=True):
-            a = torch.empty(1, end - start, dtype=dtype, device=device)
-            for number, row in enumerate(receive()):
-                self._dequantize(row, a[0], adds=number > 0)
-            divide(a, divisor)
-            message = self._compress(a, owner_errors, [own + start], draw)[0]
+            average = self._average_of(receive(), own + start, end - start, divisor)
+            message = self._compress(average, [own + start], end - start, owner_errors, draw, like)[
+                0
+            ]
             riders: Sequence[Tensor] = ()
             if end == length:
                 riders = extra
@@ -190,10 +189,10 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             self._count("reduce_scatter", self.world_size, sent_bytes)
             self._count("all_gather", self.world_size, gathered_bytes)
         for (start, end), receive in zip(stripes, gathers, strict=True):
-            average = torch.empty(end - start, dtype=dtype, device=device)
             for begin, row in zip(begins, receive(), strict=True):
-                self._dequantize(row, average)
-                flat.write(begin + start, average)
+                for at, piece in self._pieces(end - start, like):
+                    self._dequantize(row, end - start, at, piece)
+                    flat.write(begin + start + at, piece)
         for written in (flat, errors, owner_errors):
             if written is not None:
                 written.finish()
@@ -219,35 +218,55 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             return None
         return Flattened(recall(memory, name, tensor) for name, tensor in tensors.items())
 
+    def _average_of(
+        self, rows: Tensor, begin: int, length: int, divisor: Denominator
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Return a function that reads the average of some rows of bytes, from ``begin`` on."""
+
+        def read(at: int, into: Tensor) -> Tensor:
+            self._dequantize(rows[0], length, at - begin, into)
+            for row in rows[1:]:
+                into += self._dequantize(row, length, at - begin, torch.empty_like(into))
+            return divide(into, divisor)
+
+        return read
+
     def _compress(
         self,
-        rows: Tensor,
-        memory: Flattened | None,
+        read: Callable[[int, Tensor], Tensor],
         begins: Sequence[int],
+        length: int,
+        memory: Flattened | None,
         draw: Callable[[Tensor], Tensor] | None,
+        like: Tensor,
     ) -> Tensor:
-        """Return rows as bytes, with error feedback if it is on.
+        """Return numbers as rows of bytes, with error feedback if it is on.
+
+        A row has the scales of its blocks, and then the codes of its numbers.
 
         Args:
-            rows: Parts, or stripes of them.
+            read: Writes the numbers from a position on into a tensor, which it returns.
+            begins: The first position of each row.
+            length: Numbers of a row.
             memory: The error memory, which is renewed; None without error feedback.
-            begins: The positions of the rows in it.
             draw: See :meth:`_source`.
+            like: A tensor of the dtype and device of the numbers.
         """
-        if self.error_decay is None or memory is None:
-            return self._quantize(rows, draw)
-        errors = torch.empty_like(rows)
-        for begin, row in zip(begins, errors, strict=True):
-            memory.read(begin, row)
-        h = rows + errors
-        message = self._quantize(h, draw)
-        sent = torch.empty_like(h)
-        for row, into in zip(message, sent, strict=True):
-            self._dequantize(row, into)
-        # e = beta e + (1 - beta) (h - Q(h))
-        errors.lerp_(h - sent, 1 - self.error_decay).nan_to_num_(nan=0, posinf=0, neginf=0)
-        for begin, row in zip(begins, errors, strict=True):
-            memory.write(begin, row)
+        size_bytes = self._scale_bytes(length, like.dtype) + length * self.bits // 8
+        message = torch.empty(len(begins), size_bytes, dtype=torch.uint8, device=like.device)
+        for begin, row in zip(begins, message, strict=True):
+            for at, piece in self._pieces(length, like):
+                v = read(begin + at, piece)
+                if memory is None or self.error_decay is None:
+                    self._quantize(v, draw, row, length, at)
+                    continue
+                errors = memory.read(begin + at, torch.empty_like(v))
+                v += errors
+                self._quantize(v.clone(), draw, row, length, at)
+                sent = self._dequantize(row, length, at, torch.empty_like(v))
+                # e = beta e + (1 - beta) (h - Q(h))
+                errors.lerp_(v - sent, 1 - self.error_decay).nan_to_num_(nan=0, posinf=0, neginf=0)
+                memory.write(begin + at, errors)
         return message
 
     def _start_to_owners(self, parts: Tensor, is_async: bool) -> Callable[[], Tensor]:
@@ -267,74 +286,89 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
 
         return receive
 
-    def _quantize(self, rows: Tensor, draw: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return each row as bytes: the scales of its blocks, and the codes of its numbers."""
-        length = rows.shape[1]
-        scale_bytes = self._scale_bytes(length, rows.dtype)
-        size_bytes = scale_bytes + length * self.bits // 8
-        message = torch.empty(len(rows), size_bytes, dtype=torch.uint8, device=rows.device)
-        for row, into in zip(rows, message, strict=True):
-            scales, codes = [], into[scale_bytes:]
-            for begin, end in self._pieces(row):
-                v = self._in_blocks(row[begin:end])
-                level = v.abs()
-                s = level.amax(dim=1).div_(self._levels)
-                # Zeros, and numbers whose scale would be denormal and so inexact, become zeros.
-                is_tiny = s < torch.finfo(s.dtype).tiny
-                # After an overflow, the scale makes the whole block nan.
-                s.masked_fill_(s.isinf(), math.nan)
-                scales.append(s.masked_fill(is_tiny, 1))
-                torch.div(v, s.masked_fill_(is_tiny, math.inf)[:, None], out=level)
-                if draw is None:
-                    level.round_()
-                else:
-                    level.add_(draw(level)).floor_().clamp_(-self._levels, self._levels)
-                own = level.view(-1)[: end - begin]
-                place = codes[begin * self.bits // 8 : end * self.bits // 8]
-                if self.bits == 8:
-                    place.view(torch.int8).copy_(own)
-                else:
-                    place.copy_(pack_codes(own.add_(self._levels).to(torch.uint8), self.bits))
-            if scales:
-                into[:scale_bytes] = torch.cat(scales).view(torch.uint8)
-        return message
+    def _quantize(
+        self,
+        piece: Tensor,
+        draw: Callable[[Tensor], Tensor] | None,
+        row: Tensor,
+        length: int,
+        at: int,
+    ) -> None:
+        """Write a piece of the numbers, from position ``at`` on, into their row of bytes.
 
-    def _dequantize(self, row: Tensor, into: Tensor, adds: bool = False) -> None:
-        """Write the numbers of a row of bytes, or add them."""
-        scale_bytes = self._scale_bytes(len(into), into.dtype)
+        The piece is changed.
+        """
+        v = piece
+        if len(v) % self.block:
+            v = pad(v, (0, -len(v) % self.block))
+        v = v.view(-1, self.block)
+        # This needs no memory for absolute values.
+        s = torch.maximum(v.amax(dim=1), v.amin(dim=1).neg_()).div_(self._levels)
+        # Zeros, and numbers whose scale would be denormal and so inexact, become zeros.
+        is_tiny = s < torch.finfo(s.dtype).tiny
+        # After an overflow, the scale makes the whole block nan.
+        s.masked_fill_(s.isinf(), math.nan)
+        scales, codes = self._places(row, length, at, len(piece), s.dtype)
+        scales.copy_(s.masked_fill(is_tiny, 1).view(torch.uint8))
+        level = v.div_(s.masked_fill_(is_tiny, math.inf)[:, None])
+        if draw is None:
+            level.round_()
+        else:
+            level.add_(draw(level)).floor_().clamp_(-self._levels, self._levels)
+        own = level.view(-1)[: len(piece)]
+        if self.bits == 8:
+            codes.view(torch.int8).copy_(own)
+        else:
+            codes.copy_(pack_codes(own.add_(self._levels).to(torch.uint8), self.bits))
+
+    def _dequantize(self, row: Tensor, length: int, at: int, into: Tensor) -> Tensor:
+        """Read numbers, from position ``at`` on, from their row of bytes."""
+        scales, codes = self._places(row, length, at, len(into), into.dtype)
+        level = codes.view(torch.int8)
+        if self.bits < 8:
+            level = unpack_codes(codes, len(into), self.bits)
+            level -= self._levels
         # A copy, because torch views bytes as a wider dtype only at an aligned offset.
-        scales, codes = row[:scale_bytes].clone().view(into.dtype), row[scale_bytes:]
-        for begin, end in self._pieces(into):
-            level = codes[begin * self.bits // 8 : end * self.bits // 8].view(torch.int8)
-            if self.bits < 8:
-                level = unpack_codes(level.view(torch.uint8), end - begin, self.bits)
-                level -= self._levels
-            s = scales[begin // self.block : -(-end // self.block), None]
-            v = into[begin:end]
-            if len(v) % self.block == 0 and not adds:
-                torch.mul(self._in_blocks(level), s, out=v.view(-1, self.block))
-                continue
-            values = (self._in_blocks(level) * s).view(-1)[: len(v)]
-            if adds:
-                v += values
-            else:
-                v.copy_(values)
+        s = scales.clone().view(into.dtype)
+        into.copy_(level)
+        whole = len(into) - len(into) % self.block
+        into[:whole].view(-1, self.block).mul_(s[: whole // self.block, None])
+        if whole < len(into):
+            into[whole:].mul_(s[-1])
+        return into
 
-    def _in_blocks(self, piece: Tensor) -> Tensor:
-        """Return a piece as one row for each block, with zeros at the end of the last."""
-        if len(piece) % self.block:
-            piece = pad(piece, (0, -len(piece) % self.block))
-        return piece.view(-1, self.block)
+    def _places(
+        self, row: Tensor, length: int, at: int, count: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the bytes of a row that have the scales and codes of a piece.
+
+        Args:
+            row: The bytes.
+            length: Numbers of the row.
+            at: Position of the first number of the piece, at the begin of a block.
+            count: Numbers of the piece.
+            dtype: That of the scales.
+        """
+        begin = self._scale_bytes(at, dtype)
+        codes = row[self._scale_bytes(length, dtype) + at * self.bits // 8 :]
+        return row[begin : begin + self._scale_bytes(count, dtype)], codes[: count * self.bits // 8]
 
     def _scale_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Return the bytes of the scales of a part."""
         return -(-length // self.block) * dtype.itemsize
 
-    def _pieces(self, row: Tensor) -> list[tuple[int, int]]:
-        """Return begin and end of the pieces of a row that are computed one after another."""
-        if row.device.type == "cpu":
-            return self._cut(len(row), BLOCK_ELEMENTS)
-        return [(0, len(row))]
+    def _pieces(self, length: int, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the begin of each piece of a row, and memory for its numbers.
+
+        The pieces are computed one after another in the same memory, which a CPU keeps in its
+        cache.
+        """
+        cuts = [(0, length)]
+        if like.device.type == "cpu":
+            cuts = self._cut(length, BLOCK_ELEMENTS)
+        memory = like.new_empty(max((end - begin for begin, end in cuts), default=0))
+        for begin, end in cuts:
+            yield begin, memory[: end - begin]
 
     def _source(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
         """Return a function that draws uniform numbers; None if numbers go to the nearest level."""
