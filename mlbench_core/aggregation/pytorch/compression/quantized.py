@@ -164,11 +164,16 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         owner_errors = self._remembered(self._owner_memory, tensors)
         stripes = self._stripes(length)
         is_striped = len(stripes) > 1
+
+        def read(at: int, into: Tensor) -> Tensor:
+            view = flat.view(at, into)
+            return flat.read(at, into) if view is None else view
+
         # One stripe travels while the next one is quantized.
         parts, sent_bytes = [], 0
         for start, end in stripes:
             message = self._compress(
-                flat.read, [begin + start for begin in begins], end - start, errors, draw, like
+                read, [begin + start for begin in begins], end - start, errors, draw, like
             )
             parts.append(self._start_to_owners(message, is_striped))
             sent_bytes += message.nbytes
@@ -191,8 +196,12 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         for (start, end), receive in zip(stripes, gathers, strict=True):
             for begin, row in zip(begins, receive(), strict=True):
                 for at, piece in self._pieces(end - start, like):
-                    self._dequantize(row, end - start, at, piece)
-                    flat.write(begin + start + at, piece)
+                    place = begin + start + at
+                    view = flat.view(place, piece)
+                    if view is None:
+                        flat.write(place, self._dequantize(row, end - start, at, piece))
+                    else:
+                        self._dequantize(row, end - start, at, view)
         for written in (flat, errors, owner_errors):
             if written is not None:
                 written.finish()
@@ -245,7 +254,8 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         A row has the scales of its blocks, and then the codes of its numbers.
 
         Args:
-            read: Writes the numbers from a position on into a tensor, which it returns.
+            read: Returns the numbers from a position on. It may write them into a tensor that it
+                gets, which has as many.
             begins: The first position of each row.
             length: Numbers of a row.
             memory: The error memory, which is renewed; None without error feedback.
@@ -258,11 +268,11 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
             for at, piece in self._pieces(length, like):
                 v = read(begin + at, piece)
                 if memory is None or self.error_decay is None:
-                    self._quantize(v, draw, row, length, at)
+                    self._quantize(v, draw, row, length, at, piece)
                     continue
                 errors = memory.read(begin + at, torch.empty_like(v))
-                v += errors
-                self._quantize(v.clone(), draw, row, length, at)
+                v = v + errors
+                self._quantize(v, draw, row, length, at, piece)
                 sent = self._dequantize(row, length, at, torch.empty_like(v))
                 # e = beta e + (1 - beta) (h - Q(h))
                 errors.lerp_(v - sent, 1 - self.error_decay).nan_to_num_(nan=0, posinf=0, neginf=0)
@@ -293,24 +303,31 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         row: Tensor,
         length: int,
         at: int,
+        scratch: Tensor,
     ) -> None:
         """Write a piece of the numbers, from position ``at`` on, into their row of bytes.
 
-        The piece is changed.
+        Args:
+            piece: The numbers.
+            draw: See :meth:`_source`.
+            row: The bytes.
+            length: Numbers of the row.
+            at: The position.
+            scratch: Memory like the piece, and maybe the piece itself. It is overwritten.
         """
-        v = piece
+        v, level = piece, scratch
         if len(v) % self.block:
-            v = pad(v, (0, -len(v) % self.block))
-        v = v.view(-1, self.block)
+            v = level = pad(v, (0, -len(v) % self.block))
+        v, level = v.view(-1, self.block), level.view(-1, self.block)
         # This needs no memory for absolute values.
-        s = torch.maximum(v.amax(dim=1), v.amin(dim=1).neg_()).div_(self._levels)
+        s = torch.maximum(v.amax(dim=1), v.amin(dim=1).neg_()).div_(float(self._levels))
         # Zeros, and numbers whose scale would be denormal and so inexact, become zeros.
         is_tiny = s < torch.finfo(s.dtype).tiny
         # After an overflow, the scale makes the whole block nan.
         s.masked_fill_(s.isinf(), math.nan)
         scales, codes = self._places(row, length, at, len(piece), s.dtype)
         scales.copy_(s.masked_fill(is_tiny, 1).view(torch.uint8))
-        level = v.div_(s.masked_fill_(is_tiny, math.inf)[:, None])
+        torch.div(v, s.masked_fill_(is_tiny, math.inf)[:, None], out=level)
         if draw is None:
             level.round_()
         else:

@@ -147,6 +147,16 @@ class Flattened:
         into[count:] = 0
         return into
 
+    def view(self, begin: int, like: Tensor) -> Tensor | None:
+        """Return the elements from a position on without a copy, as many as another tensor has.
+
+        It is None if they are not in one tensor, or of another dtype.
+        """
+        parts = self._parts(begin, begin + len(like))
+        if len(parts) == 1 and len(parts[0]) == len(like) and parts[0].dtype == like.dtype:
+            return parts[0]
+        return None
+
     def write(self, begin: int, values: Tensor) -> None:
         """Replace the elements from a position on; values after the last have no place."""
         start = 0
