@@ -180,8 +180,8 @@ class QuantizedAllReduceAggregation(CompressedAggregation):
         gathers, gathered_bytes = [], 0
         for (start, end), receive in zip(stripes, parts, strict=True):
             average = self._average_of(receive(), own + start, end - start, divisor)
-            place = [own + start]
-            (message,) = self._compress(average, place, end - start, owner_errors, draw, like)
+            own_place = [own + start]
+            (message,) = self._compress(average, own_place, end - start, owner_errors, draw, like)
             riders: Sequence[Tensor] = ()
             if end == length:
                 riders = extra
