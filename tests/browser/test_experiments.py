@@ -126,7 +126,9 @@ def test_a_group_is_opened_from_the_list(watched: Watched) -> None:
     )
 
 
-def test_compared_curves_catch_up_after_the_master_was_away(watched: Watched) -> None:
+@pytest.mark.parametrize("event", [["open"], ["state", {"id": 2}]], ids=lambda event: event[0])
+def test_compared_curves_catch_up(watched: Watched, event: list[Any]) -> None:
+    """After the master was away, and at the end of a run, there may be metrics without events."""
     page = watched.page
     watched.open("/compare/?run=1&run=2")
     page.wait_for_selector("#curves[aria-label*='run-0']")
@@ -138,12 +140,33 @@ def test_compared_curves_catch_up_after_the_master_was_away(watched: Watched) ->
         route.fulfill(json={"curves": []})
 
     page.route("**/curves/*", answer)
-    metric = {"run_id": 2, "name": "late @ 0", "value": 1, "metadata": {"rank": 0, "epoch": 0}}
+    name = f"late-{event[0]} @ 0"
+    metric = {"run_id": 2, "name": name, "value": 1, "metadata": {"rank": 0, "epoch": 0}}
     httpx.post(f"{watched.base}/api/metrics/", json=[metric]).raise_for_status()
     wait_for(lambda: page.wait_for_timeout(100) or asked, what="a reading without the metric")
     page.unroute("**/curves/*")
-    page.evaluate("new BroadcastChannel('mlbench-events /').postMessage([['open']])")
-    page.wait_for_selector("#metric option[value='late @ 0']", state="attached")
+    page.evaluate("(one) => new BroadcastChannel('mlbench-events /').postMessage([one])", event)
+    page.wait_for_selector(f"#metric option[value='{name}']", state="attached")
+
+
+def test_a_note_keeps_the_tags_that_were_set_elsewhere(watched: Watched) -> None:
+    page = watched.page
+    run = f"{watched.base}/api/runs/9/"
+    watched.open("/runs/9/")
+    httpx.patch(run, json={"tags": "group-2, fresh"}).raise_for_status()
+    page.wait_for_selector("#words a:text-is('fresh')")
+    page.click("#words-box summary")
+    page.fill("[name=note]", "two lines")
+    page.click("#words-box button")
+    page.wait_for_selector("#words .text:has-text('two')")
+    saved = httpx.get(run).json()
+    assert (saved["tags"], saved["note"]) == (["group-2", "fresh"], "two lines")
+    # Nothing was changed.
+    page.click("#words-box summary")
+    page.click("#words-box button")
+    page.wait_for_selector("#words .text:has-text('two')")
+    assert httpx.get(run).json() == saved
+    httpx.patch(run, json={"tags": "group-2", "note": "<b>"}).raise_for_status()
 
 
 def test_curves_against_tokens(watched: Watched) -> None:

@@ -21,7 +21,11 @@ function runs() {
 const isChosen = (id) => runs().some((run) => run.id === id);
 // A search may also find runs that start later, as those of a sweep do.
 const isSearch = new URLSearchParams(location.search).has("q");
-on("state", (data) => { if (isSearch || isChosen(data.id)) refresh(); });
+on("state", (data) => {
+  // The last metrics of a run may have been stored without an event.
+  if (isChosen(data.id)) changed.add(data.id);
+  if (isSearch || isChosen(data.id)) refresh();
+});
 on("deleted", (data) => {
   if (!isChosen(data.id)) return;
   // The page of no runs has other parts.
@@ -31,7 +35,8 @@ on("deleted", (data) => {
 on("metric", (data) => {
   if (!isChosen(data.run_id)) return;
   if (["goal @ 0", "TaskResult @ 0", "result @ 0"].includes(data.name)) refresh();
-  if (data.name === metric.value || !known.has(data.name)) changed.add(data.run_id);
+  const isCount = Object.values(COUNTS).some(({ name }) => name === data.name);
+  if (data.name === metric.value || isCount || !known.has(data.name)) changed.add(data.run_id);
 });
 // Metrics may have arrived while nothing was heard of the master.
 for (const kind of ["open", "lost"]) on(kind, () => { for (const { id } of runs()) changed.add(id); });
@@ -191,23 +196,25 @@ if (element) {
   });
   for (const control of [against, repeats]) control.addEventListener("change", draw);
   document.addEventListener("refreshed", () => {
-    // A run that a search finds later may have ended before, so no metric of it arrives any more.
+    // A run that a search finds later, or again, may have ended before, so no metric of it arrives any more.
+    for (const id of asked) if (!isChosen(id)) asked.delete(id);
     for (const { id } of runs()) if (!asked.has(id)) changed.add(id);
     drawFigures();
     draw();
   });
   // New values come many at a time, and only somebody who looks needs them.
+  // One reading at a time, since an older answer must not replace a newer one.
+  let isReading = true;
   setInterval(async () => {
-    if (!changed.size || document.hidden) return;
+    if (isReading || !changed.size || document.hidden) return;
+    isReading = true;
     const ids = [...changed];
     changed.clear();
-    await addNames(ids);
-    await read(ids);
-    draw();
+    await addNames(ids).then(() => read(ids)).then(draw).finally(() => { isReading = false; });
   }, 2000);
   drawn = keyOfFigures(); // htmx draws these when it has loaded
   const rows = runs().map((run) => run.row).filter((row) => row);
   repeats.checked = new Set(rows).size < rows.length;
   const all = runs().map((run) => run.id);
-  addNames(all).then(() => read(all)).then(draw);
+  addNames(all).then(() => read(all)).then(draw).finally(() => { isReading = false; });
 }

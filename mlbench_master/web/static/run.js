@@ -22,3 +22,9 @@ filter.addEventListener("input", () => {
   }, 300);
 });
 filter.form.addEventListener("submit", (event) => event.preventDefault());
+
+// Only what was changed here is sent: the rest may have been changed elsewhere since the page was opened.
+const words = document.querySelector("#words-box form");
+words.addEventListener("formdata", ({ formData }) => {
+  for (const { name, value, defaultValue } of words.elements) if (value === defaultValue) formData.delete(name);
+});
